@@ -1,0 +1,1 @@
+"""Worker loops: executor, expert server, channels, schedulers. Plain classes; Ray only in remote.py."""

@@ -1,0 +1,1 @@
+"""A2E and E2A channels between attention ranks and expert ranks."""

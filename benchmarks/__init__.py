@@ -1,0 +1,1 @@
+"""Measurements; each result is a JSON file with its samples."""

@@ -1,0 +1,1 @@
+"""Entry points: HTTP ingress, launch, telemetry, command line."""

@@ -1,0 +1,28 @@
+"""Time as a value that is passed in, so that policies and tests own it."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def __call__(self) -> float:
+        """Seconds on a monotonic clock that all processes of one node share."""
+
+
+def monotonic_s() -> float:
+    return time.monotonic()
+
+
+class ManualClock:
+    """A clock that moves only when told to."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds

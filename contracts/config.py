@@ -1,0 +1,125 @@
+"""The one configuration: frozen structs, decoded once by `load_config`, passed by value.
+
+Bounds are checked by msgspec on decoding; rules across fields stand in `__post_init__`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from contracts.plan import Order, Plan
+
+Count = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+BUNDLED = "bundled"
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """path: a Hugging Face folder, or "bundled". name: what clients call it (default: folder)."""
+
+    path: str = BUNDLED
+    name: str | None = None
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    max_context_tokens: Count | None = None  # None: what the checkpoint states
+
+
+class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes and placement of the attention and expert groups.
+
+    placement "pack" puts ranks on as few nodes as fit; "spread" puts the attention group and the
+    expert group on different nodes. device "auto" takes GPUs where the Ray cluster has them.
+    resources_*: extra Ray resources that each rank of the group asks for.
+    """
+
+    attention_ranks: Count = 1
+    expert_ranks: Count = 1
+    prefill_ranks: NonNegative = 0
+    placement: Literal["pack", "spread"] = "pack"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    cpus_per_rank: Annotated[float, Meta(ge=0)] = 0.25
+    torch_threads: Count = 1
+    attention_resources: dict[str, float] = {}
+    expert_resources: dict[str, float] = {}
+    address: str | None = None  # Ray address; None: RAY_ADDRESS if set, else a local cluster
+    ready_timeout_s: Seconds = 180.0
+
+
+class ChannelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """backend "auto" follows placement: nccl between GPUs, ipc on one GPU, shm on one node, tcp.
+
+    A peer that is silent for silence_s (its heartbeat comes every heartbeat_s) counts as hung.
+    deadline_s bounds connecting, handshakes and a blocked send.
+    """
+
+    backend: Literal["auto", "shm", "tcp", "nccl", "ipc"] = "auto"
+    heartbeat_s: Seconds = 0.2
+    silence_s: Seconds = 1.5
+    deadline_s: Seconds = 10.0
+    segment_bytes: Annotated[int, Meta(ge=4096)] = 8 << 20
+
+    def __post_init__(self) -> None:
+        if self.silence_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"silence_s={self.silence_s} must be at least twice heartbeat_s={self.heartbeat_s}"
+            )
+
+
+class KvConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """block_tokens is part of the block hash: all ranks must agree. pool_tokens None: chosen from
+    the free memory (memory_fraction of it, shared by the ranks of a node)."""
+
+    block_tokens: Count = 16
+    pool_tokens: Count | None = None
+    memory_fraction: Annotated[float, Meta(gt=0, le=0.9)] = 0.2
+    prefix_cache: bool = True
+
+
+class ScheduleConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The plan used where no planner answers, and the limits of a batch."""
+
+    order: Order = Order.ASAS
+    r1: Count = 2
+    r2: Count = 1
+    max_batch_tokens: Count = 4096
+    max_batch_sequences: Count = 256
+    max_waiting: Count = 1024
+
+    def __post_init__(self) -> None:
+        self.plan()
+
+    def plan(self) -> Plan:
+        return Plan(r1=self.r1, r2=self.r2, order=self.order)
+
+
+class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    max_body_bytes: Count = 8 << 20
+    max_batch_items: Count = 4096
+    request_timeout_s: Seconds = 600.0
+    api_keys: list[str] = []
+
+
+class TraceConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """spans: how many task spans each rank keeps (a ring). 0 switches recording off."""
+
+    spans: NonNegative = 20_000
+
+
+class TandemConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: ModelConfig = ModelConfig()
+    groups: GroupsConfig = GroupsConfig()
+    channel: ChannelConfig = ChannelConfig()
+    kv: KvConfig = KvConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    http: HttpConfig = HttpConfig()
+    trace: TraceConfig = TraceConfig()

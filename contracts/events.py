@@ -1,0 +1,37 @@
+"""Recorded stage times. CLOCK_MONOTONIC is shared by all processes of a node, so that timelines
+of several ranks lie on one axis."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Stage(enum.StrEnum):
+    """Stages as the metrics name them (`tandem_stage_seconds{stage}`)."""
+
+    ATTENTION = "attention"
+    SHARED = "shared"
+    EXPERT = "expert"
+    A2E = "a2e"
+    E2A = "e2a"
+    FINISH = "finish"
+    WAIT = "wait"
+
+
+class TaskSpan(msgspec.Struct, frozen=True, array_like=True):
+    """One task on one resource, from start_s to end_s (monotonic seconds).
+
+    `resource` is a rank ("attention-0") or a link ("attention-0>expert-1").
+    """
+
+    resource: str
+    stage: Stage
+    start_s: float
+    end_s: float
+    batch: int = 0
+    layer: int = 0
+    micro_batch: int = 0
+    token_group: int = 0
+    tokens: int = 0

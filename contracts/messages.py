@@ -1,0 +1,106 @@
+"""Frames between the ingress and the attention ranks.
+
+A connection opens with a mutual challenge (actors/channels/handshake.py). Then each side sends
+frames: a 4-byte little-endian length, then one msgpack map tagged by `type`. The ingress sends
+`Submit` and `Cancel`; a rank answers with `Events`, one frame per step for all sequences of that
+connection (so a token costs a few bytes, not a call).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from contracts.requests import Priority, Sampling, Usage
+
+MAX_FRAME_BYTES = 64 << 20
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """A sequence to run.
+
+    `sampling` None means a prefill-only job: nothing is generated and the answer is a `Scored`.
+    `candidates`: token ids whose logits at the last prompt position are wanted.
+    `score_from`: if set, the log-probability of each prompt token at positions >= score_from,
+    given all before it, is wanted (score_from >= 1).
+    """
+
+    request_id: int
+    token_ids: list[int]
+    sampling: Sampling | None
+    priority: Priority = Priority.LS
+    candidates: list[int] | None = None
+    score_from: int | None = None
+    eos_token_ids: list[int] = []
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    request_id: int
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability (natural log) of the chosen token, and the `top` alternatives."""
+
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+    """Newly generated tokens of a sequence, in order. An eos token is included."""
+
+    request_id: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """A generation ended. reason: "stop" (eos) or "length"."""
+
+    request_id: int
+    reason: str
+    usage: Usage
+
+
+class Scored(msgspec.Struct, frozen=True, tag="scored"):
+    """The answer of a prefill-only job.
+
+    candidate_logits: raw logits in the order of `Submit.candidates`.
+    candidate_logprobs: the same, as log-softmax over the whole vocabulary.
+    token_logprobs: one per prompt token at positions >= `Submit.score_from`.
+    """
+
+    request_id: int
+    usage: Usage
+    candidate_logits: list[float] | None = None
+    candidate_logprobs: list[float] | None = None
+    token_logprobs: list[float] | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """A sequence ended with an error. `code` is a `TandemError.code`."""
+
+    request_id: int
+    code: str
+    message: str
+    status: int = 500
+
+
+class RankState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
+    """What the dispatcher must know of a rank; sent on connecting and when it changes."""
+
+    rank: str
+    healthy: bool
+    reason: str = ""
+    waiting: int = 0
+    running: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+
+
+Event = Tokens | Finished | Scored | Failed | RankState
+
+
+class Events(msgspec.Struct, frozen=True, tag="events"):
+    items: list[Event]
+
+
+ToRank = Submit | Cancel

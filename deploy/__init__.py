@@ -1,0 +1,1 @@
+"""Serve and KubeRay configurations."""

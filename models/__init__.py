@@ -1,0 +1,1 @@
+"""Decoder halves, checkpoints and the KV pool."""
