@@ -1,0 +1,160 @@
+"""The one interface of all channels between attention ranks and expert ranks.
+
+A pair of ranks is joined by a *link*. Every link has a header socket: a small `Header` travels ahead
+of each payload, so that the payload has its exact size and the receiver knows whom to receive from.
+The payload moves in a way that depends on the backend: shared memory, TCP, CUDA IPC, NCCL.
+
+        sender                                   receiver
+        reserve(peer, parts) -> tensors
+        fill them in place
+        commit(reservation, header)  ──────────> poll() -> [Packet(header, tensors)]
+                                                 use packet.tensors
+                                     <────────── packet.release()      (the memory may be reused)
+
+Nothing here blocks for longer than the deadline; a lost peer is an event with the peer's name.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+
+from contracts.errors import PeerError
+from contracts.requests import Priority
+
+
+class Kind(enum.IntEnum):
+    A2E = 0
+    E2A = 1
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """What a payload is. `batch` and `micro_batch` are the attention rank's own numbers; the expert
+    rank copies them into its answer. `sent_s`, on the sender's monotonic clock, is for timelines.
+    """
+
+    kind: Kind
+    epoch: int
+    batch: int
+    layer: int
+    micro_batch: int
+    token_group: int
+    priority: Priority = Priority.LS
+    sent_s: float = 0.0
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Shape and dtype of one tensor of a payload."""
+
+    dtype: str  # "float32", "bfloat16", "int32", ...
+    shape: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def num_bytes(self) -> int:
+        elements = 1
+        for size in self.shape:
+            elements *= size
+        return elements * self.torch_dtype.itemsize
+
+
+class Reservation(Protocol):
+    """Memory to fill, in place, before `Endpoint.commit`. Commit each reservation exactly once."""
+
+    peer: str
+    tensors: Sequence[torch.Tensor]
+
+
+class Packet:
+    """A received payload. `tensors` are views of channel memory: valid until `release()`, which must
+    be called once, from any thread, in any order between packets. `arrived_s`: when it was seen."""
+
+    __slots__ = ("_release", "arrived_s", "header", "peer", "tensors")
+
+    def __init__(
+        self,
+        peer: str,
+        header: Header,
+        tensors: Sequence[torch.Tensor],
+        arrived_s: float,
+        release: Callable[[], None] | None,
+    ) -> None:
+        self.peer = peer
+        self.header = header
+        self.tensors = tensors
+        self.arrived_s = arrived_s
+        self._release = release
+
+    def release(self) -> None:
+        release, self._release = self._release, None
+        self.tensors = ()
+        if release is not None:
+            release()
+
+
+class PeerJoined(msgspec.Struct, frozen=True):
+    peer: str
+
+
+class PeerLost:
+    """A peer died (connection closed) or hung (silent for too long). Told once per peer."""
+
+    __slots__ = ("error", "peer")
+
+    def __init__(self, peer: str, error: PeerError) -> None:
+        self.peer = peer
+        self.error = error
+
+
+Happening = Packet | PeerJoined | PeerLost
+
+
+class Endpoint(Protocol):
+    """One rank's end of all its links. Owned by one thread, except `wake` and `Packet.release`.
+
+    Constructor of every implementation (keyword-only): name (this rank's name, such as
+    "attention-0"), token (the cluster's secret), epoch, config (ChannelConfig), clock, device.
+    """
+
+    name: str
+    epoch: int
+    backend: str
+
+    def listen(self, host: str = "127.0.0.1") -> str:
+        """Starts to accept links. Returns the address to hand to the peers' `connect`."""
+
+    def connect(self, peer: str, address: str) -> None:
+        """Joins `peer`. Raises HandshakeError, PeerError or ChannelError within deadline_s."""
+
+    def peers(self) -> Sequence[str]:
+        """Names of the peers whose links are up."""
+
+    def reserve(self, peer: str, parts: Sequence[Part]) -> Reservation:
+        """Memory for a payload. Never waits for the receiver. Raises PeerError if `peer` is lost."""
+
+    def commit(self, reservation: Reservation, header: Header) -> None:
+        """Sends. Returns without waiting for the payload to arrive. Raises PeerError."""
+
+    def poll(self, timeout_s: float) -> list[Happening]:
+        """What has happened; waits at most timeout_s (0: not at all), less if `wake` is called.
+
+        Packets of an older epoch are dropped here. Never raises for a lost peer: tells `PeerLost`.
+        """
+
+    def wake(self) -> None:
+        """Makes a `poll` in another thread return now."""
+
+    def bytes_moved(self) -> tuple[int, int]:
+        """Payload bytes sent and received so far."""
+
+    def close(self) -> None:
+        """Closes every link, ends every thread, removes every file. May be called twice."""
