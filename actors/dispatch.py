@@ -1,0 +1,96 @@
+"""Which rows of a micro-batch go to which expert rank, and how their answers come back.
+
+Routing becomes packets in one sort. For T tokens with K experts each, the T*K (token, expert) pairs
+are sorted by (token group, expert slot); the pairs of one token group and one expert rank are then
+one contiguous range, in the order in which that rank's grouped GEMM wants them:
+
+    pairs, sorted   | group 0: slots of rank 0 | slots of rank 1 | group 1: slots of rank 0 | ...
+
+A token that several experts of a rank want travels once (Speculative MoE, Section 4: deduplicated).
+Index arithmetic is numpy on the CPU: sizes must be known there before a packet can be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.placement import ExpertPlacement
+
+
+class RankSlice(NamedTuple):
+    """What one token group sends to one expert rank; `combine` needs it again for the answer.
+
+    rows_U: rows of the micro-batch, ascending, each once. None: every row of the group.
+    index_N: per pair, the position in rows_U. weights_N: per pair. counts_e: pairs per local expert.
+    """
+
+    rank: int
+    token_group: int
+    start: int
+    stop: int
+    rows_U: NDArray[np.int64] | None
+    index_N: NDArray[np.int32]
+    weights_N: NDArray[np.float32]
+    counts_e: NDArray[np.int32]
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start if self.rows_U is None else len(self.rows_U)
+
+
+def plan_dispatch(
+    topk_ids_TK: NDArray[np.int64],
+    topk_weights_TK: NDArray[np.float32],
+    group_bounds: Sequence[tuple[int, int]],
+    placement: ExpertPlacement,
+) -> list[RankSlice]:
+    """The packets of one micro-batch, token group by token group, rank by rank; none is empty."""
+    tokens, top_k = topk_ids_TK.shape
+    experts, groups = placement.num_experts, len(group_bounds)
+    key_N = placement.slot_of_expert[topk_ids_TK]
+    if groups > 1:
+        starts = np.array([start for start, _ in group_bounds[1:]])
+        key_N = key_N + np.searchsorted(starts, np.arange(tokens), "right")[:, None] * experts
+    key_N = key_N.ravel()
+    order_N = np.argsort(key_N, kind="stable")
+    counts_GE = np.bincount(key_N, minlength=groups * experts).reshape(groups, experts)
+    edges = np.concatenate([[0], np.cumsum(counts_GE.ravel())])
+    token_N = order_N // top_k
+    weights_N = topk_weights_TK.ravel()[order_N]
+    slices = []
+    for group, (start, stop) in enumerate(group_bounds):
+        for rank in range(placement.ranks):
+            low, high = placement.first_slot[rank], placement.first_slot[rank + 1]
+            first, last = edges[group * experts + low], edges[group * experts + high]
+            if first == last:
+                continue
+            rows_U, index_N = _deduplicate(token_N[first:last] - start, stop - start)
+            slices.append(
+                RankSlice(
+                    rank,
+                    group,
+                    start,
+                    stop,
+                    None if rows_U is None else rows_U + start,
+                    index_N,
+                    weights_N[first:last],
+                    counts_GE[group, low:high].astype(np.int32),
+                )
+            )
+    return slices
+
+
+def _deduplicate(
+    token_N: NDArray[np.int64], tokens: int
+) -> tuple[NDArray[np.int64] | None, NDArray[np.int32]]:
+    """(the distinct tokens, ascending, or None if all of them; each pair's position in them)."""
+    present = np.zeros(tokens, dtype=np.int32)
+    present[token_N] = 1
+    position = np.cumsum(present, dtype=np.int32)
+    if position[-1] == tokens:
+        return None, token_N.astype(np.int32)
+    return np.flatnonzero(present), position[token_N] - 1

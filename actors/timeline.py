@@ -1,0 +1,106 @@
+"""A ring of task spans per rank, the Chrome trace of several rings, and what of it was exposed."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from contracts.events import Stage, TaskSpan
+
+_COMPUTE = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.FINISH)
+_COMMUNICATION = (Stage.A2E, Stage.E2A)
+
+
+class Timeline:
+    """Keeps the last `capacity` spans, and the seconds of each stage since the start."""
+
+    def __init__(self, capacity: int) -> None:
+        self._spans: deque[TaskSpan] = deque(maxlen=capacity)
+        self._keep = capacity > 0
+        self.stage_seconds: dict[Stage, float] = dict.fromkeys(Stage, 0.0)
+        self.stage_counts: dict[Stage, int] = dict.fromkeys(Stage, 0)
+
+    def add(self, span: TaskSpan) -> None:
+        self.stage_seconds[span.stage] += span.end_s - span.start_s
+        self.stage_counts[span.stage] += 1
+        if self._keep:
+            self._spans.append(span)
+
+    def spans(self) -> list[TaskSpan]:
+        return list(self._spans)
+
+    def clear(self) -> None:
+        self._spans.clear()
+
+
+def busy_seconds(spans: Iterable[TaskSpan], stages: Sequence[Stage]) -> float:
+    """Seconds in which at least one span of `stages` was running."""
+    return _length(_union([(s.start_s, s.end_s) for s in spans if s.stage in stages]))
+
+
+def exposed_communication(spans: Sequence[TaskSpan]) -> tuple[float, float]:
+    """(seconds in which payloads were under way and no rank computed, that over the makespan).
+
+    FinDEP's non-overlapped communication, from measured spans: time covered by A2E or E2A spans and
+    by no attention, shared or expert span of any rank in `spans`.
+    """
+    if not spans:
+        return 0.0, 0.0
+    compute = [(s.start_s, s.end_s) for s in spans if s.stage in _COMPUTE]
+    communication = [(s.start_s, s.end_s) for s in spans if s.stage in _COMMUNICATION]
+    exposed_s = _length(_union(compute + communication)) - _length(_union(compute))
+    makespan_s = max(s.end_s for s in spans) - min(s.start_s for s in spans)
+    return exposed_s, exposed_s / makespan_s if makespan_s else 0.0
+
+
+def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _length(intervals: list[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def write_chrome_trace(spans: Sequence[TaskSpan], path: Path) -> None:
+    """Writes the spans as Chrome trace events (open in Perfetto): one track per rank and link.
+
+    Spans of a link may overlap (several packets under way): those get "async" events.
+    """
+    resources = sorted({span.resource for span in spans})
+    track = {resource: index + 1 for index, resource in enumerate(resources)}
+    zero_s = min((span.start_s for span in spans), default=0.0)
+    events: list[dict[str, object]] = [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "tandem"}}
+    ]
+    for resource, tid in track.items():
+        args = {"name": resource}
+        events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": args})
+        order = {"sort_index": tid}
+        events.append({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": tid, "args": order})
+    for number, span in enumerate(spans):
+        events.extend(_trace_events(span, number, track[span.resource], zero_s))
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _trace_events(span: TaskSpan, number: int, tid: int, zero_s: float) -> list[dict[str, object]]:
+    name = f"{span.stage.value} L{span.layer} m{span.micro_batch}"
+    if span.stage in (*_COMMUNICATION, Stage.EXPERT):
+        name += f" g{span.token_group}"
+    common: dict[str, object] = {"name": name, "cat": span.stage.value, "pid": 1, "tid": tid}
+    start_us, end_us = (span.start_s - zero_s) * 1e6, (span.end_s - zero_s) * 1e6
+    args = {"batch": span.batch, "layer": span.layer, "tokens": span.tokens}
+    if span.stage not in _COMMUNICATION:
+        return [{**common, "ph": "X", "ts": start_us, "dur": end_us - start_us, "args": args}]
+    common["cat"], common["id"] = span.resource, number
+    return [
+        {**common, "ph": "b", "ts": start_us, "args": args},
+        {**common, "ph": "e", "ts": end_us},
+    ]
