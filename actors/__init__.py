@@ -1,1 +1,1 @@
-"""Worker loops: executor, expert server, channels, schedulers. Plain classes; Ray only in remote.py."""
+"""Worker loops: executor, expert server, channels, schedulers. Ray only in remote.py."""

@@ -25,7 +25,8 @@ class RankSlice(NamedTuple):
     """What one token group sends to one expert rank; `combine` needs it again for the answer.
 
     rows_U: rows of the micro-batch, ascending, each once. None: every row of the group.
-    index_N: per pair, the position in rows_U. weights_N: per pair. counts_e: pairs per local expert.
+    index_N, weights_N: per pair, its position in rows_U and its weight. counts_e: pairs per local
+    expert.
     """
 
     rank: int

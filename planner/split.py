@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from contracts.plan import Plan
@@ -10,9 +11,9 @@ from contracts.plan import Plan
 def micro_batch_bounds(costs: Sequence[float], plan: Plan) -> list[tuple[int, int]]:
     """Half-open ranges of sequences, one per micro-batch, in order.
 
-    With `plan.ma`, ranges of ma samples (the last may be shorter). Otherwise at most r1 ranges whose
-    largest total cost is the least possible. Ranges are contiguous: a sequence that shares blocks
-    with an earlier one of the same batch is never in an earlier micro-batch.
+    With `plan.ma`, ranges of ma samples (the last may be shorter). Otherwise at most r1 ranges
+    whose largest total cost is the least possible. Ranges are contiguous: a sequence that shares
+    blocks with an earlier one of the same batch is never in an earlier micro-batch.
     """
     count = len(costs)
     if plan.ma is not None:
@@ -52,4 +53,4 @@ def token_group_bounds(tokens: int, r2: int) -> list[tuple[int, int]]:
     """At most r2 half-open token ranges whose sizes differ by at most one, none empty."""
     groups = min(r2, tokens)
     edges = [tokens * index // groups for index in range(groups + 1)] if groups else [0]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))

@@ -1,0 +1,408 @@
+"""The event loop of an attention rank: micro-batches as state machines over a ready set.
+
+    ATTENTION(t) ──A2E──> wait for E2A(t) ──> ATTENTION(t+1) ... ──> FINISH
+         └────> SHARED(t) ────────────────────┘
+
+What can run now is the *ready set*; a policy (planner/orders.py) picks from it after every task. To
+"preempt" a micro-batch is not to pick it: everything it needs stays where it is. Tasks never wait:
+only the loop does, and only when nothing is ready.
+
+Owned by one thread. FinDEP's A2E and E2A tasks are the channels' business; here they are a `commit`
+and a packet that arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from actors.channels.base import Endpoint, Header, Kind, Packet, Part, PeerJoined, PeerLost
+from actors.dispatch import RankSlice, plan_dispatch
+from actors.scheduler import Chunk, ScheduledBatch
+from actors.timeline import Timeline
+from contracts.clock import Clock
+from contracts.events import Stage, TaskSpan
+from contracts.plan import Order, Plan
+from contracts.requests import Priority
+from models.batch import AttentionBatch, SequenceSlice
+from models.decoder import AttentionHalf, Routed
+from models.kv_pool import KvPool
+from planner.orders import Policy, Task, TaskStage, by_plan
+from planner.placement import ExpertPlacement
+from planner.split import micro_batch_bounds, token_group_bounds
+
+
+class Sink(Protocol):
+    """Where finished hidden states go (logits, sampling, answers)."""
+
+    def __call__(self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor) -> None:
+        """`hidden_TD`: residual after the last layer, rows as in `batch`."""
+
+
+class ExecutorParts(NamedTuple):
+    """What an executor works with."""
+
+    half: AttentionHalf
+    kv: KvPool
+    endpoint: Endpoint
+    placement: ExpertPlacement
+    expert_ranks: list[str]  # names, by rank number
+    sink: Sink
+    timeline: Timeline
+    clock: Clock
+
+
+class MicroBatch:
+    """A slice of a batch's sequences on its way through the layers."""
+
+    __slots__ = (
+        "after",
+        "attended",
+        "batch",
+        "chunks",
+        "hidden_TD",
+        "index",
+        "inputs",
+        "layer",
+        "pending",
+        "replies",
+        "shared_TD",
+        "slices",
+        "stage",
+        "x_TD",
+    )
+
+    def __init__(
+        self, batch: BatchRun, index: int, chunks: list[Chunk], inputs: AttentionBatch
+    ) -> None:
+        self.batch = batch
+        self.index = index
+        self.chunks = chunks
+        self.inputs = inputs
+        self.after: list[MicroBatch] = []  # whose blocks this one shares
+        self.layer = 0
+        self.stage = TaskStage.ATTENTION
+        self.attended = -1  # the last layer whose K and V are in the pool
+        self.hidden_TD: torch.Tensor | None = None
+        self.x_TD: torch.Tensor | None = None
+        self.shared_TD: torch.Tensor | None = None
+        self.slices: list[RankSlice] = []
+        self.replies: dict[tuple[int, int], Packet] = {}  # by (token group, expert rank)
+        self.pending = 0  # replies that have not arrived
+
+    @property
+    def is_ready(self) -> bool:
+        if self.stage is TaskStage.SHARED:
+            return True
+        return self.pending == 0 and all(other.attended >= self.layer for other in self.after)
+
+    def task(self) -> Task:
+        run = self.batch
+        return Task(
+            run.scheduled.priority,
+            run.scheduled.number,
+            self.layer,
+            self.index,
+            self.stage,
+            run.plan.order,
+        )
+
+
+class BatchRun:
+    """A batch in flight."""
+
+    __slots__ = ("micro_batches", "plan", "remaining", "scheduled")
+
+    def __init__(self, scheduled: ScheduledBatch, plan: Plan) -> None:
+        self.scheduled = scheduled
+        self.plan = plan
+        self.micro_batches: list[MicroBatch] = []
+        self.remaining = 0
+
+
+class Executor:
+    """Runs batches. `lost` names the expert rank whose loss made the group unusable, if any."""
+
+    def __init__(
+        self,
+        parts: ExecutorParts,
+        *,
+        chunk_cost: Callable[[int, int], float],
+        policy: Policy = by_plan,
+    ) -> None:
+        """`chunk_cost(start, stop)`: relative attention cost of new tokens [start, stop)."""
+        self._half = parts.half
+        self._kv = parts.kv
+        self._endpoint = parts.endpoint
+        self._placement = parts.placement
+        self._expert_ranks = parts.expert_ranks
+        self._rank_of = {name: rank for rank, name in enumerate(parts.expert_ranks)}
+        self._sink = parts.sink
+        self._timeline = parts.timeline
+        self._clock = parts.clock
+        self._chunk_cost = chunk_cost
+        self._policy = policy
+        self._runs: dict[int, BatchRun] = {}
+        self.lost: PeerLost | None = None
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._runs)
+
+    def submit(self, scheduled: ScheduledBatch, plan: Plan) -> None:
+        """Cuts the batch into micro-batches as `plan` says; they are ready at once."""
+        run = BatchRun(scheduled, plan)
+        costs = [self._chunk_cost(chunk.start, chunk.stop) for chunk in scheduled.chunks]
+        owner: dict[int, MicroBatch] = {}  # chunk -> the micro-batch it is in
+        for index, (first, last) in enumerate(micro_batch_bounds(costs, plan)):
+            chunks = scheduled.chunks[first:last]
+            micro_batch = MicroBatch(run, index, chunks, self._inputs(chunks))
+            run.micro_batches.append(micro_batch)
+            owner.update((chunk, micro_batch) for chunk in range(first, last))
+            shared = {id(owner[other]): owner[other] for chunk in chunks for other in chunk.after}
+            shared.pop(id(micro_batch), None)  # within one, K and V are written first anyway
+            micro_batch.after = list(shared.values())
+        run.remaining = len(run.micro_batches)
+        self._runs[scheduled.number] = run
+
+    def step(self, timeout_s: float) -> list[ScheduledBatch]:
+        """Takes what has arrived, runs one ready task if there is one, else waits for messages.
+
+        Returns the batches that this step completed.
+        """
+        ready = self._ready()
+        self._take(self._poll(0.0 if ready else timeout_s))
+        if self.lost is not None:
+            return []
+        ready = self._ready()
+        if not ready:
+            return []
+        task = self._policy([micro_batch.task() for micro_batch in ready])
+        micro_batch = next(m for m in ready if m.task() == task)
+        self._run_task(micro_batch)
+        run = micro_batch.batch
+        if run.remaining:
+            return []
+        del self._runs[run.scheduled.number]
+        return [run.scheduled]
+
+    def fail_all(self) -> list[ScheduledBatch]:
+        """Drops everything in flight; returns what was dropped."""
+        runs, self._runs = list(self._runs.values()), {}
+        for run in runs:
+            for micro_batch in run.micro_batches:
+                for packet in micro_batch.replies.values():
+                    packet.release()
+        return [run.scheduled for run in runs]
+
+    def _inputs(self, chunks: Iterable[Chunk]) -> AttentionBatch:
+        slices = [
+            SequenceSlice(
+                chunk.sequence.token_ids[chunk.start : chunk.stop],
+                chunk.start,
+                chunk.sequence.block_table,
+            )
+            for chunk in chunks
+        ]
+        return AttentionBatch.build(
+            slices, block_tokens=self._kv.block_tokens, device=self._kv.device
+        )
+
+    def _ready(self) -> list[MicroBatch]:
+        return [
+            micro_batch
+            for run in self._runs.values()
+            for micro_batch in run.micro_batches
+            if micro_batch.layer >= 0 and micro_batch.is_ready
+        ]
+
+    def _poll(self, timeout_s: float) -> list[Packet | PeerJoined | PeerLost]:
+        if timeout_s <= 0.0 or not self._runs:
+            return self._endpoint.poll(timeout_s)
+        start_s = self._clock()
+        happenings = self._endpoint.poll(timeout_s)
+        self._span(Stage.WAIT, start_s)
+        return happenings
+
+    def _take(self, happenings: Iterable[Packet | PeerJoined | PeerLost]) -> None:
+        for happening in happenings:
+            if isinstance(happening, Packet):
+                self._take_packet(happening)
+            elif isinstance(happening, PeerLost) and happening.peer in self._rank_of:
+                self.lost = happening
+
+    def _take_packet(self, packet: Packet) -> None:
+        header = packet.header
+        run = self._runs.get(header.batch)
+        if run is None or header.kind is not Kind.E2A:
+            packet.release()  # an answer to a batch that has failed
+            return
+        micro_batch = run.micro_batches[header.micro_batch]
+        micro_batch.replies[header.token_group, self._rank_of[packet.peer]] = packet
+        micro_batch.pending -= 1
+        self._timeline.add(
+            TaskSpan(
+                f"{packet.peer}>{self._endpoint.name}",
+                Stage.E2A,
+                header.sent_s,
+                packet.arrived_s,
+                header.batch,
+                header.layer,
+                header.micro_batch,
+                header.token_group,
+                packet.tensors[0].shape[0],
+            )
+        )
+
+    def _run_task(self, micro_batch: MicroBatch) -> None:
+        start_s = self._clock()
+        layer = micro_batch.layer
+        if micro_batch.stage is TaskStage.SHARED:
+            self._shared(micro_batch)
+            self._span(Stage.SHARED, start_s, micro_batch, layer)
+        elif micro_batch.stage is TaskStage.FINISH:
+            hidden_TD = self._combine(micro_batch)
+            self._sink(micro_batch.chunks, micro_batch.inputs, hidden_TD)
+            micro_batch.layer = -1
+            micro_batch.hidden_TD = None
+            micro_batch.batch.remaining -= 1
+            self._span(Stage.FINISH, start_s, micro_batch, layer)
+        else:
+            routed = self._attend(micro_batch)
+            self._span(Stage.ATTENTION, start_s, micro_batch, layer)
+            if routed is not None:
+                self._dispatch(micro_batch, routed)
+
+    def _attend(self, micro_batch: MicroBatch) -> Routed | None:
+        """Runs attention of one layer, and the dense feed-forward of a layer without experts."""
+        if micro_batch.hidden_TD is None:
+            hidden_TD = self._half.embed(micro_batch.inputs)
+        else:
+            hidden_TD = self._combine(micro_batch)
+        layer = micro_batch.layer
+        attended = self._half.attend(layer, hidden_TD, micro_batch.inputs, self._kv)
+        micro_batch.hidden_TD = attended.hidden_TD
+        micro_batch.attended = layer
+        if attended.routed is None:
+            self._advance(micro_batch)
+        elif self._half.has_shared(layer):
+            micro_batch.x_TD = attended.routed.x_TD
+            if micro_batch.batch.plan.order.shared_before_dispatch:
+                self._shared(micro_batch)
+            else:
+                micro_batch.stage = TaskStage.SHARED
+        else:
+            self._advance(micro_batch)
+        return attended.routed
+
+    def _shared(self, micro_batch: MicroBatch) -> None:
+        assert micro_batch.x_TD is not None
+        micro_batch.shared_TD = self._half.shared(micro_batch.layer, micro_batch.x_TD)
+        micro_batch.x_TD = None
+        self._advance(micro_batch)
+
+    def _advance(self, micro_batch: MicroBatch) -> None:
+        """On to the next layer, which runs once the replies of this one are here."""
+        micro_batch.layer += 1
+        last = micro_batch.layer == self._half.spec.num_layers
+        micro_batch.stage = TaskStage.FINISH if last else TaskStage.ATTENTION
+
+    def _dispatch(self, micro_batch: MicroBatch, routed: Routed) -> None:
+        """A2E: one packet per token group and expert rank that has work in it."""
+        plan = micro_batch.batch.plan
+        micro_batch.slices = plan_dispatch(
+            routed.topk_ids_TK.cpu().numpy(),
+            routed.topk_weights_TK.cpu().numpy(),
+            token_group_bounds(routed.x_TD.shape[0], plan.r2),
+            self._placement,
+        )
+        micro_batch.pending = len(micro_batch.slices)
+        for piece in micro_batch.slices:
+            self._send(micro_batch, piece, routed.x_TD)
+
+    def _send(self, micro_batch: MicroBatch, piece: RankSlice, x_TD: torch.Tensor) -> None:
+        sent_s = self._clock()
+        pairs = len(piece.index_N)
+        reservation = self._endpoint.reserve(
+            self._expert_ranks[piece.rank],
+            (
+                Part(str(x_TD.dtype)[6:], (piece.num_rows, x_TD.shape[1])),
+                Part("int32", (pairs,)),
+                Part("float32", (pairs,)),
+                Part("int32", (len(piece.counts_e),)),
+            ),
+        )
+        x_UD, index_N, weights_N, counts_e = reservation.tensors
+        if piece.rows_U is None:
+            x_UD.copy_(x_TD[piece.start : piece.stop])
+        else:
+            torch.index_select(x_TD, 0, _to(piece.rows_U, x_TD.device), out=x_UD)
+        index_N.copy_(torch.from_numpy(piece.index_N))
+        weights_N.copy_(torch.from_numpy(piece.weights_N))
+        counts_e.copy_(torch.from_numpy(piece.counts_e))
+        scheduled = micro_batch.batch.scheduled
+        # SHARED runs before the packet leaves under NAIVE and PPPIPE: the layer has then advanced.
+        header = Header(
+            Kind.A2E,
+            self._endpoint.epoch,
+            scheduled.number,
+            micro_batch.attended,
+            micro_batch.index,
+            piece.token_group,
+            Priority(scheduled.priority),
+            sent_s,
+        )
+        self._endpoint.commit(reservation, header)
+
+    def _combine(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Adds the experts' (and the shared expert's) output to the residual, in place.
+
+        Sums go rank by rank in fp32, whatever the order of arrival: equal inputs, equal bits.
+        """
+        hidden_TD = micro_batch.hidden_TD
+        assert hidden_TD is not None
+        slices, micro_batch.slices = micro_batch.slices, []
+        shared_TD, micro_batch.shared_TD = micro_batch.shared_TD, None
+        if not slices:
+            return hidden_TD
+        total_TD = hidden_TD
+        if self._placement.ranks > 1 or shared_TD is not None:
+            total_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
+        for piece in slices:
+            packet = micro_batch.replies.pop((piece.token_group, piece.rank))
+            (y_UD,) = packet.tensors
+            if piece.rows_U is None:
+                total_TD[piece.start : piece.stop] += y_UD
+            else:
+                rows_U = _to(piece.rows_U, hidden_TD.device)
+                total_TD.index_add_(0, rows_U, y_UD.to(total_TD.dtype))
+            packet.release()
+        if shared_TD is not None:
+            total_TD += shared_TD
+        if total_TD is not hidden_TD:
+            hidden_TD += total_TD.to(hidden_TD.dtype)
+        return hidden_TD
+
+    def _span(
+        self,
+        stage: Stage,
+        start_s: float,
+        micro_batch: MicroBatch | None = None,
+        layer: int = 0,
+    ) -> None:
+        name, end_s = self._endpoint.name, self._clock()
+        if micro_batch is None:
+            self._timeline.add(TaskSpan(name, stage, start_s, end_s))
+            return
+        number = micro_batch.batch.scheduled.number
+        tokens = micro_batch.inputs.num_tokens
+        self._timeline.add(
+            TaskSpan(name, stage, start_s, end_s, number, layer, micro_batch.index, 0, tokens)
+        )
+
+
+def _to(rows_U: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(rows_U).to(device)

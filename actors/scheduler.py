@@ -1,0 +1,204 @@
+"""Continuous batching: which tokens of which sequences run next on an attention rank.
+
+A batch takes, in this order: one token of each running sequence (decode), the next chunk of those
+whose prompt is under way, then waiting sequences, LS before BE. A prompt longer than what is left
+of `max_batch_tokens` is cut (chunked prefill). When blocks run out, the youngest running sequence
+of the lowest class gives its blocks back and waits again; what it has generated stays.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from actors.block_manager import BlockManager
+from actors.sequence import Sequence
+from contracts.config import ScheduleConfig
+from contracts.requests import Priority
+
+
+class Chunk(NamedTuple):
+    """New tokens [start, stop) of one sequence. `after`: earlier chunks of this batch whose blocks
+    it shares."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+    after: frozenset[int]
+
+
+class ScheduledBatch(NamedTuple):
+    number: int
+    priority: Priority
+    chunks: list[Chunk]
+
+    @property
+    def tokens(self) -> int:
+        return sum(chunk.stop - chunk.start for chunk in self.chunks)
+
+
+class Scheduler:
+    """Owned by the worker's loop thread. A sequence is waiting, running, or gone."""
+
+    def __init__(self, config: ScheduleConfig, blocks: BlockManager) -> None:
+        self._config = config
+        self.blocks = blocks
+        self._waiting: dict[Priority, deque[Sequence]] = {p: deque() for p in Priority}
+        self._running: list[Sequence] = []
+        self._by_key: dict[Hashable, Sequence] = {}
+        self._batches = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    @property
+    def waiting(self) -> int:
+        return sum(len(queue) for queue in self._waiting.values())
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return list(self._by_key.values())
+
+    def add(self, sequence: Sequence) -> None:
+        self._by_key[sequence.key] = sequence
+        self._waiting[sequence.priority].append(sequence)
+
+    def cancel(self, key: Hashable) -> None:
+        """Forgets a sequence and frees its blocks: now, or when the batch that uses them ends."""
+        sequence = self._by_key.get(key)
+        if sequence is None:
+            return
+        sequence.cancelled = True
+        if not sequence.in_flight:
+            self.remove(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Ends a sequence (finished, failed or cancelled) that is in no batch."""
+        del self._by_key[sequence.key]
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._waiting[sequence.priority].remove(sequence)
+        self._drop_blocks(sequence)
+
+    def next_batch(self) -> ScheduledBatch | None:
+        """The next batch, its blocks allocated; None if nothing can run."""
+        number = self._batches
+        chunks: list[Chunk] = []
+        budget = self._config.max_batch_tokens
+        providers: dict[int, int] = {}  # block -> chunk of this batch that fills it
+        for sequence in sorted(self._running, key=lambda s: s.num_uncomputed > 1):
+            if budget == 0 or len(chunks) == self._config.max_batch_sequences:
+                break
+            if sequence.in_flight or sequence not in self._running:
+                continue
+            chunk = self._extend(sequence, budget, len(chunks), providers, number)
+            if chunk is not None:
+                chunks.append(chunk)
+                budget -= chunk.stop - chunk.start
+        self._admit(chunks, budget, providers, number)
+        if not chunks:
+            return None
+        self._batches += 1
+        priority = min(chunk.sequence.priority for chunk in chunks)
+        return ScheduledBatch(number, priority, chunks)
+
+    def complete(self, batch: ScheduledBatch) -> None:
+        """The batch has run: its tokens are in the pool. Cancelled sequences end here."""
+        self.blocks.commit(batch.number)
+        for chunk in batch.chunks:
+            chunk.sequence.in_flight = False
+            if chunk.sequence.cancelled:
+                self.remove(chunk.sequence)
+
+    def abandon(self, batch: ScheduledBatch) -> None:
+        """The batch failed; none of its blocks can be trusted."""
+        self.blocks.abandon(batch.number)
+        for chunk in batch.chunks:
+            chunk.sequence.in_flight = False
+
+    def _admit(
+        self, chunks: list[Chunk], budget: int, providers: dict[int, int], number: int
+    ) -> None:
+        for priority in Priority:
+            queue = self._waiting[priority]
+            while queue and budget and len(chunks) < self._config.max_batch_sequences:
+                chunk = self._start(queue[0], budget, len(chunks), providers, number)
+                if chunk is None:
+                    return  # first come, first served: nobody slips past a sequence that waits
+                self._running.append(queue.popleft())
+                chunks.append(chunk)
+                budget -= chunk.stop - chunk.start
+
+    def _start(
+        self, sequence: Sequence, budget: int, index: int, providers: dict[int, int], number: int
+    ) -> Chunk | None:
+        shareable = sequence.first_needed // sequence.block_tokens
+        matched = self.blocks.match(sequence.hashes[:shareable], batch=number)
+        cached = len(matched) * sequence.block_tokens
+        stop = min(len(sequence.token_ids), cached + budget)
+        table = self.blocks.take(matched, sequence.blocks_for(stop) - len(matched))
+        if table is None:
+            return None
+        sequence.block_table = table
+        sequence.num_computed = cached
+        if sequence.num_cached is None:
+            sequence.num_cached = cached
+        after = frozenset(providers[block] for block in matched if block in providers)
+        return self._chunk(sequence, stop, index, after, providers, number)
+
+    def _extend(
+        self, sequence: Sequence, budget: int, index: int, providers: dict[int, int], number: int
+    ) -> Chunk | None:
+        stop = min(len(sequence.token_ids), sequence.num_computed + budget)
+        fresh = sequence.blocks_for(stop) - len(sequence.block_table)
+        table = self.blocks.take([], fresh)
+        while table is None:
+            victim = self._victim()
+            if victim is None:
+                return None
+            self._requeue(victim)
+            if victim is sequence:
+                return None
+            table = self.blocks.take([], fresh)
+        sequence.block_table.extend(table)
+        return self._chunk(sequence, stop, index, frozenset(), providers, number)
+
+    def _chunk(
+        self,
+        sequence: Sequence,
+        stop: int,
+        index: int,
+        after: frozenset[int],
+        providers: dict[int, int],
+        number: int,
+    ) -> Chunk:
+        start = sequence.num_computed
+        first_block = start // sequence.block_tokens
+        for position in range(first_block, stop // sequence.block_tokens):
+            block = sequence.block_table[position]
+            self.blocks.register(block, sequence.hashes[position], batch=number)
+            providers[block] = index
+        sequence.in_flight = True
+        sequence.num_computed = stop
+        return Chunk(sequence, start, stop, after)
+
+    def _victim(self) -> Sequence | None:
+        """The youngest idle sequence of the lowest class that runs."""
+        idle = [sequence for sequence in self._running if not sequence.in_flight]
+        return max(reversed(idle), key=lambda s: s.priority, default=None)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._drop_blocks(sequence)
+        self._waiting[sequence.priority].appendleft(sequence)
+
+    def _drop_blocks(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed = 0

@@ -1,0 +1,77 @@
+"""The state of one request on an attention rank."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from contracts.block_hash import chain_hashes
+from contracts.messages import Submit
+from contracts.requests import Priority, Usage
+
+
+class Sequence:
+    """Tokens so far, and how many of them have K and V in the pool.
+
+        token_ids   | prompt ........................ | generated .... |
+                    | cached | computed by batches .. | next to run    |
+                    0        num_cached               num_computed      len(token_ids)
+
+    `key` names the request on this rank (client, request id).
+    """
+
+    def __init__(self, key: Hashable, submit: Submit, block_tokens: int) -> None:
+        self.key = key
+        self.submit = submit
+        self.token_ids: list[int] = list(submit.token_ids)
+        self.prompt_tokens = len(submit.token_ids)
+        self.block_tokens = block_tokens
+        self.block_table: list[int] = []
+        self.num_computed = 0
+        self.num_cached: int | None = None  # set when it first starts
+        self.in_flight = False
+        self.cancelled = False
+        self.scored: list[float] = []
+        self.generator: torch.Generator | None = None
+        self._hashes: list[bytes] = []
+
+    @property
+    def priority(self) -> Priority:
+        return self.submit.priority
+
+    @property
+    def generated(self) -> int:
+        return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """Chained hashes of the full blocks of `token_ids`."""
+        if len(self._hashes) < len(self.token_ids) // self.block_tokens:
+            self._hashes = chain_hashes(self.token_ids, self.block_tokens, known=self._hashes)
+        return self._hashes
+
+    @property
+    def first_needed(self) -> int:
+        """The first position whose hidden state is needed: it must be computed, cached or not."""
+        last = len(self.token_ids) - 1
+        score_from = self.submit.score_from
+        return last if score_from is None else min(last, score_from - 1)
+
+    def wanted_positions(self, start: int, stop: int) -> range:
+        """Positions in [start, stop) whose logits are needed."""
+        return range(max(start, self.first_needed), stop)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.generated,
+            cached_tokens=self.num_cached or 0,
+        )
