@@ -25,7 +25,7 @@ from actors.scheduler import Chunk, ScheduledBatch
 from actors.timeline import Timeline
 from contracts.clock import Clock
 from contracts.events import Stage, TaskSpan
-from contracts.plan import Order, Plan
+from contracts.plan import Plan
 from contracts.requests import Priority
 from models.batch import AttentionBatch, SequenceSlice
 from models.decoder import AttentionHalf, Routed
