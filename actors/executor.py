@@ -24,6 +24,7 @@ from actors.dispatch import RankSlice, plan_dispatch
 from actors.scheduler import Chunk, ScheduledBatch
 from actors.timeline import Timeline
 from contracts.clock import Clock
+from contracts.errors import PeerError
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
 from contracts.requests import Priority
@@ -182,7 +183,11 @@ class Executor:
             return []
         task = self._policy([micro_batch.task() for micro_batch in ready])
         micro_batch = next(m for m in ready if m.task() == task)
-        self._run_task(micro_batch)
+        try:
+            self._run_task(micro_batch)
+        except PeerError as error:
+            self.lost = PeerLost(error.peer, error)
+            return []
         run = micro_batch.batch
         if run.remaining:
             return []

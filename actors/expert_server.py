@@ -55,8 +55,8 @@ def merge(packets: list[Packet]) -> MergedGroups:
 
 
 class ExpertServer:
-    """Owned by one thread. `max_merge_tokens` bounds one merged call (and with it the time for which
-    a latency-sensitive token group can be blocked)."""
+    """Owned by one thread. `max_merge_tokens` bounds one merged call, and with it the time for
+    which a latency-sensitive token group can be blocked."""
 
     def __init__(
         self,

@@ -48,6 +48,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._by_key: dict[Hashable, Sequence] = {}
         self._batches = 0
+        self.requeued_total = 0
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -73,7 +74,7 @@ class Scheduler:
         sequence = self._by_key.get(key)
         if sequence is None:
             return
-        sequence.cancelled = True
+        sequence.done = True
         if not sequence.in_flight:
             self.remove(sequence)
 
@@ -109,11 +110,11 @@ class Scheduler:
         return ScheduledBatch(number, priority, chunks)
 
     def complete(self, batch: ScheduledBatch) -> None:
-        """The batch has run: its tokens are in the pool. Cancelled sequences end here."""
+        """The batch has run: its tokens are in the pool. Sequences that are done end here."""
         self.blocks.commit(batch.number)
         for chunk in batch.chunks:
             chunk.sequence.in_flight = False
-            if chunk.sequence.cancelled:
+            if chunk.sequence.done:
                 self.remove(chunk.sequence)
 
     def abandon(self, batch: ScheduledBatch) -> None:
@@ -194,8 +195,10 @@ class Scheduler:
         return max(reversed(idle), key=lambda s: s.priority, default=None)
 
     def _requeue(self, sequence: Sequence) -> None:
+        self.requeued_total += 1
         self._running.remove(sequence)
         self._drop_blocks(sequence)
+        sequence.scored.clear()
         self._waiting[sequence.priority].appendleft(sequence)
 
     def _drop_blocks(self, sequence: Sequence) -> None:

@@ -31,7 +31,7 @@ class Sequence:
         self.num_computed = 0
         self.num_cached: int | None = None  # set when it first starts
         self.in_flight = False
-        self.cancelled = False
+        self.done = False  # finished or cancelled: ends when its batch does
         self.scored: list[float] = []
         self.generator: torch.Generator | None = None
         self._hashes: list[bytes] = []

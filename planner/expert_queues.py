@@ -12,7 +12,7 @@ class QueueHead(NamedTuple):
     priority: int
     layer: int
     oldest_arrival_s: float
-    tokens: int
+    groups: int
 
 
 QueuePolicy = Callable[[Sequence[QueueHead]], QueueHead]

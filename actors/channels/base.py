@@ -75,8 +75,8 @@ class Reservation(Protocol):
 
 
 class Packet:
-    """A received payload. `tensors` are views of channel memory: valid until `release()`, which must
-    be called once, from any thread, in any order between packets. `arrived_s`: when it was seen."""
+    """A received payload. `tensors` are views of channel memory: valid until `release()`, which
+    must be called once, from any thread, in any order. `arrived_s`: when it was seen."""
 
     __slots__ = ("_release", "arrived_s", "header", "peer", "tensors")
 
@@ -139,7 +139,7 @@ class Endpoint(Protocol):
         """Names of the peers whose links are up."""
 
     def reserve(self, peer: str, parts: Sequence[Part]) -> Reservation:
-        """Memory for a payload. Never waits for the receiver. Raises PeerError if `peer` is lost."""
+        """Memory for a payload. Never waits for the receiver. Raises PeerError if it is lost."""
 
     def commit(self, reservation: Reservation, header: Header) -> None:
         """Sends. Returns without waiting for the payload to arrive. Raises PeerError."""

@@ -1,0 +1,136 @@
+"""The socket on which an attention rank takes requests from ingresses and answers them.
+
+An asyncio loop in a thread of its own does the I/O; the rank's loop thread exchanges whole messages
+with it through two queues, so that a slow client never holds up a layer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from actors.channels.handshake import accept_async
+from contracts.errors import HandshakeError
+from contracts.messages import MAX_FRAME_BYTES, Events, ToRank
+
+MAX_BUFFERED_BYTES = 64 << 20  # a client that reads nothing is cut off beyond this
+
+
+class FromClient(NamedTuple):
+    """`message` None: the client is gone."""
+
+    client: int
+    message: ToRank | None
+
+
+class ClientServer:
+    """Accepts clients that prove the cluster's token. `wake` is called after each new message."""
+
+    def __init__(self, name: str, *, token: bytes, epoch: int, wake: Callable[[], None]) -> None:
+        self._name = name
+        self._token = token
+        self._epoch = epoch
+        self._wake = wake
+        self._inbox: deque[FromClient] = deque()
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._next_client = 0
+        self._loop = asyncio.new_event_loop()
+        self._server: asyncio.Server | None = None
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"{name}-clients", daemon=True
+        )
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToRank)
+
+    def listen(self, host: str, *, deadline_s: float) -> str:
+        """Starts to accept. Returns "tcp:host:port"."""
+        self._thread.start()
+        started = asyncio.run_coroutine_threadsafe(self._listen(host), self._loop)
+        return started.result(deadline_s)
+
+    def receive(self) -> list[FromClient]:
+        """Messages since the last call, in order per client."""
+        messages = []
+        while self._inbox:
+            messages.append(self._inbox.popleft())
+        return messages
+
+    def send(self, client: int, events: Events) -> None:
+        """Queues one frame; dropped if the client is gone."""
+        body = self._encoder.encode(events)
+        self._call(self._write, client, len(body).to_bytes(4, "little") + body)
+
+    @property
+    def clients(self) -> list[int]:
+        return list(self._writers)
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(5.0)
+            self._call(self._loop.stop)
+            self._thread.join(5.0)
+        self._loop.close()
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    async def _listen(self, host: str) -> str:
+        self._server = await asyncio.start_server(self._serve, host, 0)
+        port = self._server.sockets[0].getsockname()[1]
+        return f"tcp:{host}:{port}"
+
+    async def _stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for writer in self._writers.values():
+            writer.close()
+        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await accept_async(
+                reader, writer, name=self._name, token=self._token, epoch=self._epoch
+            )
+        except (HandshakeError, OSError):
+            writer.close()
+            return
+        client, self._next_client = self._next_client, self._next_client + 1
+        self._writers[client] = writer
+        try:
+            while True:
+                self._put(client, await self._read(reader))
+        except (asyncio.IncompleteReadError, OSError, msgspec.MsgspecError):
+            pass  # closed, broken, or not speaking our language: the client is gone either way
+        finally:
+            self._writers.pop(client, None)
+            self._put(client, None)
+            writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader) -> ToRank:
+        size = int.from_bytes(await reader.readexactly(4), "little")
+        if size > MAX_FRAME_BYTES:
+            raise msgspec.DecodeError(f"frame of {size} bytes")
+        return self._decoder.decode(await reader.readexactly(size))
+
+    def _put(self, client: int, message: ToRank | None) -> None:
+        self._inbox.append(FromClient(client, message))
+        self._wake()
+
+    def _write(self, client: int, frame: bytes) -> None:
+        writer = self._writers.get(client)
+        if writer is None or writer.is_closing():
+            return
+        writer.write(frame)
+        if writer.transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
+            writer.transport.abort()

@@ -1,0 +1,108 @@
+"""An expert rank: its experts of every layer, and the loop that serves token groups.
+
+A plain class, like actors/attention_worker.py.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+import torch
+
+from actors.channels.factory import make_endpoint
+from actors.expert_server import ExpertServer
+from actors.timeline import Timeline
+from contracts.clock import monotonic_s
+from contracts.events import TaskSpan
+from contracts.worker import RankReady, RankStatus, WorkerSpec
+from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
+from models.moe import ExpertHalf
+from planner.placement import ExpertPlacement
+
+IDLE_POLL_S = 0.1
+
+
+class ExpertWorker:
+    """Made with its weights loaded and listening. Then: start; status, spans; stop."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        started_s = monotonic_s()
+        config, device, folder = spec.config, torch.device(spec.device), Path(spec.model_folder)
+        torch.set_num_threads(config.groups.torch_threads)
+        self.spec = spec
+        model = check_checkpoint(folder)
+        placement = ExpertPlacement.contiguous(model.num_experts, spec.expert_ranks)
+        self._half = ExpertHalf.load(
+            Checkpoint(folder),
+            model,
+            placement.experts_of(spec.rank),
+            dtype=resolve_dtype(model, config.model.dtype),
+            device=device,
+        )
+        self._timeline = Timeline(config.trace.spans)
+        self._endpoint = make_endpoint(
+            name=spec.name,
+            token=spec.token,
+            epoch=spec.epoch,
+            config=msgspec.structs.replace(config.channel, backend=spec.backend),
+            clock=monotonic_s,
+            device=device,
+        )
+        self._server = ExpertServer(
+            self._endpoint, self._half, timeline=self._timeline, clock=monotonic_s
+        )
+        self._reason = ""
+        self._started_s = 0.0
+        self._stopping = threading.Event()
+        self._loop_thread = threading.Thread(target=self._run, name=f"{spec.name}-loop")
+        self.ready = RankReady(
+            name=spec.name,
+            pid=os.getpid(),
+            channel_address=self._endpoint.listen(spec.host),
+            load_s=monotonic_s() - started_s,
+            weight_bytes=self._half.weight_bytes,
+        )
+
+    def connect(self, addresses: dict[str, str]) -> None:
+        """Attention ranks connect to expert ranks, not the other way round."""
+
+    def start(self) -> None:
+        self._started_s = monotonic_s()
+        self._loop_thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._endpoint.wake()
+        if self._loop_thread.is_alive():
+            self._loop_thread.join(10.0)
+        self._endpoint.close()
+
+    def status(self) -> RankStatus:
+        sent, received = self._endpoint.bytes_moved()
+        return RankStatus(
+            name=self.spec.name,
+            healthy=not self._reason,
+            reason=self._reason,
+            stage_s={stage.value: s for stage, s in self._timeline.stage_seconds.items()},
+            bytes_sent=sent,
+            bytes_received=received,
+            uptime_s=monotonic_s() - self._started_s if self._started_s else 0.0,
+            epoch=self.spec.epoch,
+        )
+
+    def spans(self) -> list[TaskSpan]:
+        """The last recorded task spans of this rank."""
+        return self._timeline.spans()
+
+    def _run(self) -> None:
+        """The loop. On an unforeseen error the links close, so that every peer learns of it."""
+        try:
+            while not self._stopping.is_set():
+                self._server.step(IDLE_POLL_S)
+        except BaseException as error:
+            self._reason = f"{self.spec.name} failed: {type(error).__name__}: {error}"
+            self._endpoint.close()
+            raise

@@ -1,0 +1,42 @@
+"""How many KV blocks an attention rank can afford."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from contracts.config import TandemConfig
+from contracts.errors import ResourceError
+from models.kv_pool import kv_bytes_per_token
+from models.spec import ModelSpec
+
+
+def kv_pool_blocks(
+    model: ModelSpec,
+    dtype: torch.dtype,
+    config: TandemConfig,
+    device: torch.device,
+    *,
+    ranks_on_node: int,
+) -> int:
+    """Blocks of the pool: what `kv.pool_tokens` says, else what the memory allows, but no more than
+    the largest batch could use. Raises ResourceError if one block does not fit."""
+    block_tokens = config.kv.block_tokens
+    block_bytes = kv_bytes_per_token(model, dtype) * block_tokens
+    if config.kv.pool_tokens is not None:
+        return max(1, -(-config.kv.pool_tokens // block_tokens))
+    usable_bytes = int(_free_bytes(device) * config.kv.memory_fraction / max(1, ranks_on_node))
+    useful = -(-model.max_context_tokens // block_tokens) * config.schedule.max_batch_sequences
+    blocks = min(usable_bytes // block_bytes, useful)
+    if blocks < 1:
+        raise ResourceError(
+            f"kv.memory_fraction={config.kv.memory_fraction} leaves {usable_bytes} bytes for the KV "
+            f"pool, one block needs {block_bytes}; raise it or use fewer ranks"
+        )
+    return blocks
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

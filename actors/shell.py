@@ -1,0 +1,44 @@
+"""What Ray actors and plain processes have in common: one worker, driven by named calls."""
+
+from __future__ import annotations
+
+from actors.attention_worker import AttentionWorker
+from actors.expert_worker import ExpertWorker
+from contracts.errors import LaunchError
+from contracts.events import TaskSpan
+from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
+
+
+class WorkerShell:
+    """Holds one worker. Weights load in `prepare`, so that its errors reach the launcher."""
+
+    def __init__(self) -> None:
+        self._worker: AttentionWorker | ExpertWorker | None = None
+
+    def prepare(self, spec: WorkerSpec) -> RankReady:
+        """Makes the worker: loads weights, listens. Raises what keeps it from doing so."""
+        kind = AttentionWorker if spec.group is Group.ATTENTION else ExpertWorker
+        self._worker = kind(spec)
+        return self._worker.ready
+
+    def connect(self, addresses: dict[str, str]) -> None:
+        self._made.connect(addresses)
+
+    def start(self) -> None:
+        self._made.start()
+
+    def status(self) -> RankStatus:
+        return self._made.status()
+
+    def spans(self) -> list[TaskSpan]:
+        return self._made.spans()
+
+    def stop(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+
+    @property
+    def _made(self) -> AttentionWorker | ExpertWorker:
+        if self._worker is None:
+            raise LaunchError("the worker is used before prepare()")
+        return self._worker

@@ -1,0 +1,73 @@
+"""What a rank needs to know to start, and what it tells once it is up."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from contracts.config import TandemConfig
+
+
+class Group(enum.StrEnum):
+    ATTENTION = "attention"
+    EXPERT = "expert"
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank. `device`: "cpu" or "cuda:N". `backend`: the resolved channel backend.
+
+    `ranks_on_node`: attention ranks that share this node's memory (for the size of the KV pool).
+    """
+
+    group: Group
+    rank: int
+    attention_ranks: int
+    expert_ranks: int
+    model_folder: str
+    token: bytes
+    epoch: int
+    device: str
+    backend: str
+    host: str = "127.0.0.1"
+    ranks_on_node: int = 1
+    config: TandemConfig = TandemConfig()
+
+    @property
+    def name(self) -> str:
+        return rank_name(self.group, self.rank)
+
+
+def rank_name(group: Group, rank: int) -> str:
+    """ "attention-0", "expert-1": the name in errors, metrics and traces."""
+    return f"{group.value}-{rank}"
+
+
+class RankReady(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank has loaded its weights and listens. `client_address`: attention ranks only."""
+
+    name: str
+    pid: int
+    channel_address: str
+    client_address: str = ""
+    load_s: float = 0.0
+    weight_bytes: int = 0
+    kv_blocks: int = 0
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What `status` answers at any time. `busy_s`, `stage_s`: seconds since the loop started."""
+
+    name: str
+    healthy: bool
+    reason: str = ""
+    running: int = 0
+    waiting: int = 0
+    kv_blocks: dict[str, int] = {}
+    stage_s: dict[str, float] = {}
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    uptime_s: float = 0.0
+    epoch: int = 0
+    kv_evictions: int = 0
+    requeued: int = 0
