@@ -1,0 +1,235 @@
+"""Causal attention over a ragged batch whose keys and values lie in a paged pool.
+
+A plan is made once per micro-batch and window, and used at every layer. Sequences with one new
+token (decode) are attended together, padded to groups of similar context; the others one by one.
+
+Shapes: T new tokens, H query heads, G KV heads, R = H / G, d head dim, S context, P pool slots.
+KV heads are never repeated in memory: R query heads share one through a stride-0 view.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_TILE_ROWS = 512  # bounds the masks, and lets a tile skip the keys it cannot see
+_MIN_FILL = 0.75  # a decode group is cut where padding would exceed a quarter
+
+Keys = slice | Tensor  # pool slots: a run of them (a view, no copy) or a list (a gather)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """One sequence of a batch: rows first .. first+count-1 are positions start .. start+count-1.
+
+    slots_S: pool slots of positions 0 .. start+count-1 (a slice where they are consecutive).
+    """
+
+    first: int
+    count: int
+    start: int
+    slots_S: Keys
+
+    @property
+    def context(self) -> int:
+        return self.start + self.count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """Query rows q_first..q_last against context positions k_first..k_last.
+
+    mask [rows, keys] is additive; None with `causal` means the plain lower triangle.
+    """
+
+    q_first: int
+    q_last: int
+    k_first: int
+    k_last: int
+    mask: Tensor | None
+    causal: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillPart:
+    """keys None: the sequence has no earlier context, the fresh rows are its keys."""
+
+    first: int
+    count: int
+    keys: Keys | None
+    tiles: tuple[Tile, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodePart:
+    """rows_B of the batch, each against `width` slots; mask [B, 1, 1, width] hides the padding."""
+
+    rows_B: Tensor
+    keys: Keys
+    width: int
+    mask: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    prefill: tuple[PrefillPart, ...]
+    decode: tuple[DecodePart, ...]
+
+
+def plan_attention(
+    sequences: Sequence[SequenceRows],
+    *,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionPlan:
+    """window W: position p sees p-W+1 .. p. None: all before it. dtype: that of the queries."""
+    masks: dict[tuple[int, int, int], Tensor] = {}
+
+    def mask_for(offset: int, rows: int, keys: int) -> Tensor:
+        shape = (offset, rows, keys)
+        if shape not in masks:
+            masks[shape] = _mask(*shape, window).to(device=device, dtype=dtype)
+        return masks[shape]
+
+    prefill = []
+    for seq in sequences:
+        if seq.count == 1:
+            continue
+        fresh = seq.start == 0
+        if fresh and (window is None or window >= seq.count):
+            tiles = [Tile(0, seq.count, 0, seq.count, None, True)]
+        else:
+            tiles = []
+            for q_first in range(0, seq.count, _TILE_ROWS):
+                q_last = min(q_first + _TILE_ROWS, seq.count)
+                oldest = seq.start + q_first
+                k_first = 0 if window is None else max(0, oldest - window + 1)
+                k_last = seq.start + q_last
+                mask = mask_for(oldest - k_first, q_last - q_first, k_last - k_first)
+                tiles.append(Tile(q_first, q_last, k_first, k_last, mask, False))
+        keys = None if fresh else seq.slots_S
+        prefill.append(PrefillPart(seq.first, seq.count, keys, tuple(tiles)))
+    singles = [seq for seq in sequences if seq.count == 1]
+    groups = _decode_groups(singles, window)
+    decode = tuple(_decode_part(group, window, dtype, device) for group in groups)
+    return AttentionPlan(tuple(prefill), decode)
+
+
+def ragged_attention(
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGd: Tensor,
+    k_pool_PGd: Tensor,
+    v_pool_PGd: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+) -> Tensor:
+    """[T, H, d]. The new k and v must already be in the pool."""
+    T, H, d = q_THd.shape
+    G = k_TGd.shape[1]
+    out_THd = torch.empty(T, H, d, dtype=q_THd.dtype, device=q_THd.device)
+    q_TGRd = q_THd.view(T, G, H // G, d)
+    out_TGRd = out_THd.view(T, G, H // G, d)
+    for part in plan.prefill:
+        rows = slice(part.first, part.first + part.count)
+        k_SGd = k_TGd[rows] if part.keys is None else _take(k_pool_PGd, part.keys)
+        v_SGd = v_TGd[rows] if part.keys is None else _take(v_pool_PGd, part.keys)
+        _prefill(q_TGRd[rows], k_SGd, v_SGd, part.tiles, out_TGRd[rows], scale)
+    for group in plan.decode:
+        B = group.rows_B.shape[0]
+        q_BGRd = q_TGRd.index_select(0, group.rows_B)
+        k_BGSd = _take(k_pool_PGd, group.keys).view(B, group.width, G, d).transpose(1, 2)
+        v_BGSd = _take(v_pool_PGd, group.keys).view(B, group.width, G, d).transpose(1, 2)
+        attended = functional.scaled_dot_product_attention(
+            q_BGRd, k_BGSd, v_BGSd, attn_mask=group.mask, scale=scale
+        )
+        out_TGRd.index_copy_(0, group.rows_B, attended)
+    return out_THd
+
+
+def _prefill(
+    q_TGRd: Tensor,
+    k_SGd: Tensor,
+    v_SGd: Tensor,
+    tiles: tuple[Tile, ...],
+    out_TGRd: Tensor,
+    scale: float,
+) -> None:
+    """KV heads stand in the batch dim, the R queries of each in the head dim."""
+    R = q_TGRd.shape[2]
+    q_GRTd = q_TGRd.permute(1, 2, 0, 3)
+    out_GRTd = out_TGRd.permute(1, 2, 0, 3)
+    k_GRSd = k_SGd.transpose(0, 1).unsqueeze(1).expand(-1, R, -1, -1)
+    v_GRSd = v_SGd.transpose(0, 1).unsqueeze(1).expand(-1, R, -1, -1)
+    for tile in tiles:
+        rows, keys = slice(tile.q_first, tile.q_last), slice(tile.k_first, tile.k_last)
+        out_GRTd[:, :, rows] = functional.scaled_dot_product_attention(
+            q_GRTd[:, :, rows],
+            k_GRSd[:, :, keys],
+            v_GRSd[:, :, keys],
+            attn_mask=tile.mask,
+            is_causal=tile.causal,
+            scale=scale,
+        )
+
+
+def _take(pool_PGd: Tensor, keys: Keys) -> Tensor:
+    return pool_PGd[keys] if isinstance(keys, slice) else pool_PGd.index_select(0, keys)
+
+
+def _mask(offset: int, rows: int, keys: int, window: int | None) -> Tensor:
+    """[rows, keys], 0 where seen: row i stands at key position offset + i."""
+    distance = torch.arange(rows).unsqueeze(1) + offset - torch.arange(keys)
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    return torch.zeros(rows, keys).masked_fill_(hidden, float("-inf"))
+
+
+def _width(seq: SequenceRows, window: int | None) -> int:
+    return seq.context if window is None else min(seq.context, window)
+
+
+def _decode_groups(singles: Sequence[SequenceRows], window: int | None) -> list[list[SequenceRows]]:
+    """Sorted by width, longest first; a new group where the next would be mostly padding."""
+    groups: list[list[SequenceRows]] = []
+    for seq in sorted(singles, key=lambda seq: -_width(seq, window)):
+        if groups and _width(seq, window) >= _MIN_FILL * _width(groups[-1][0], window):
+            groups[-1].append(seq)
+        else:
+            groups.append([seq])
+    return groups
+
+
+def _decode_part(
+    group: Sequence[SequenceRows], window: int | None, dtype: torch.dtype, device: torch.device
+) -> DecodePart:
+    widths = [_width(seq, window) for seq in group]
+    width = widths[0]
+    rows_B = torch.tensor([seq.first for seq in group], device=device)
+    newest = [_newest(seq.slots_S, width) for seq, width in zip(group, widths, strict=True)]
+    only = newest[0]
+    if len(group) == 1 and isinstance(only, slice):
+        return DecodePart(rows_B, only, width, None)
+    slots_BS = torch.zeros(len(group), width, dtype=torch.int64)
+    for row, keys in enumerate(newest):
+        slots = torch.arange(keys.start, keys.stop) if isinstance(keys, slice) else keys
+        slots_BS[row, : widths[row]] = slots
+    mask = None
+    if min(widths) < width:
+        hidden_BS = torch.arange(width) >= torch.tensor(widths).unsqueeze(1)
+        mask = torch.zeros(len(group), width).masked_fill_(hidden_BS, float("-inf"))
+        mask = mask.to(device=device, dtype=dtype).view(len(group), 1, 1, width)
+    return DecodePart(rows_B, slots_BS.flatten().to(device), width, mask)
+
+
+def _newest(keys: Keys, width: int) -> Keys:
+    if isinstance(keys, slice):
+        return slice(keys.stop - width, keys.stop)
+    return keys[keys.shape[0] - width :]

@@ -1,0 +1,97 @@
+"""Rotary position embedding (half-split layout, as Qwen and Mixtral store it).
+
+Shapes: T tokens, H heads, d head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class RopeParameters(Protocol):
+    """What `inverse_frequencies` reads (see models.rope_spec.RopeSpec)."""
+
+    @property
+    def theta(self) -> float: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def factor(self) -> float: ...
+    @property
+    def original_context_tokens(self) -> int: ...
+    @property
+    def low_freq_factor(self) -> float: ...
+    @property
+    def high_freq_factor(self) -> float: ...
+    @property
+    def beta_fast(self) -> float: ...
+    @property
+    def beta_slow(self) -> float: ...
+    @property
+    def truncate(self) -> bool: ...
+
+
+def inverse_frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
+    """Radians per position of each of the head_dim / 2 rotated pairs, float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / (rope.theta**exponents)
+    if rope.kind == "default":
+        return plain
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(plain, rope)
+    if rope.kind == "yarn":
+        return _yarn(plain, rope, head_dim)
+    raise ValueError(f"rope kind {rope.kind!r} is not known")
+
+
+def _llama3(plain: Tensor, rope: RopeParameters) -> Tensor:
+    """Long wavelengths are divided by the factor, short ones kept, between them a linear blend."""
+    wavelength = 2 * math.pi / plain
+    turns = rope.original_context_tokens / wavelength
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return (1 - keep) * plain / rope.factor + keep * plain
+
+
+def _yarn(plain: Tensor, rope: RopeParameters, head_dim: int) -> Tensor:
+    """YaRN: pairs that turn often in the original context are kept, slow ones divided."""
+
+    def pair_that_turns(times: float) -> float:
+        wavelength = rope.original_context_tokens / (times * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    divide = ((pairs - low) / width).clamp(0.0, 1.0)
+    return plain / rope.factor * divide + plain * (1 - divide)
+
+
+def cos_sin(
+    positions_T: Tensor, inv_freq: Tensor, *, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [T, 1, d/2] in `dtype`, multiplied by `factor` (yarn's temperature)."""
+    angles = positions_T.float().unsqueeze(1) * inv_freq
+    return (
+        (angles.cos() * factor).to(dtype).unsqueeze(1),
+        (angles.sin() * factor).to(dtype).unsqueeze(1),
+    )
+
+
+def apply_rope(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A new tensor: each pair (i, i + d/2) of every head turned by its position's angle."""
+    half = x_THd.shape[-1] // 2
+    first, second = x_THd[..., :half], x_THd[..., half:]
+    turned = torch.empty(x_THd.shape, dtype=x_THd.dtype, device=x_THd.device)
+    torch.mul(first, cos, out=turned[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=turned[..., half:]).addcmul_(first, sin)
+    return turned

@@ -1,0 +1,49 @@
+"""Which experts a token goes to, and the regrouping of those pairs by expert.
+
+Shapes: T tokens, E experts, e local experts, K top-k, N = number of (token, expert) pairs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def softmax_top_k(
+    logits_TE: Tensor, top_k: int, *, normalize: bool, round_to: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """(expert ids [T, K] int64, weights [T, K] float32): softmax over all experts, then the top k.
+
+    normalize: weights of a token sum to 1. round_to: a dtype the weights pass through (Qwen3-MoE
+    rounds them to the model's).
+    """
+    probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+    weights_TK, ids_TK = torch.topk(probs_TE, top_k, dim=-1)
+    if normalize:
+        weights_TK /= weights_TK.sum(dim=-1, keepdim=True)
+    if round_to is not None and round_to is not torch.float32:
+        weights_TK = weights_TK.to(round_to).float()
+    return ids_TK, weights_TK
+
+
+def group_by_expert(
+    ids_TK: Tensor, weights_TK: Tensor, local_of_E: Tensor, num_local: int
+) -> tuple[Tensor, Tensor, list[int]]:
+    """(rows_N, weights_N, counts_e): the pairs of the local experts, sorted by local expert and,
+    within one, by token.
+
+    local_of_E [E] int64: local index of each expert, num_local where it is not held here.
+    """
+    local_N = local_of_E[ids_TK].flatten()
+    local_N, order_N = torch.sort(local_N, stable=True)
+    counts = torch.bincount(local_N, minlength=num_local + 1)[:num_local].tolist()
+    order_N = order_N[: sum(counts)]
+    rows_N = torch.div(order_N, ids_TK.shape[1], rounding_mode="floor")
+    return rows_N, weights_TK.flatten()[order_N], counts
+
+
+def local_index(expert_ids: list[int], num_experts: int) -> Tensor:
+    """local_of_E for `group_by_expert`: the position of each expert in `expert_ids`."""
+    local_of_E = torch.full((num_experts,), len(expert_ids), dtype=torch.int64)
+    local_of_E[torch.tensor(expert_ids, dtype=torch.int64)] = torch.arange(len(expert_ids))
+    return local_of_E

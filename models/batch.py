@@ -1,0 +1,121 @@
+"""A micro-batch of an attention rank: everything that is made once and used at every layer.
+
+    block_table  [ 7 | 2 | 9 ]        blocks of 4 slots, start = 5, two new tokens
+    positions      0 1 2 3 | 4 5 6
+    slots         28..31   | 8 9 10   the new tokens' K and V go to slots 9 and 10
+                  '-- cached --' ^ ^
+
+Shapes: T new tokens of all sequences, B sequences, S context of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.attention import AttentionPlan, Keys, SequenceRows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """New tokens of one sequence. Its positions 0..start-1 are found through block_table, either
+    cached or written by another sequence of the same batch in the same pass."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """What `AttentionHalf.prepare` adds: rope tables and an attention plan per window."""
+
+    cos: Tensor
+    sin: Tensor
+    plans: dict[int | None, AttentionPlan]
+
+
+@dataclasses.dataclass(slots=True)
+class AttentionBatch:
+    """token_ids_T, positions_T, slots_T int64; last_rows_B: the row of each sequence's last token.
+
+    `prepared` is filled in by the attention half that runs the batch.
+    """
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    last_rows_B: Tensor
+    sequences: tuple[SequenceRows, ...]
+    prepared: Prepared | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids_T.shape[0]
+
+    @property
+    def last_rows(self) -> Tensor:
+        return self.last_rows_B
+
+    @staticmethod
+    def build(
+        slices: Sequence[SequenceSlice], *, block_tokens: int, device: torch.device | str = "cpu"
+    ) -> AttentionBatch:
+        """Raises ValueError for an empty slice or a block table shorter than the context."""
+        device = torch.device(device)
+        token_ids: list[int] = []
+        positions, slots, sequences = [], [], []
+        for piece in slices:
+            count = len(piece.token_ids)
+            slots_S = _context_slots(piece, block_tokens)
+            positions.append(np.arange(piece.start, piece.start + count))
+            slots.append(slots_S[piece.start :])
+            sequences.append(
+                SequenceRows(len(token_ids), count, piece.start, _keys(slots_S, device))
+            )
+            token_ids.extend(piece.token_ids)
+        last_rows = [seq.first + seq.count - 1 for seq in sequences]
+        return AttentionBatch(
+            token_ids_T=torch.tensor(token_ids, dtype=torch.int64, device=device),
+            positions_T=_joined(positions, device),
+            slots_T=_joined(slots, device),
+            last_rows_B=torch.tensor(last_rows, dtype=torch.int64, device=device),
+            sequences=tuple(sequences),
+        )
+
+
+def _context_slots(
+    piece: SequenceSlice, block_tokens: int
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The pool slots of positions 0 .. start+count-1."""
+    context = piece.start + len(piece.token_ids)
+    num_blocks = -(-context // block_tokens)
+    if not piece.token_ids or piece.start < 0:
+        raise ValueError(f"a slice needs tokens and start >= 0, got start={piece.start}")
+    if len(piece.block_table) < num_blocks:
+        raise ValueError(
+            f"block_table has {len(piece.block_table)} blocks of {block_tokens} tokens,"
+            f" the context of {context} tokens needs {num_blocks}"
+        )
+    blocks = np.asarray(piece.block_table[:num_blocks], dtype=np.int64)
+    slots = blocks[:, None] * block_tokens + np.arange(block_tokens)
+    return slots.reshape(-1)[:context]
+
+
+def _keys(slots_S: np.ndarray[tuple[int], np.dtype[np.int64]], device: torch.device) -> Keys:
+    first, last = int(slots_S[0]), int(slots_S[-1])
+    if last - first == len(slots_S) - 1 and bool((np.diff(slots_S) == 1).all()):
+        return slice(first, last + 1)
+    return torch.from_numpy(slots_S).to(device)
+
+
+def _joined(
+    pieces: list[np.ndarray[tuple[int], np.dtype[np.int64]]], device: torch.device
+) -> Tensor:
+    if not pieces:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.from_numpy(np.concatenate(pieces)).to(device)

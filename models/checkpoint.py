@@ -1,0 +1,168 @@
+"""A Hugging Face checkpoint folder: the index of its tensors, checked, and memory-mapped reads.
+
+Only safetensors are read: never a pickle.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from contracts.errors import CheckpointError
+from models import layout
+from models.config_fields import read_json
+from models.layout import Wanted, Wants
+from models.safetensors_file import Entry, SafetensorsFile
+from models.spec import ModelSpec, read_spec
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_LOADABLE = ("F32", "BF16", "F16")
+
+
+class Checkpoint:
+    """The tensors of `folder`. Opening it reads every shard's header and no data.
+
+    Raises CheckpointError for a missing, truncated or damaged file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file_of: dict[str, SafetensorsFile] = {}
+        single = folder / _SINGLE
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder; give a Hugging Face folder")
+        if single.is_file():
+            file = SafetensorsFile(single)
+            self._file_of = dict.fromkeys(file.entries, file)
+        elif (folder / _INDEX).is_file():
+            self._open_shards(folder / _INDEX)
+        else:
+            raise _no_weights(folder)
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def entry(self, name: str) -> Entry:
+        """The header entry of a tensor that exists."""
+        return self._file_of[name].entries[name]
+
+    def get(self, name: str) -> Tensor:
+        """The tensor over memory-mapped pages: copy what you keep, do not write into it."""
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.folder}: tensor {name} is missing from the checkpoint")
+        return self._file_of[name].tensor(name)
+
+    def find(self, wanted: Wanted) -> str:
+        """The name under which `wanted` is stored. Raises CheckpointError."""
+        for name in wanted.names:
+            if name in self._file_of:
+                self._check(name, wanted.shape)
+                return name
+        raise CheckpointError(
+            f"{self.folder}: tensor {wanted.names[0]} is missing from the checkpoint; expected"
+            f" shape {list(wanted.shape)}: is the download complete, does config.json belong to it?"
+        )
+
+    def load(self, wanted: Wanted) -> Tensor:
+        return self.get(self.find(wanted))
+
+    def release(self) -> None:
+        """Gives the pages read so far back to the kernel, so that resident memory stays bounded."""
+        for file in set(self._file_of.values()):
+            file.release()
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        entry = self.entry(name)
+        path = self._file_of[name].path
+        if entry.shape != shape:
+            raise CheckpointError(
+                f"{path}: tensor {name} has shape {list(entry.shape)}, config.json implies"
+                f" {list(shape)}; use the config.json that belongs to these weights"
+            )
+        if entry.dtype not in _LOADABLE:
+            raise CheckpointError(
+                f"{path}: tensor {name} is stored as {entry.dtype}; supported: F32, BF16, F16"
+                " (unquantised checkpoints)"
+            )
+
+    def _open_shards(self, index: Path) -> None:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index}: weight_map is missing or empty; download it again")
+        files: dict[str, SafetensorsFile] = {}
+        for shard in sorted({str(shard) for shard in weight_map.values()}):
+            path = self.folder / shard
+            if Path(shard).name != shard:
+                raise CheckpointError(f"{index}: weight_map names {shard}: not a plain file name")
+            if not path.is_file():
+                raise CheckpointError(
+                    f"{path}: missing, but {_INDEX} names it; download that shard"
+                )
+            files[shard] = SafetensorsFile(path)
+        for name, shard in weight_map.items():
+            file = files[str(shard)]
+            if name not in file.entries:
+                raise CheckpointError(
+                    f"{file.path}: tensor {name} is missing from the shard that {_INDEX} names"
+                )
+            self._file_of[name] = file
+
+
+def check_checkpoint(folder: Path) -> ModelSpec:
+    """The spec of a folder whose every needed tensor is there with the right shape and dtype.
+
+    Reads config.json, the index and the shard headers only. Raises CheckpointError: one line that
+    names file, tensor or field, and what to change.
+    """
+    spec = read_spec(folder)
+    checkpoint = Checkpoint(folder)
+    for wanted in layout.attention_half_tensors(spec):
+        checkpoint.find(wanted)
+    for layer in spec.moe_layers:
+        for wants in expert_wants(checkpoint, spec, layer, range(spec.num_experts)):
+            for wanted in wants.values():
+                checkpoint.find(wanted)
+    return spec
+
+
+def is_fused(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> bool:
+    """Whether the experts of a layer are stored as two tensors over all of them."""
+    return checkpoint.has(layout.fused_expert_tensors(spec, layer)["gate_up"].names[0])
+
+
+def expert_wants(
+    checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert_ids: range
+) -> list[Wants]:
+    """What must exist for `expert_ids` of a layer, in whichever form the layer is stored."""
+    if is_fused(checkpoint, spec, layer):
+        return [layout.fused_expert_tensors(spec, layer)]
+    return [layout.expert_tensors(spec, layer, expert) for expert in expert_ids]
+
+
+def resolve_dtype(spec: ModelSpec, dtype: Literal["auto", "bfloat16", "float32"]) -> torch.dtype:
+    """The dtype to compute in. auto: as stored, and float32 for float16 (bfloat16 would round)."""
+    if dtype == "auto":
+        return torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
+    return torch.bfloat16 if dtype == "bfloat16" else torch.float32
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    loose = sorted(path.name for path in folder.glob("*.safetensors"))
+    if loose:
+        return CheckpointError(
+            f"{folder}: {len(loose)} .safetensors files but neither {_SINGLE} nor {_INDEX};"
+            f" download {_INDEX} too"
+        )
+    pickles = sorted(
+        path.name for suffix in ("*.bin", "*.pt", "*.pth") for path in folder.glob(suffix)
+    )
+    if pickles:
+        return CheckpointError(
+            f"{folder}: only pickled weights ({pickles[0]}), which are not read because loading"
+            " them can run code; use the safetensors version of this checkpoint"
+        )
+    return CheckpointError(f"{folder}: no weights: neither {_SINGLE} nor {_INDEX} is there")

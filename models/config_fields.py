@@ -1,0 +1,96 @@
+"""Typed reading of config.json: each wrong field is one CheckpointError that names it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from contracts.errors import CheckpointError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises CheckpointError."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}; download it again") from None
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(tree).__name__}")
+    return tree
+
+
+class ConfigFields:
+    """Fields of one JSON object. Several keys are spellings of one field: the first present wins.
+
+    A null counts as absent, as it does in `transformers`.
+    """
+
+    def __init__(self, path: Path, tree: dict[str, Any], prefix: str = "") -> None:
+        self.path = path
+        self._tree = tree
+        self._prefix = prefix
+
+    def error(self, key: str, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {self._prefix}{key}: {message}")
+
+    def has(self, key: str) -> bool:
+        return self._tree.get(key) is not None
+
+    def raw(self, *keys: str) -> Any:
+        for key in keys:
+            if self._tree.get(key) is not None:
+                return self._tree[key]
+        return None
+
+    def section(self, *keys: str) -> ConfigFields:
+        """The object under the first of `keys` that is present; an empty one where none is."""
+        for key in keys:
+            if self.has(key):
+                if not isinstance(self._tree[key], dict):
+                    raise self.error(key, f"expected an object, got {self._tree[key]!r}")
+                return ConfigFields(self.path, self._tree[key], f"{self._prefix}{key}.")
+        return ConfigFields(self.path, {}, f"{self._prefix}{keys[0]}.")
+
+    def positive_int(self, *keys: str, default: int | None = None) -> int:
+        value = self.raw(*keys)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(keys[0], "missing; a positive integer is needed")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(keys[0], f"expected a positive integer, got {value!r}")
+        return value
+
+    def number(self, *keys: str, default: float | None = None) -> float:
+        value = self.raw(*keys)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(keys[0], "missing; a number is needed")
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise self.error(keys[0], f"expected a positive number, got {value!r}")
+        return float(value)
+
+    def boolean(self, key: str, *, default: bool) -> bool:
+        value = self.raw(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(key, f"expected true or false, got {value!r}")
+        return value
+
+    def int_list(self, key: str) -> list[int]:
+        value = self.raw(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise self.error(key, f"expected a list of integers, got {value!r}")
+        return value
+
+    def token_ids(self, key: str) -> list[int]:
+        """A token id or a list of them, as a list."""
+        value = self.raw(key)
+        return [value] if type(value) is int else self.int_list(key)

@@ -1,0 +1,159 @@
+"""The attention half of a decoder: everything but the routed experts.
+
+Shapes: T tokens, D model dim, K top-k, R chosen rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.attention import plan_attention
+from kernels.experts import swiglu
+from kernels.norm import rms_norm
+from kernels.rope import cos_sin, inverse_frequencies
+from kernels.routing import softmax_top_k
+from models import layout
+from models.attention import GroupedQueryAttention
+from models.batch import AttentionBatch, Prepared
+from models.checkpoint import Checkpoint
+from models.kv_pool import KvPool
+from models.loading import Loader, Progress, total_bytes
+from models.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Routed:
+    """What the experts must see: x_TD in the model dtype, ids int64, weights float32."""
+
+    x_TD: Tensor
+    topk_ids_TK: Tensor
+    topk_weights_TK: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attended:
+    """hidden_TD: the residual stream, to which the experts' output is still to be added where
+    `routed` is given (in any float dtype: `hidden_TD.add_(out)`)."""
+
+    hidden_TD: Tensor
+    routed: Routed | None
+
+
+class _Router:
+    def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
+        self._weight = loader.load(layout.router_tensors(spec, layer)["router"])
+        self._top_k = spec.top_k
+        self._normalize = spec.norm_topk_prob
+        self._rounds = spec.family.rounds_topk_weights
+
+    def __call__(self, x_TD: Tensor) -> Routed:
+        logits_TE = functional.linear(x_TD, self._weight)
+        round_to = logits_TE.dtype if self._rounds else None
+        ids_TK, weights_TK = softmax_top_k(
+            logits_TE, self._top_k, normalize=self._normalize, round_to=round_to
+        )
+        return Routed(x_TD, ids_TK, weights_TK)
+
+
+class _DenseMlp:
+    def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
+        wants = layout.dense_tensors(spec, layer)
+        self._gate_up = loader.load(wants["gate"], wants["up"])
+        self._down = loader.load(wants["down"])
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return swiglu(x_TD, self._gate_up, self._down)
+
+
+class _Layer:
+    """A layer without its routed experts: `mlp` is the router, or the whole MLP if dense."""
+
+    def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
+        wants = layout.attention_tensors(spec, layer)
+        self.attention_norm = loader.load(wants["attention_norm"])
+        self.mlp_norm = loader.load(wants["mlp_norm"])
+        self.attention = GroupedQueryAttention(spec, layer, loader)
+        self.mlp: _Router | _DenseMlp = (
+            _Router(spec, layer, loader) if spec.is_moe(layer) else _DenseMlp(spec, layer, loader)
+        )
+
+
+class AttentionHalf:
+    """Embedding, attention, routers, dense and shared MLPs, final norm and head."""
+
+    def __init__(self, spec: ModelSpec, loader: Loader, dtype: torch.dtype, device: torch.device):
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        outer = layout.outer_tensors(spec)
+        self._embed = loader.load(outer["embed"])
+        self._final_norm = loader.load(outer["final_norm"])
+        self._head = loader.load(outer["head"]) if "head" in outer else self._embed
+        loader.layer_done()
+        self._layers: list[_Layer] = []
+        for layer in range(spec.num_layers):
+            self._layers.append(_Layer(spec, layer, loader))
+            loader.layer_done()
+        self._inv_freq = inverse_frequencies(spec.rope, spec.head_dim).to(device)
+        self._windows = tuple(dict.fromkeys(spec.sliding_windows))
+
+    @staticmethod
+    def load(
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        progress: Progress | None = None,
+    ) -> AttentionHalf:
+        """Reads only what this half holds. Raises CheckpointError."""
+        device = torch.device(device)
+        whole = total_bytes(layout.attention_half_tensors(spec), dtype)
+        loader = Loader(checkpoint, dtype, device, progress, whole)
+        return AttentionHalf(spec, loader, dtype, device)
+
+    def prepare(self, batch: AttentionBatch) -> Prepared:
+        """Rope tables and attention plans of `batch`, made once and kept in it."""
+        if batch.prepared is None:
+            factor = self.spec.rope.attention_factor
+            cos, sin = cos_sin(batch.positions_T, self._inv_freq, factor=factor, dtype=self.dtype)
+            plans = {
+                window: plan_attention(
+                    batch.sequences, window=window, dtype=self.dtype, device=self.device
+                )
+                for window in self._windows
+            }
+            batch.prepared = Prepared(cos, sin, plans)
+        return batch.prepared
+
+    def embed(self, batch: AttentionBatch) -> Tensor:
+        """hidden_TD of the batch's tokens, a new tensor."""
+        return functional.embedding(batch.token_ids_T, self._embed)
+
+    def attend(self, layer: int, hidden_TD: Tensor, batch: AttentionBatch, kv: KvPool) -> Attended:
+        """Attention (and the dense MLP) of one layer. Adds to hidden_TD in place and returns it."""
+        weights = self._layers[layer]
+        eps = self.spec.rms_norm_eps
+        x_TD = rms_norm(hidden_TD, weights.attention_norm, eps)
+        weights.attention.add_to(hidden_TD, x_TD, batch, self.prepare(batch), kv)
+        x_TD = rms_norm(hidden_TD, weights.mlp_norm, eps)
+        if isinstance(weights.mlp, _Router):
+            return Attended(hidden_TD, weights.mlp(x_TD))
+        return Attended(hidden_TD.add_(weights.mlp(x_TD)), None)
+
+    def has_shared(self, layer: int) -> bool:
+        """Whether `layer` has a shared expert. No supported family does yet."""
+        return self.spec.has_shared_experts and self.spec.is_moe(layer)
+
+    def shared(self, layer: int, x_TD: Tensor) -> Tensor | None:
+        """The shared expert's output for the routed x_TD, to be added to the residual; or None."""
+        return None
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """[R, V] float32 for the rows given (final norm, head)."""
+        x_RD = rms_norm(hidden_RD, self._final_norm, self.spec.rms_norm_eps)
+        return functional.linear(x_RD, self._head).float()

@@ -1,0 +1,99 @@
+"""The table of model families: where each keeps its tensors and what its config leaves unsaid.
+
+A new family is an entry here plus whatever is new in its maths. Names are templates over `{layer}`
+and `{expert}`; where a tensor has several names, the first that the checkpoint holds is taken.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+Names = tuple[str, ...]
+
+
+class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
+    """An expert's three matrices stored singly (gate and up [F, D], down [D, F]), and the fused
+    form of a layer (gate_up [E, 2F, D] with the gate rows first, down [E, D, F])."""
+
+    gate: str
+    up: str
+    down: str
+    fused_gate_up: str = "model.layers.{layer}.mlp.experts.gate_up_proj"
+    fused_down: str = "model.layers.{layer}.mlp.experts.down_proj"
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """`rounds_topk_weights`: routing weights pass through the model dtype, as in `transformers`.
+
+    `window_switch_key`: the field that must be true for `sliding_window` to count (None: it always
+    counts).
+    """
+
+    model_type: str
+    architecture: str
+    num_experts_keys: Names
+    expert_ffn_key: str
+    router: Names
+    experts: ExpertNames
+    qk_norm: bool
+    always_norm_topk: bool
+    rounds_topk_weights: bool
+    may_have_dense_layers: bool
+    reads_attention_bias: bool
+    window_switch_key: str | None
+    default_kv_heads: int
+    default_top_k: int
+    default_rope_theta: float
+    default_rms_norm_eps: float
+
+
+_QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    num_experts_keys=("num_experts", "num_local_experts"),
+    expert_ffn_key="moe_intermediate_size",
+    router=("model.layers.{layer}.mlp.gate.weight",),
+    experts=ExpertNames(
+        gate="model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+        up="model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+        down="model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
+    ),
+    qk_norm=True,
+    always_norm_topk=False,
+    rounds_topk_weights=True,
+    may_have_dense_layers=True,
+    reads_attention_bias=True,
+    window_switch_key="use_sliding_window",
+    default_kv_heads=4,
+    default_top_k=8,
+    default_rope_theta=10_000.0,
+    default_rms_norm_eps=1e-6,
+)
+
+_MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    num_experts_keys=("num_local_experts", "num_experts"),
+    expert_ffn_key="intermediate_size",
+    router=(
+        "model.layers.{layer}.block_sparse_moe.gate.weight",
+        "model.layers.{layer}.mlp.gate.weight",
+    ),
+    experts=ExpertNames(
+        gate="model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
+        up="model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
+        down="model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
+    ),
+    qk_norm=False,
+    always_norm_topk=True,
+    rounds_topk_weights=False,
+    may_have_dense_layers=False,
+    reads_attention_bias=False,
+    window_switch_key=None,
+    default_kv_heads=8,
+    default_top_k=2,
+    default_rope_theta=1_000_000.0,
+    default_rms_norm_eps=1e-5,
+)
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (_QWEN3_MOE, _MIXTRAL)}

@@ -1,0 +1,58 @@
+"""The paged KV pool's tensors. Which block belongs to whom is the block manager's business.
+
+Shapes: P = num_blocks * block_tokens slots, T new tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from models.spec import ModelSpec
+
+
+def kv_entry_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """The [heads, size] of what a token leaves per layer: K and V. (A latent cache has one.)"""
+    return ((spec.num_kv_heads, spec.head_dim),) * 2
+
+
+def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of pool per token, over all layers."""
+    elements = sum(math.prod(shape) for shape in kv_entry_shapes(spec))
+    return spec.num_layers * elements * dtype.itemsize
+
+
+class KvPool:
+    """Per layer one tensor [P, heads, size] for each entry; block b holds slots
+    b * block_tokens .. (b+1) * block_tokens - 1. Zeroed, so that padding never reads a NaN."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_blocks: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self.num_bytes = num_blocks * block_tokens * kv_bytes_per_token(spec, dtype)
+        slots = num_blocks * block_tokens
+        self._layers = tuple(
+            tuple(
+                torch.zeros(slots, *shape, dtype=dtype, device=device)
+                for shape in kv_entry_shapes(spec)
+            )
+            for _ in range(spec.num_layers)
+        )
+
+    def entries(self, layer: int) -> tuple[Tensor, ...]:
+        """(K, V) of a layer, each [P, heads, size]."""
+        return self._layers[layer]
+
+    def write(self, layer: int, slots_T: Tensor, *values: Tensor) -> None:
+        """Stores one [T, heads, size] tensor per entry (k, v) at `slots_T`."""
+        for pool, value in zip(self._layers[layer], values, strict=True):
+            pool.index_copy_(0, slots_T, value)

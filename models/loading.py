@@ -1,0 +1,94 @@
+"""Copying checkpoint tensors into a rank's own memory, with progress.
+
+A rank's peak memory is its own weights plus the mapped pages of one layer: those are given back
+after each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TextIO
+
+import torch
+from torch import Tensor
+
+from contracts.clock import Clock, monotonic_s
+from models.checkpoint import Checkpoint
+from models.layout import Wanted
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes loaded, bytes to load) after each layer."""
+
+
+class Loader:
+    """Copies tensors of one checkpoint to `dtype` and `device`, and counts their bytes."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None,
+        total_bytes: int,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+        self._total_bytes = total_bytes
+        self._loaded_bytes = 0
+
+    def load(self, *parts: Wanted) -> Tensor:
+        """The parts, one below the other in dim 0, as one new tensor."""
+        rows = sum(part.shape[0] for part in parts)
+        whole = self.empty(rows, *parts[0].shape[1:])
+        first = 0
+        for part in parts:
+            self.copy(self._checkpoint.load(part), whole[first : first + part.shape[0]])
+            first += part.shape[0]
+        return whole
+
+    def copy(self, stored: Tensor, out: Tensor) -> None:
+        out.copy_(stored)
+        self._loaded_bytes += out.numel() * self._dtype.itemsize
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def layer_done(self) -> None:
+        self._checkpoint.release()
+        if self._progress is not None:
+            self._progress(self._loaded_bytes, self._total_bytes)
+
+
+def total_bytes(wants: Iterable[Wanted], dtype: torch.dtype) -> int:
+    """Bytes of `wants` once loaded as `dtype`."""
+    elements = 0
+    for wanted in wants:
+        size = 1
+        for dim in wanted.shape:
+            size *= dim
+        elements += size
+    return elements * dtype.itemsize
+
+
+def progress_line(
+    label: str, stream: TextIO, *, clock: Clock = monotonic_s, every_s: float = 0.5
+) -> Progress:
+    """A Progress that rewrites one line of `stream`, at most every `every_s` seconds."""
+    last_s = clock() - every_s
+
+    def show(loaded_bytes: int, whole_bytes: int) -> None:
+        nonlocal last_s
+        done = loaded_bytes >= whole_bytes
+        if not done and clock() - last_s < every_s:
+            return
+        last_s = clock()
+        fraction = loaded_bytes / whole_bytes if whole_bytes else 1.0
+        stream.write(
+            f"\r{label}: {loaded_bytes / 1e9:.2f} of {whole_bytes / 1e9:.2f} GB ({fraction:.0%})"
+        )
+        stream.write("\n" if done else "")
+        stream.flush()
+
+    return show

@@ -1,0 +1,92 @@
+"""Rotary position parameters as config.json states them, old keys or new."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from models.config_fields import ConfigFields
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+SUPPORTED_ROPE = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Inverse frequencies are made of these by `kernels.rope.inverse_frequencies`.
+
+    `attention_factor` multiplies cos and sin (yarn). Dynamic NTK scaling only changes anything
+    beyond max_position_embeddings, which is our longest context: it is read as `default`.
+    """
+
+    theta: float
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_context_tokens: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+def read_rope(config: ConfigFields, *, default_theta: float) -> RopeSpec:
+    """Raises CheckpointError for a scaling that is not supported or lacks a field."""
+    scaling = config.section("rope_parameters", "rope_scaling")
+    theta = scaling.raw("rope_theta")
+    theta = (scaling if theta is not None else config).number("rope_theta", default=default_theta)
+    kind = scaling.raw("rope_type", "type") or "default"
+    if kind not in SUPPORTED_ROPE:
+        raise scaling.error(
+            "rope_type", f"{kind!r} is not supported; supported: {', '.join(SUPPORTED_ROPE)}"
+        )
+    for fields in (config, scaling):
+        if fields.raw("partial_rotary_factor") not in (None, 1, 1.0):
+            raise fields.error("partial_rotary_factor", "only 1.0 is supported")
+    if kind in ("default", "dynamic"):
+        return RopeSpec(theta=theta)
+    if kind == "linear":
+        return RopeSpec(theta=theta, kind="linear", factor=scaling.number("factor"))
+    longest = config.positive_int("max_position_embeddings")
+    outer = config.positive_int("original_max_position_embeddings", default=longest)
+    original = scaling.positive_int("original_max_position_embeddings", default=outer)
+    if kind == "llama3":
+        return RopeSpec(
+            theta=theta,
+            kind="llama3",
+            factor=scaling.number("factor"),
+            original_context_tokens=original,
+            low_freq_factor=scaling.number("low_freq_factor"),
+            high_freq_factor=scaling.number("high_freq_factor"),
+        )
+    return _yarn(scaling, theta, original, longest)
+
+
+def _yarn(scaling: ConfigFields, theta: float, original: int, longest: int) -> RopeSpec:
+    factor = scaling.number("factor", default=longest / original)
+    return RopeSpec(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_context_tokens=original,
+        beta_fast=scaling.number("beta_fast", default=32.0),
+        beta_slow=scaling.number("beta_slow", default=1.0),
+        truncate=scaling.boolean("truncate", default=True),
+        attention_factor=scaling.number(
+            "attention_factor", default=_yarn_attention_factor(scaling, factor)
+        ),
+    )
+
+
+def _yarn_attention_factor(scaling: ConfigFields, factor: float) -> float:
+    """YaRN's temperature 0.1 ln(s) + 1, or DeepSeek's ratio of two where both scales are given."""
+
+    def temperature(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    mscale, all_dim = scaling.raw("mscale"), scaling.raw("mscale_all_dim")
+    if mscale and all_dim:
+        return temperature(scaling.number("mscale")) / temperature(scaling.number("mscale_all_dim"))
+    return temperature(1.0)

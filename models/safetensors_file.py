@@ -1,0 +1,131 @@
+"""One .safetensors file: its header, checked against the file's size, and memory-mapped tensors.
+
+Format: an 8-byte little-endian header length N, N bytes of JSON {name: {dtype, shape,
+data_offsets}}, then the data; offsets count from the end of the header.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import mmap
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contracts.errors import CheckpointError
+
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor's place in the file: `first_byte` counts from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    first_byte: int
+    num_bytes: int
+
+
+class SafetensorsFile:
+    """Header read at once; mapped on first use. A mapping is private: the file is never written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries = _read_header(path)
+        self._map: mmap.mmap | None = None
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor, over the mapped pages (a copy where the file does not align it)."""
+        entry = self.entries[name]
+        dtype = _DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise CheckpointError(f"{self.path}: {name}: dtype {entry.dtype} is not supported")
+        if entry.num_bytes == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        buffer, offset = self._mapped(), entry.first_byte
+        if offset % dtype.itemsize:
+            # torch kernels may assume aligned elements; early writers did not pad the header.
+            buffer, offset = bytearray(buffer[offset : offset + entry.num_bytes]), 0
+        count = entry.num_bytes // dtype.itemsize
+        return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(entry.shape)
+
+    def release(self) -> None:
+        """Gives the pages read so far back to the kernel; tensors over them stay valid."""
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def _mapped(self) -> Any:
+        if self._map is None:
+            with self.path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._map
+
+
+def _read_header(path: Path) -> dict[str, Entry]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            if prefix == b"version ":
+                raise CheckpointError(
+                    f"{path}: a Git LFS pointer, not the weights; run `git lfs pull`"
+                )
+            length = int.from_bytes(prefix, "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{path}: truncated or not a safetensors file: {size} bytes, its header says"
+                    f" {length}; download it again"
+                )
+            header = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    return _entries(path, header, size)
+
+
+def _entries(path: Path, header: bytes, size: int) -> dict[str, Entry]:
+    try:
+        tree = json.loads(header)
+        tree.pop("__metadata__", None)
+        entries = {name: _entry(fields, 8 + len(header)) for name, fields in tree.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: damaged safetensors header ({type(error).__name__}: {error});"
+            " download it again"
+        ) from None
+    needed = max((e.first_byte + e.num_bytes for e in entries.values()), default=0)
+    if needed > size:
+        raise CheckpointError(
+            f"{path}: truncated: {size} bytes of the {needed} its header promises;"
+            " download it again"
+        )
+    return entries
+
+
+def _entry(fields: dict[str, Any], data_start: int) -> Entry:
+    first, last = (int(offset) for offset in fields["data_offsets"])
+    shape = tuple(int(size) for size in fields["shape"])
+    if not 0 <= first <= last or any(size < 0 for size in shape):
+        raise ValueError(f"offsets {first}, {last}, shape {list(shape)}")
+    dtype = str(fields["dtype"])
+    if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != last - first:
+        raise ValueError(f"{last - first} bytes for shape {list(shape)} of {dtype}")
+    return Entry(dtype, shape, data_start + first, last - first)

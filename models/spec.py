@@ -1,0 +1,212 @@
+"""`ModelSpec`: what a checkpoint's config.json says, in one vocabulary for all families.
+
+Old and new spellings of a field are accepted (`torch_dtype` / `dtype`, `rope_theta` +
+`rope_scaling` / `rope_parameters`, `num_experts` / `num_local_experts` / `n_routed_experts`).
+What we would compute wrongly is refused here, in one line.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from contracts.errors import CheckpointError
+from models.config_fields import ConfigFields, read_json
+from models.families import FAMILIES, Family
+from models.rope_spec import RopeSpec, read_rope
+
+StoredDtype = Literal["bfloat16", "float16", "float32"]
+_DTYPES: dict[str, StoredDtype] = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32": "float32",
+}
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoder's shape. Sizes in elements; `moe_layers` ascending; `sliding_windows` per layer.
+
+    A sliding window W lets position p see positions p-W+1 .. p. `dtype` is what config.json states
+    (float32 where it is silent). `dense_ffn_size` is 0 where no layer is dense.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int
+    top_k: int
+    expert_ffn_size: int
+    dense_ffn_size: int
+    moe_layers: tuple[int, ...]
+    norm_topk_prob: bool
+    rope: RopeSpec
+    rms_norm_eps: float
+    vocab_size: int
+    max_context_tokens: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[int | None, ...]
+    dtype: StoredDtype
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None
+    num_shared_experts: int = 0
+
+    @property
+    def has_shared_experts(self) -> bool:
+        return self.num_shared_experts > 0
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
+
+    def is_moe(self, layer: int) -> bool:
+        return layer in self.moe_layers
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """The spec in `folder`/config.json (and its eos ids in generation_config.json).
+
+    Raises CheckpointError: one line that names the file and the field.
+    """
+    config = _read_config(folder)
+    family = _family(config)
+    _refuse_unsupported(config)
+    num_layers = config.positive_int("num_hidden_layers")
+    num_heads = config.positive_int("num_attention_heads")
+    hidden_size = config.positive_int("hidden_size")
+    moe_layers = _moe_layers(config, family, num_layers)
+    dense = len(moe_layers) < num_layers
+    head_dim = config.positive_int("head_dim", default=hidden_size // num_heads)
+    spec = ModelSpec(
+        architecture=family.model_type,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=config.positive_int("num_key_value_heads", default=family.default_kv_heads),
+        head_dim=head_dim,
+        num_experts=config.positive_int(*family.num_experts_keys),
+        top_k=config.positive_int("num_experts_per_tok", default=family.default_top_k),
+        expert_ffn_size=config.positive_int(family.expert_ffn_key),
+        dense_ffn_size=config.positive_int("intermediate_size") if dense else 0,
+        moe_layers=moe_layers,
+        norm_topk_prob=family.always_norm_topk or config.boolean("norm_topk_prob", default=False),
+        rope=read_rope(config, default_theta=family.default_rope_theta),
+        rms_norm_eps=config.number("rms_norm_eps", default=family.default_rms_norm_eps),
+        vocab_size=config.positive_int("vocab_size"),
+        max_context_tokens=config.positive_int("max_position_embeddings"),
+        tie_word_embeddings=config.boolean("tie_word_embeddings", default=False),
+        attention_bias=family.reads_attention_bias
+        and config.boolean("attention_bias", default=False),
+        qk_norm=family.qk_norm,
+        sliding_windows=_sliding_windows(config, family, num_layers),
+        dtype=_stored_dtype(config),
+        eos_token_ids=_eos_token_ids(folder, config),
+        bos_token_id=config.token_ids("bos_token_id")[0] if config.has("bos_token_id") else None,
+    )
+    _check_across(config, spec)
+    return spec
+
+
+def _read_config(folder: Path) -> ConfigFields:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; give a Hugging Face checkpoint folder")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; give a folder as it is on the hub")
+    return ConfigFields(path, read_json(path))
+
+
+def _family(config: ConfigFields) -> Family:
+    model_type = config.raw("model_type")
+    for family in FAMILIES.values():
+        if model_type == family.model_type:
+            return family
+    architectures = config.raw("architectures")
+    for family in FAMILIES.values():
+        if model_type is None and architectures == [family.architecture]:
+            return family
+    supported = ", ".join(f"{family.model_type}" for family in FAMILIES.values())
+    found = model_type if model_type is not None else architectures
+    raise config.error("model_type", f"{found!r} is not supported; supported: {supported}")
+
+
+def _refuse_unsupported(config: ConfigFields) -> None:
+    quantization = config.raw("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise config.error(
+            "quantization_config",
+            f"quantised weights ({method or 'unknown method'}) are not supported;"
+            " use an unquantised bfloat16, float16 or float32 checkpoint",
+        )
+    activation = config.raw("hidden_act")
+    if activation not in (None, "silu"):
+        raise config.error("hidden_act", f"{activation!r} is not supported; supported: silu")
+
+
+def _moe_layers(config: ConfigFields, family: Family, num_layers: int) -> tuple[int, ...]:
+    if not family.may_have_dense_layers:
+        return tuple(range(num_layers))
+    step = config.positive_int("decoder_sparse_step", default=1)
+    dense = set(config.int_list("mlp_only_layers"))
+    return tuple(
+        layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
+    )
+
+
+def _sliding_windows(
+    config: ConfigFields, family: Family, num_layers: int
+) -> tuple[int | None, ...]:
+    """One window for all layers: that is what `transformers` does for both families."""
+    none: tuple[int | None, ...] = (None,) * num_layers
+    switched = family.window_switch_key
+    if switched is not None and not config.boolean(switched, default=False):
+        return none
+    if not config.has("sliding_window"):
+        return none
+    first = config.raw("max_window_layers")
+    if switched is not None and first not in (None, 0):
+        raise config.error(
+            "max_window_layers",
+            f"{first!r} together with {switched} is not supported (which layers slide is"
+            f" ambiguous); set max_window_layers to 0 for all layers, or {switched} to false",
+        )
+    return (config.positive_int("sliding_window"),) * num_layers
+
+
+def _stored_dtype(config: ConfigFields) -> StoredDtype:
+    raw = config.raw("dtype", "torch_dtype")
+    if raw is None:
+        return "float32"
+    name = str(raw).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise config.error("dtype", f"{raw!r} is not supported; supported: {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _eos_token_ids(folder: Path, config: ConfigFields) -> tuple[int, ...]:
+    ids = config.token_ids("eos_token_id")
+    path = folder / "generation_config.json"
+    if path.is_file():
+        ids += ConfigFields(path, read_json(path)).token_ids("eos_token_id")
+    return tuple(dict.fromkeys(ids))
+
+
+def _check_across(config: ConfigFields, spec: ModelSpec) -> None:
+    if spec.num_heads % spec.num_kv_heads:
+        raise config.error(
+            "num_key_value_heads",
+            f"{spec.num_kv_heads} does not divide num_attention_heads={spec.num_heads}",
+        )
+    if spec.top_k > spec.num_experts:
+        raise config.error(
+            "num_experts_per_tok", f"{spec.top_k} exceeds the {spec.num_experts} experts"
+        )
+    if spec.head_dim % 2:
+        raise config.error("head_dim", f"{spec.head_dim} is odd; rope needs an even size")

@@ -1,0 +1,94 @@
+"""Tiny random checkpoints, written by `transformers` as it writes them for the hub.
+
+`make_tiny_checkpoint(folder, family, **overrides)` returns the folder; the same arguments give the
+same bytes. `tiny_checkpoint` (tests/conftest.py) caches one per set of arguments and session.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_COMMON = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": 3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.15,  # logits of order 1, and routing that is not uniform
+}
+_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 7,
+        "moe_intermediate_size": 20,
+        "intermediate_size": 56,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 7, "intermediate_size": 20},
+}
+
+
+def make_tiny_checkpoint(
+    folder: Path,
+    family: str = "qwen3_moe",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_shard_size: str | None = None,
+    fused: bool = False,
+    old_keys: bool = False,
+    **overrides: Any,
+) -> Path:
+    """A checkpoint of `family` ("qwen3_moe", "mixtral") in `folder`.
+
+    overrides: config fields. max_shard_size ("40KB"): several shards with an index. fused: experts
+    as one tensor per layer. old_keys: config.json spelled as before `transformers` 5.
+    """
+    model = build_tiny_model(family, seed=seed, **overrides).to(getattr(torch, dtype))
+    model.config.dtype = getattr(torch, dtype)
+    size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    model.save_pretrained(folder, save_original_format=not fused, **size)
+    if old_keys:
+        _spell_as_before(folder / "config.json")
+    return folder
+
+
+def build_tiny_model(family: str = "qwen3_moe", *, seed: int = 0, **overrides: Any) -> Any:
+    """The `transformers` model in float32, evaluation mode; norms and biases are random too."""
+    import transformers
+
+    classes = {
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    }
+    config_class, model_class = classes[family]
+    config = config_class(**{**_COMMON, **_FAMILY[family], **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config).eval()
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            elif name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def _spell_as_before(path: Path) -> None:
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type", "default")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    config["torch_dtype"] = config.pop("dtype")
+    if config["model_type"] == "qwen3_moe" and "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
+    path.write_text(json.dumps(config))
