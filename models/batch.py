@@ -57,10 +57,6 @@ class AttentionBatch:
     def num_tokens(self) -> int:
         return self.token_ids_T.shape[0]
 
-    @property
-    def last_rows(self) -> Tensor:
-        return self.last_rows_B
-
     @staticmethod
     def build(
         slices: Sequence[SequenceSlice], *, block_tokens: int, device: torch.device | str = "cpu"

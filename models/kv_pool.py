@@ -38,11 +38,12 @@ class KvPool:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
+        self.device = torch.device(device)
         self.num_bytes = num_blocks * block_tokens * kv_bytes_per_token(spec, dtype)
         slots = num_blocks * block_tokens
         self._layers = tuple(
             tuple(
-                torch.zeros(slots, *shape, dtype=dtype, device=device)
+                torch.zeros(slots, *shape, dtype=dtype, device=self.device)
                 for shape in kv_entry_shapes(spec)
             )
             for _ in range(spec.num_layers)

@@ -1,0 +1,32 @@
+"""Shared fixtures. Small on purpose: what one folder of tests needs belongs to that folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny_models import make_tiny_checkpoint
+
+torch.set_num_threads(1)  # two cores, several workers; and sums that do not depend on the machine
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny_checkpoint(family, **overrides) -> folder, written once per set of arguments.
+
+    Shared by the session: copy the folder before changing anything in it.
+    """
+    made: dict[str, Path] = {}
+
+    def make(family: str = "qwen3_moe", **overrides: Any) -> Path:
+        key = json.dumps([family, overrides], sort_keys=True)
+        if key not in made:
+            made[key] = make_tiny_checkpoint(tmp_path_factory.mktemp(family), family, **overrides)
+        return made[key]
+
+    return make
