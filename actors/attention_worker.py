@@ -39,7 +39,7 @@ IDLE_POLL_S = 0.1
 
 
 class AttentionWorker:
-    """Made with its weights loaded. Then call: connect, start; status and spans at any time; stop."""
+    """Made with its weights loaded. Then: connect, start; status, spans at any time; stop."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         started_s = monotonic_s()
@@ -62,9 +62,7 @@ class AttentionWorker:
             device=self._half.device,
         )
         self._executor = self._make_executor()
-        self._clients = ClientServer(
-            spec.name, token=spec.token, epoch=spec.epoch, wake=self._endpoint.wake
-        )
+        self._clients = ClientServer(spec.name, token=spec.token, wake=self._endpoint.wake)
         self.ready = RankReady(
             name=spec.name,
             pid=os.getpid(),

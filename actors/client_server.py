@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from actors.channels.handshake import accept_async
+from actors.channels.handshake import Identity, accept_async
 from contracts.errors import HandshakeError
 from contracts.messages import MAX_FRAME_BYTES, Events, ToRank
 
+HANDSHAKE_DEADLINE_S = 5.0
 MAX_BUFFERED_BYTES = 64 << 20  # a client that reads nothing is cut off beyond this
 
 
@@ -31,10 +32,9 @@ class FromClient(NamedTuple):
 class ClientServer:
     """Accepts clients that prove the cluster's token. `wake` is called after each new message."""
 
-    def __init__(self, name: str, *, token: bytes, epoch: int, wake: Callable[[], None]) -> None:
-        self._name = name
-        self._token = token
-        self._epoch = epoch
+    def __init__(self, name: str, *, token: bytes, wake: Callable[[], None]) -> None:
+        # Clients are not bound to an epoch: they stay while the group is rebuilt.
+        self._identity = Identity(name=name, token=token, epoch=None)
         self._wake = wake
         self._inbox: deque[FromClient] = deque()
         self._writers: dict[int, asyncio.StreamWriter] = {}
@@ -99,9 +99,7 @@ class ClientServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            await accept_async(
-                reader, writer, name=self._name, token=self._token, epoch=self._epoch
-            )
+            await accept_async(reader, writer, self._identity, deadline_s=HANDSHAKE_DEADLINE_S)
         except (HandshakeError, OSError):
             writer.close()
             return

@@ -30,8 +30,8 @@ def kv_pool_blocks(
     blocks = min(usable_bytes // block_bytes, useful)
     if blocks < 1:
         raise ResourceError(
-            f"kv.memory_fraction={config.kv.memory_fraction} leaves {usable_bytes} bytes for the KV "
-            f"pool, one block needs {block_bytes}; raise it or use fewer ranks"
+            f"kv.memory_fraction={config.kv.memory_fraction} leaves {usable_bytes} bytes for the "
+            f"KV pool, one block needs {block_bytes}; raise it or use fewer ranks"
         )
     return blocks
 

@@ -109,6 +109,16 @@ class RequestTimeoutError(TandemError):
     retryable = True
 
 
+class RankError(TandemError):
+    """A rank answered a request with an error. Arguments: message, code, HTTP status."""
+
+    def __init__(self, message: str, code: str, status: int) -> None:
+        super().__init__(message, code, status)
+        self.code = code
+        self.status = status
+        self.retryable = status in (429, 503, 504)
+
+
 class ChannelError(TandemError):
     """A channel could not be set up or used."""
 

@@ -21,7 +21,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     `sampling` None means a prefill-only job: nothing is generated and the answer is a `Scored`.
     `candidates`: token ids whose logits at the last prompt position are wanted.
     `score_from`: if set, the log-probability of each prompt token at positions >= score_from,
-    given all before it, is wanted (score_from >= 1).
+    given all before it, is wanted (score_from >= 1). `score_top`: with score_from, how many
+    alternatives per scored position are wanted as well.
     """
 
     request_id: int
@@ -30,6 +31,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     priority: Priority = Priority.LS
     candidates: list[int] | None = None
     score_from: int | None = None
+    score_top: int = 0
     eos_token_ids: list[int] = []
 
 
@@ -45,11 +47,16 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
-    """Newly generated tokens of a sequence, in order. An eos token is included."""
+    """Newly generated tokens of a sequence, in order. An eos token is included.
+
+    cached_tokens: prompt tokens that came from the prefix cache, stated with the first tokens (a
+    sequence that a stop string ends never gets as far as its `Finished`).
+    """
 
     request_id: int
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
+    cached_tokens: int | None = None
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
@@ -66,6 +73,7 @@ class Scored(msgspec.Struct, frozen=True, tag="scored"):
     candidate_logits: raw logits in the order of `Submit.candidates`.
     candidate_logprobs: the same, as log-softmax over the whole vocabulary.
     token_logprobs: one per prompt token at positions >= `Submit.score_from`.
+    token_tops: for the same positions, `Submit.score_top` alternatives, most probable first.
     """
 
     request_id: int
@@ -73,6 +81,7 @@ class Scored(msgspec.Struct, frozen=True, tag="scored"):
     candidate_logits: list[float] | None = None
     candidate_logprobs: list[float] | None = None
     token_logprobs: list[float] | None = None
+    token_tops: list[list[tuple[int, float]]] | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -1,7 +1,8 @@
 """The one interface of all channels between attention ranks and expert ranks.
 
-A pair of ranks is joined by a *link*. Every link has a header socket: a small `Header` travels ahead
-of each payload, so that the payload has its exact size and the receiver knows whom to receive from.
+A pair of ranks is joined by a *link*. Every link has a header socket: a small `Header` travels
+ahead of each payload, so that the payload has its exact size and the receiver knows whom to receive
+from.
 The payload moves in a way that depends on the backend: shared memory, TCP, CUDA IPC, NCCL.
 
         sender                                   receiver

@@ -1,0 +1,105 @@
+"""How ranks become a group: load in parallel, exchange addresses, connect, start.
+
+The same for Ray actors and plain processes: both are handles whose calls return futures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, NamedTuple, Protocol
+
+from contracts.config import TandemConfig
+from contracts.errors import LaunchError
+from contracts.worker import Group, RankReady, WorkerSpec
+
+
+class WorkerHandle(Protocol):
+    """A `WorkerShell` somewhere else."""
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """Calls a method of the shell. The future raises what the method raised, or LaunchError
+        when the process is gone."""
+
+
+class Seat(NamedTuple):
+    """Where a rank is to run."""
+
+    device: str
+    host: str
+    ranks_on_node: int
+
+
+class Formation(NamedTuple):
+    """What all ranks of one group have in common."""
+
+    config: TandemConfig
+    model_folder: str
+    token: bytes
+    epoch: int
+    backend: str
+
+
+def make_specs(
+    formation: Formation, attention: Sequence[Seat], expert: Sequence[Seat]
+) -> list[WorkerSpec]:
+    """One spec per rank: attention ranks first."""
+    return [
+        WorkerSpec(
+            group=group,
+            rank=rank,
+            attention_ranks=len(attention),
+            expert_ranks=len(expert),
+            model_folder=formation.model_folder,
+            token=formation.token,
+            epoch=formation.epoch,
+            device=seat.device,
+            backend=formation.backend,
+            host=seat.host,
+            ranks_on_node=seat.ranks_on_node,
+            config=formation.config,
+        )
+        for group, seats in ((Group.ATTENTION, attention), (Group.EXPERT, expert))
+        for rank, seat in enumerate(seats)
+    ]
+
+
+def form_group(
+    specs: Sequence[WorkerSpec], handles: Sequence[WorkerHandle], *, timeout_s: float
+) -> list[RankReady]:
+    """Brings a group up; what each rank told, in the order of `specs`.
+
+    Raises the first error of any rank, with the rank's name, or LaunchError at the deadline.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    pairs = list(zip(specs, handles, strict=True))
+    ready = _gather(
+        [(spec.name, handle.call("prepare", spec)) for spec, handle in pairs],
+        "load its weights",
+        deadline_s,
+    )
+    addresses = {
+        answer.name: answer.channel_address
+        for spec, answer in zip(specs, ready, strict=True)
+        if spec.group is Group.EXPERT
+    }
+    attention = [(spec.name, h) for spec, h in pairs if spec.group is Group.ATTENTION]
+    connecting = [(name, handle.call("connect", addresses)) for name, handle in attention]
+    _gather(connecting, "connect to the expert ranks", deadline_s)
+    starting = [(spec.name, handle.call("start")) for spec, handle in pairs]
+    _gather(starting, "start its loop", deadline_s)
+    return ready
+
+
+def _gather(futures: Sequence[tuple[str, Future[Any]]], what: str, deadline_s: float) -> list[Any]:
+    answers = []
+    for name, future in futures:
+        try:
+            answers.append(future.result(max(0.0, deadline_s - time.monotonic())))
+        except FutureTimeoutError:
+            raise LaunchError(
+                f"{name} did not {what} in time; see its log, or raise groups.ready_timeout_s"
+            ) from None
+    return answers
