@@ -7,6 +7,7 @@ it. Three threads: the loop (everything with tensors), the clients' I/O, the cha
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -31,6 +32,7 @@ from contracts.worker import Group, RankReady, RankStatus, WorkerSpec, rank_name
 from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.decoder import AttentionHalf
 from models.kv_pool import KvPool
+from models.loading import progress_line
 from models.spec import ModelSpec
 from planner.placement import ExpertPlacement
 
@@ -69,7 +71,6 @@ class AttentionWorker:
             channel_address="",
             client_address=self._clients.listen(spec.host, deadline_s=config.channel.deadline_s),
             load_s=monotonic_s() - started_s,
-            weight_bytes=self._half.weight_bytes,
             kv_blocks=self._blocks.num_blocks,
         )
 
@@ -80,7 +81,13 @@ class AttentionWorker:
         dtype = resolve_dtype(model, config.model.dtype)
         limit = config.model.max_context_tokens or model.max_context_tokens
         self._max_context_tokens = min(model.max_context_tokens, limit)
-        self._half = AttentionHalf.load(Checkpoint(folder), model, dtype=dtype, device=device)
+        self._half = AttentionHalf.load(
+            Checkpoint(folder),
+            model,
+            dtype=dtype,
+            device=device,
+            progress=progress_line(spec.name, sys.stderr),
+        )
         num_blocks = kv_pool_blocks(model, dtype, config, device, ranks_on_node=spec.ranks_on_node)
         self._kv = KvPool(model, num_blocks, config.kv.block_tokens, dtype, device)
         self._blocks = BlockManager(num_blocks, prefix_cache=config.kv.prefix_cache)

@@ -45,7 +45,7 @@ class ClientServer:
             target=self._loop.run_forever, name=f"{name}-clients", daemon=True
         )
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToRank)
+        self._decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
     def listen(self, host: str, *, deadline_s: float) -> str:
         """Starts to accept. Returns "tcp:host:port"."""

@@ -6,6 +6,7 @@ A plain class, like actors/attention_worker.py.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from contracts.clock import monotonic_s
 from contracts.events import TaskSpan
 from contracts.worker import RankReady, RankStatus, WorkerSpec
 from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
+from models.loading import progress_line
 from models.moe import ExpertHalf
 from planner.placement import ExpertPlacement
 
@@ -41,6 +43,7 @@ class ExpertWorker:
             placement.experts_of(spec.rank),
             dtype=resolve_dtype(model, config.model.dtype),
             device=device,
+            progress=progress_line(spec.name, sys.stderr),
         )
         self._timeline = Timeline(config.trace.spans)
         self._endpoint = make_endpoint(
@@ -63,7 +66,6 @@ class ExpertWorker:
             pid=os.getpid(),
             channel_address=self._endpoint.listen(spec.host),
             load_s=monotonic_s() - started_s,
-            weight_bytes=self._half.weight_bytes,
         )
 
     def connect(self, addresses: dict[str, str]) -> None:

@@ -133,7 +133,7 @@ def _execute(shell: Any, line: bytes) -> bytes:
     call = msgspec.json.decode(line, type=_Call)
     kind = _ARGUMENTS.get(call.method, object)
     try:
-        arguments = [msgspec.json.decode(raw, type=kind) for raw in call.arguments]
+        arguments: list[Any] = [msgspec.json.decode(raw, type=kind) for raw in call.arguments]
         result = getattr(shell, call.method)(*arguments)
         return msgspec.json.encode(_Answer(msgspec.Raw(msgspec.json.encode(result))))
     except Exception as error:

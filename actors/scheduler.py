@@ -9,11 +9,10 @@ of the lowest class gives its blocks back and waits again; what it has generated
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
 from typing import NamedTuple
 
 from actors.block_manager import BlockManager
-from actors.sequence import Sequence
+from actors.sequence import Sequence, SequenceKey
 from contracts.config import ScheduleConfig
 from contracts.requests import Priority
 
@@ -46,7 +45,7 @@ class Scheduler:
         self.blocks = blocks
         self._waiting: dict[Priority, deque[Sequence]] = {p: deque() for p in Priority}
         self._running: list[Sequence] = []
-        self._by_key: dict[Hashable, Sequence] = {}
+        self._by_key: dict[SequenceKey, Sequence] = {}
         self._batches = 0
         self.requeued_total = 0
 
@@ -69,7 +68,7 @@ class Scheduler:
         self._by_key[sequence.key] = sequence
         self._waiting[sequence.priority].append(sequence)
 
-    def cancel(self, key: Hashable) -> None:
+    def cancel(self, key: SequenceKey) -> None:
         """Forgets a sequence and frees its blocks: now, or when the batch that uses them ends."""
         sequence = self._by_key.get(key)
         if sequence is None:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 
 from contracts.block_hash import chain_hashes
 from contracts.messages import Submit
 from contracts.requests import Priority, Usage
 
+SequenceKey = tuple[int, int]  # client, request id: unique on a rank
+
 
 class Sequence:
     """Tokens so far, and how many of them have K and V in the pool.
 
-        token_ids   | prompt ........................ | generated .... |
-                    | cached | computed by batches .. | next to run    |
-                    0        num_cached               num_computed      len(token_ids)
-
-    `key` names the request on this rank (client, request id).
+    token_ids   | prompt ........................ | generated .... |
+                | cached | computed by batches .. | next to run    |
+                0        num_cached               num_computed      len(token_ids)
     """
 
-    def __init__(self, key: Hashable, submit: Submit, block_tokens: int) -> None:
+    def __init__(self, key: SequenceKey, submit: Submit, block_tokens: int) -> None:
         self.key = key
         self.submit = submit
         self.token_ids: list[int] = list(submit.token_ids)

@@ -51,7 +51,6 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True):
     channel_address: str
     client_address: str = ""
     load_s: float = 0.0
-    weight_bytes: int = 0
     kv_blocks: int = 0
 
 

@@ -1,0 +1,57 @@
+"""Ranks as Ray actors. The only module below cluster/ that imports ray."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from actors.shell import WorkerShell
+from contracts.errors import LaunchError, TandemError
+
+RemoteWorker = ray.remote(WorkerShell)
+
+
+class RayRank:
+    """A `rendezvous.WorkerHandle` on a Ray actor."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self.actor = actor
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        raw = getattr(self.actor, method).remote(*arguments).future()
+        raw.add_done_callback(lambda done: _copy(done, answer, self.name))
+        return answer
+
+
+def _copy(done: Future[Any], answer: Future[Any], name: str) -> None:
+    """Moves the outcome over, with Ray's wrapping taken off."""
+    error = done.exception()
+    if error is None:
+        answer.set_result(done.result())
+    elif isinstance(error, TandemError):
+        answer.set_exception(_plain(error))
+    elif isinstance(error, RayTaskError):
+        cause = error.cause
+        known = isinstance(cause, TandemError)
+        answer.set_exception(
+            cause if known else LaunchError(f"{name}: {type(cause).__name__}: {cause}")
+        )
+    elif isinstance(error, RayActorError):
+        answer.set_exception(LaunchError(f"{name}: its actor died: {_first_line(error)}"))
+    else:
+        answer.set_exception(error)
+
+
+def _plain(error: TandemError) -> TandemError:
+    """Ray raises a subclass of both its own error and ours; its text is a traceback."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, TandemError) else error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
