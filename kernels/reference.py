@@ -1,0 +1,77 @@
+"""Slow, plain counterparts of the kernels, for tests: loops over tokens, written from the formula.
+
+Shapes: T tokens, H query heads, G KV heads, d head dim, S context, U tokens, e local experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """w_i * x_i / sqrt(mean_j x_j^2 + eps), in float64."""
+    x_f64 = x.double()
+    mean = (x_f64 * x_f64).sum(-1, keepdim=True) / x.shape[-1]
+    return weight_D.double() * x_f64 / torch.sqrt(mean + eps)
+
+
+def rope_reference(x_THd: Tensor, positions_T: Tensor, inv_freq: Tensor) -> Tensor:
+    """Each pair (x_i, x_{i+d/2}) as a complex number times exp(i * position * frequency)."""
+    half = x_THd.shape[-1] // 2
+    pairs = torch.complex(x_THd[..., :half].double(), x_THd[..., half:].double())
+    angles = positions_T.double()[:, None, None] * inv_freq.double()
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def attention_reference(
+    q_THd: Tensor,
+    k_SGd: Tensor,
+    v_SGd: Tensor,
+    *,
+    start: int,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """[T, H, d] float64 for one sequence: row t stands at position start + t, and sees the keys
+    at positions <= its own and > its own - window."""
+    T, H, d = q_THd.shape
+    share = H // k_SGd.shape[1]
+    out_THd = torch.empty(T, H, d, dtype=torch.float64)
+    for t in range(T):
+        last = start + t + 1
+        first = 0 if window is None else max(0, last - window)
+        for h in range(H):
+            keys = k_SGd[first:last, h // share].double()
+            values = v_SGd[first:last, h // share].double()
+            probs = torch.softmax(keys @ q_THd[t, h].double() * scale, dim=0)
+            out_THd[t, h] = probs @ values
+    return out_THd
+
+
+def softmax_top_k_reference(
+    logits_E: Sequence[float], top_k: int, *, normalize: bool
+) -> dict[int, float]:
+    """{expert: weight} of one token."""
+    largest = max(logits_E)
+    exps = [math.exp(logit - largest) for logit in logits_E]
+    probs = [value / sum(exps) for value in exps]
+    chosen = sorted(range(len(probs)), key=lambda expert: -probs[expert])[:top_k]
+    whole = sum(probs[expert] for expert in chosen) if normalize else 1.0
+    return {expert: probs[expert] / whole for expert in chosen}
+
+
+def experts_reference(
+    x_UD: Tensor, gate_up_e: Tensor, down_e: Tensor, pairs: Sequence[tuple[int, int, float]]
+) -> Tensor:
+    """[U, D] float64 for (row, local expert, weight) pairs in any order."""
+    out_UD = torch.zeros(x_UD.shape, dtype=torch.float64)
+    for row, expert, weight in pairs:
+        gate, up = (gate_up_e[expert].double() @ x_UD[row].double()).chunk(2)
+        inner = gate / (1 + torch.exp(-gate)) * up
+        out_UD[row] += weight * (down_e[expert].double() @ inner)
+    return out_UD

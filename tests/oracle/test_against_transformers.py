@@ -1,0 +1,218 @@
+"""Our decoder against `transformers` on tiny random checkpoints, float32.
+
+Tolerance 1e-4 absolute on logits of order 1 (measured: below 1e-5); greedy tokens equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.batch import SequenceSlice
+from models.local import LocalModel
+
+TOLERANCE = 1e-4
+STEPS = 64
+
+QWEN = {
+    "uneven experts, wide heads": {},
+    "a dense layer, tied, biased, unnormalised": {
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "norm_topk_prob": False,
+    },
+    "every second layer sparse, odd sizes": {
+        "decoder_sparse_step": 2,
+        "num_hidden_layers": 4,
+        "hidden_size": 30,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 14,
+        "num_experts": 5,
+        "num_experts_per_tok": 5,
+        "vocab_size": 97,
+    },
+    "a sliding window": {"use_sliding_window": True, "sliding_window": 9, "num_experts": 13},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 5e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
+}
+MIXTRAL = {
+    "uneven experts, wide heads": {},
+    "tied, default head size": {"tie_word_embeddings": True, "head_dim": None, "hidden_size": 60},
+    "window shorter than the prompt": {"sliding_window": 7, "num_local_experts": 3},
+    "one KV head, top 1": {"num_key_value_heads": 1, "num_experts_per_tok": 1},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 3.0}},
+    "llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
+                                   "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                   "original_max_position_embeddings": 64}},
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+}  # fmt: skip
+CASES = [("qwen3_moe", name) for name in QWEN] + [("mixtral", name) for name in MIXTRAL]
+STORED = [
+    {},
+    {"max_shard_size": "40KB"},
+    {"old_keys": True},
+    {"fused": True},
+    {"fused": True, "max_shard_size": "40KB"},
+]
+
+Make = Callable[..., Path]
+
+
+def overrides(family: str, name: str) -> dict[str, Any]:
+    return (QWEN if family == "qwen3_moe" else MIXTRAL)[name]
+
+
+@lru_cache(maxsize=4)
+def oracle(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+
+
+@lru_cache(maxsize=4)
+def ours(folder: Path) -> LocalModel:
+    spec_experts = LocalModel.load(folder, dtype="float32").spec.num_experts
+    split = [list(range(1, spec_experts, 2)), list(range(0, spec_experts, 2))[::-1]]
+    return LocalModel.load(folder, dtype="float32", expert_split=split)
+
+
+def tokens(count: int, seed: int, vocab: int = 97) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab, (count,), generator=generator).tolist()
+
+
+def expected_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return oracle(folder)(torch.tensor([token_ids])).logits[0]
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert found.shape == expected.shape
+    assert found.dtype is torch.float32
+    assert 0.5 < expected.abs().max() < 20  # logits of order 1: the tolerance means something
+    return (found - expected).abs().max().item()
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_logits_of_a_ragged_batch_equal_transformers(
+    tiny_checkpoint: Make, family: str, name: str
+) -> None:
+    folder = tiny_checkpoint(family, **overrides(family, name))
+    sequences = [tokens(count, seed=count) for count in (1, 40, 17, 2, 100)]
+    for token_ids, logits in zip(sequences, ours(folder).forward(sequences), strict=True):
+        assert difference(logits, expected_logits(folder, token_ids)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_greedy_tokens_over_64_steps_equal_transformers(
+    tiny_checkpoint: Make, family: str, name: str
+) -> None:
+    folder = tiny_checkpoint(family, **overrides(family, name))
+    prompt = tokens(21, seed=5)
+    generated = oracle(folder).generate(
+        torch.tensor([prompt]),
+        max_new_tokens=STEPS,
+        min_new_tokens=STEPS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert ours(folder).greedy(prompt, STEPS) == generated[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("stored", STORED, ids=str)
+def test_every_form_of_the_same_checkpoint_gives_the_same_logits(
+    tiny_checkpoint: Make, family: str, stored: dict[str, Any]
+) -> None:
+    prompt = tokens(30, seed=1)
+    plain = tiny_checkpoint(family)
+    other = tiny_checkpoint(family, **stored)
+    names = {path.name for path in other.glob("*.safetensors")}
+    assert ("model.safetensors" in names) == ("max_shard_size" not in stored)
+    logits = ours(other).forward([prompt])[0]
+    assert torch.equal(logits, ours(plain).forward([prompt])[0])
+    assert difference(logits, expected_logits(plain, prompt)) < TOLERANCE
+
+
+WINDOWS = [
+    ("qwen3_moe", "uneven experts, wide heads"),
+    ("mixtral", "window shorter than the prompt"),
+]
+
+
+@pytest.mark.parametrize(("family", "name"), WINDOWS)
+def test_sequences_in_pieces_with_scattered_blocks_equal_transformers(
+    tiny_checkpoint: Make, family: str, name: str
+) -> None:
+    """Prefill in two pieces beside a decode of another sequence, over a shuffled block table."""
+    folder = tiny_checkpoint(family, **overrides(family, name))
+    model = ours(folder)
+    kv = model.new_pool(24)
+    table_a, table_b, table_c = [5, 2, 11, 0], [20, 21, 22], [9, 3]
+    a, b, c = tokens(50, seed=1), tokens(34, seed=2), tokens(20, seed=3)
+    hidden = model.run([SequenceSlice(a[:19], 0, table_a), SequenceSlice(b[:33], 0, table_b)], kv)
+    second = [
+        SequenceSlice(a[19:49], 19, table_a),
+        SequenceSlice(b[33:], 33, table_b),
+        SequenceSlice(c, 0, table_c),
+    ]
+    hidden_2 = model.run(second, kv)
+    hidden_3 = model.run([SequenceSlice(a[49:], 49, table_a)], kv)
+    rows = {
+        "a": torch.cat((hidden[:19], hidden_2[:30], hidden_3)),
+        "b": torch.cat((hidden[19:], hidden_2[30:31])),
+        "c": hidden_2[31:],
+    }
+    for key, token_ids in (("a", a), ("b", b), ("c", c)):
+        logits = model.attention.logits(rows[key])
+        assert difference(logits, expected_logits(folder, token_ids)) < TOLERANCE, key
+
+
+@pytest.mark.parametrize(("family", "name"), WINDOWS)
+def test_a_prefix_written_in_the_same_pass_can_be_shared(
+    tiny_checkpoint: Make, family: str, name: str
+) -> None:
+    """B's first two blocks are A's; the slices stand in the less convenient order."""
+    folder = tiny_checkpoint(family, **overrides(family, name))
+    model = ours(folder)
+    prefix = tokens(32, seed=4)
+    a, b = prefix + tokens(9, seed=5), prefix + tokens(12, seed=6)
+    slices = [SequenceSlice(b[32:], 32, [7, 1, 4]), SequenceSlice(a, 0, [7, 1, 2])]
+    logits = model.attention.logits(model.run(slices, model.new_pool(8)))
+    assert difference(logits[:12], expected_logits(folder, b)[32:]) < TOLERANCE
+    assert difference(logits[12:], expected_logits(folder, a)) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_bfloat16_logits_stay_near_those_of_transformers_in_bfloat16(
+    tiny_checkpoint: Make, family: str
+) -> None:
+    """Near: our error against float32 is at most 1.5 times theirs (mean over all logits)."""
+    import transformers
+
+    folder = tiny_checkpoint(family, dtype="bfloat16")
+    prompt = tokens(60, seed=7)
+    exact = expected_logits(folder, prompt)
+    theirs_model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, experts_implementation="eager"
+    )
+    with torch.no_grad():
+        theirs = theirs_model(torch.tensor([prompt])).logits[0].float()
+    logits = LocalModel.load(folder, dtype="auto").forward([prompt])[0]
+    assert (logits - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean()

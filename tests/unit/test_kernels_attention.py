@@ -1,0 +1,101 @@
+"""The ragged paged attention against its slow reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import attention
+from kernels.attention import SequenceRows, plan_attention, ragged_attention
+from kernels.reference import attention_reference
+
+SHAPE = st.tuples(st.integers(1, 9), st.integers(0, 11), st.booleans())  # count, start, consecutive
+
+
+def run_ragged(
+    shapes: list[tuple[int, int, bool]],
+    *,
+    window: int | None,
+    share: int = 2,
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    """Largest absolute difference to the reference over a batch of (count, start, consecutive)."""
+    generator = torch.Generator().manual_seed(len(shapes) * 31 + shapes[0][0])
+    G, d, scale = 2, 8, 0.3
+    T = sum(count for count, _, _ in shapes)
+    total = sum(count + start for count, start, _ in shapes)
+    k_pool, v_pool = (torch.randn(total + 3, G, d, generator=generator).to(dtype) for _ in "kv")
+    q_THd = torch.randn(T, G * share, d, generator=generator).to(dtype)
+    shuffled = torch.randperm(total, generator=generator) + 3
+    sequences, new_slots, used, first = [], [], 0, 0
+    for count, start, consecutive in shapes:
+        slots_S = shuffled[used : used + start + count]
+        keys: slice | torch.Tensor = slots_S
+        if consecutive and len(shapes) == 1:
+            slots_S = torch.arange(3, 3 + start + count)
+            keys = slice(3, 3 + start + count)
+        sequences.append(SequenceRows(first, count, start, keys))
+        new_slots.append(slots_S[start:])
+        first, used = first + count, used + start + count
+    slots_T = torch.cat(new_slots)
+    device = torch.device("cpu")
+    plan = plan_attention(sequences, window=window, dtype=dtype, device=device)
+    out_THd = ragged_attention(
+        q_THd, k_pool[slots_T], v_pool[slots_T], k_pool, v_pool, plan, scale=scale
+    )
+    worst = 0.0
+    for seq in sequences:
+        rows = slice(seq.first, seq.first + seq.count)
+        expected = attention_reference(
+            q_THd[rows],
+            k_pool[seq.slots_S],
+            v_pool[seq.slots_S],
+            start=seq.start,
+            scale=scale,
+            window=window,
+        )
+        worst = max(worst, (out_THd[rows] - expected).abs().max().item())
+    return worst
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(SHAPE, min_size=1, max_size=6), st.none() | st.integers(1, 12))
+def test_any_ragged_batch_equals_the_reference(
+    shapes: list[tuple[int, int, bool]], window: int | None
+) -> None:
+    assert run_ragged(shapes, window=window) < 2e-6
+
+
+@pytest.mark.parametrize("share", [1, 3])
+def test_kv_heads_may_be_shared_by_any_number_of_query_heads(share: int) -> None:
+    assert run_ragged([(5, 3, False), (1, 7, False)], window=None, share=share) < 2e-6
+
+
+@pytest.mark.parametrize("window", [None, 5, 70])
+def test_long_chunks_are_cut_into_tiles(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_TILE_ROWS", 16)
+    assert run_ragged([(70, 33, True)], window=window) < 2e-6
+    assert run_ragged([(70, 0, False), (40, 1, False)], window=window) < 2e-6
+
+
+def test_a_single_decode_row_over_consecutive_blocks_reads_the_pool_without_a_gather() -> None:
+    seq = SequenceRows(0, 1, 20, slice(4, 25))
+    plan = plan_attention([seq], window=8, dtype=torch.float32, device=torch.device("cpu"))
+    assert plan.decode[0].keys == slice(17, 25)
+    assert plan.decode[0].mask is None
+
+
+def test_decode_rows_of_similar_context_share_one_call() -> None:
+    contexts = [100, 90, 80, 10, 9]
+    seqs = [SequenceRows(i, 1, n - 1, torch.arange(n)) for i, n in enumerate(contexts)]
+    plan = plan_attention(seqs, window=None, dtype=torch.float32, device=torch.device("cpu"))
+    assert [group.rows_B.tolist() for group in plan.decode] == [[0, 1, 2], [3, 4]]
+
+
+def test_bfloat16_stays_within_its_rounding() -> None:
+    worst = run_ragged([(6, 4, False), (1, 9, False)], window=None, dtype=torch.bfloat16)
+    assert worst < 2e-2

@@ -1,0 +1,130 @@
+"""Norm, rope, routing and grouped experts against their slow references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import reference
+from kernels.experts import grouped_experts, swiglu
+from kernels.norm import rms_norm
+from kernels.rope import apply_rope, cos_sin, inverse_frequencies
+from kernels.routing import group_by_expert, local_index, softmax_top_k
+from models.rope_spec import RopeSpec
+
+
+def test_rms_norm_equals_the_reference() -> None:
+    x = torch.randn(5, 3, 24, generator=torch.Generator().manual_seed(0)) * 3
+    weight = torch.rand(24, generator=torch.Generator().manual_seed(1))
+    expected = reference.rms_norm_reference(x, weight, 1e-5)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), expected, atol=2e-6, rtol=1e-6)
+
+
+def test_rms_norm_leaves_its_input_alone_and_keeps_bfloat16() -> None:
+    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    before = x.clone()
+    weight = torch.rand(24).to(torch.bfloat16)
+    normed = rms_norm(x, weight, 1e-6)
+    assert normed.dtype is torch.bfloat16
+    assert torch.equal(x, before)
+    expected = reference.rms_norm_reference(x, weight, 1e-6)
+    torch.testing.assert_close(normed.double(), expected, atol=0, rtol=2**-7)
+
+
+def test_rope_turns_each_pair_by_position_times_frequency() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_THd = torch.randn(7, 5, 12, generator=generator)
+    positions_T = torch.tensor([0, 1, 2, 40, 41, 7, 300])
+    inv_freq = inverse_frequencies(RopeSpec(theta=10_000.0), 12)
+    cos, sin = cos_sin(positions_T, inv_freq, factor=1.0, dtype=torch.float32)
+    expected = reference.rope_reference(x_THd, positions_T, inv_freq)
+    difference = apply_rope(x_THd, cos, sin).double() - expected
+    assert difference.abs().max() < 1e-4  # float32 angles of 300 radians
+    assert difference[:3].abs().max() < 1e-6
+
+
+def test_an_unknown_rope_kind_is_an_error() -> None:
+    class Strange(RopeSpec, frozen=True):
+        pass
+
+    with pytest.raises(ValueError, match="spiral"):
+        inverse_frequencies(Strange(theta=1e4, kind="spiral"), 8)  # type: ignore[arg-type]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 9), st.integers(1, 12), st.booleans(), st.data())
+def test_routing_equals_the_reference(T: int, E: int, normalize: bool, data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, E))
+    logits_TE = torch.randn(T, E, generator=torch.Generator().manual_seed(T * E + top_k)) * 3
+    ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, normalize=normalize)
+    assert ids_TK.dtype is torch.int64
+    assert weights_TK.dtype is torch.float32
+    for ids, weights, logits in zip(ids_TK, weights_TK, logits_TE, strict=True):
+        expected = reference.softmax_top_k_reference(logits.tolist(), top_k, normalize=normalize)
+        found = dict(zip(ids.tolist(), weights.tolist(), strict=True))
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 9), st.integers(1, 7), st.data())
+def test_grouping_and_running_local_experts_equals_the_reference(
+    T: int, E: int, data: st.DataObject
+) -> None:
+    top_k = data.draw(st.integers(1, E))
+    held = data.draw(st.permutations(range(E)))[: data.draw(st.integers(1, E))]
+    generator = torch.Generator().manual_seed(T * 100 + E * 10 + top_k)
+    D, F, e = 6, 5, len(held)
+    ids_TK, weights_TK = softmax_top_k(
+        torch.randn(T, E, generator=generator), top_k, normalize=True
+    )
+    x_TD = torch.randn(T, D, generator=generator)
+    gate_up = torch.randn(e, 2 * F, D, generator=generator)
+    down = torch.randn(e, D, F, generator=generator)
+    rows_N, weights_N, counts = group_by_expert(ids_TK, weights_TK, local_index(held, E), e)
+    before = x_TD.clone()
+    out_TD = grouped_experts(x_TD, gate_up, down, rows_N, weights_N, counts)
+    pairs = [
+        (t, held.index(int(ids_TK[t, k])), float(weights_TK[t, k]))
+        for t in range(T)
+        for k in range(top_k)
+        if int(ids_TK[t, k]) in held
+    ]
+    assert sum(counts) == len(pairs)
+    assert torch.equal(x_TD, before)
+    assert out_TD.dtype is torch.float32
+    expected = reference.experts_reference(x_TD, gate_up, down, pairs)
+    torch.testing.assert_close(out_TD.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_pairs_of_one_expert_keep_token_order() -> None:
+    ids_TK = torch.tensor([[2, 0], [0, 1], [2, 1], [0, 2]])
+    weights_TK = torch.arange(8, dtype=torch.float32).view(4, 2)
+    rows, weights, counts = group_by_expert(ids_TK, weights_TK, local_index([2, 0], 3), 2)
+    assert rows.tolist() == [0, 2, 3, 0, 1, 3]
+    assert weights.tolist() == [0, 4, 7, 1, 2, 6]
+    assert counts == [3, 3]
+
+
+def test_bfloat16_experts_sum_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 16, generator=generator).to(torch.bfloat16)
+    gate_up = (torch.randn(2, 24, 16, generator=generator) * 0.2).to(torch.bfloat16)
+    down = (torch.randn(2, 16, 12, generator=generator) * 0.2).to(torch.bfloat16)
+    pairs = [(0, 0, 0.5), (2, 0, 0.25), (0, 1, 0.5), (1, 1, 1.0)]
+    out = grouped_experts(
+        x, gate_up, down, torch.tensor([0, 2, 0, 1]), torch.tensor([0.5, 0.25, 0.5, 1.0]), [2, 2]
+    )
+    assert out.dtype is torch.float32
+    expected = reference.experts_reference(x, gate_up, down, pairs)
+    torch.testing.assert_close(out.double(), expected, atol=1e-2, rtol=2e-2)
+
+
+def test_a_dense_mlp_is_one_expert_with_weight_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 6, generator=generator)
+    gate_up, down = (torch.randn(*s, generator=generator) for s in ((10, 6), (6, 5)))
+    pairs = [(row, 0, 1.0) for row in range(3)]
+    expected = reference.experts_reference(x, gate_up[None], down[None], pairs)
+    torch.testing.assert_close(swiglu(x, gate_up, down).double(), expected, atol=1e-5, rtol=1e-5)
