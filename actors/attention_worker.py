@@ -36,7 +36,7 @@ from models.loading import progress_line
 from models.spec import ModelSpec
 from planner.placement import ExpertPlacement
 
-STATE_PERIOD_S = 0.25  # clients count a rank that is silent for 2 s as hung
+STATE_PERIOD_S = 0.05
 IDLE_POLL_S = 0.1
 
 
@@ -244,8 +244,11 @@ class AttentionWorker:
         if not force and now_s - self._last_state_s < STATE_PERIOD_S:
             return
         self._last_state_s = now_s
+        self._clients.publish(self._state())
+
+    def _state(self) -> RankState:
         counts = self._blocks.counts
-        state = RankState(
+        return RankState(
             rank=self.spec.name,
             healthy=not self._reason,
             reason=self._reason,
@@ -254,8 +257,6 @@ class AttentionWorker:
             free_blocks=counts["free"] + counts["cached"],
             total_blocks=self._blocks.num_blocks,
         )
-        for client in self._clients.clients:
-            self._send(client, [state])
 
 
 class ChunkCost:

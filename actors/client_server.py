@@ -16,9 +16,10 @@ import msgspec
 
 from actors.channels.handshake import Identity, accept_async
 from contracts.errors import HandshakeError
-from contracts.messages import MAX_FRAME_BYTES, Events, ToRank
+from contracts.messages import MAX_FRAME_BYTES, Events, RankState, ToRank
 
 HANDSHAKE_DEADLINE_S = 5.0
+STATE_PERIOD_S = 0.25  # a client counts a rank that is silent for 2 s as hung
 MAX_BUFFERED_BYTES = 64 << 20  # a client that reads nothing is cut off beyond this
 
 
@@ -39,6 +40,7 @@ class ClientServer:
         self._inbox: deque[FromClient] = deque()
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._next_client = 0
+        self._state: RankState | None = None
         self._loop = asyncio.new_event_loop()
         self._server: asyncio.Server | None = None
         self._thread = threading.Thread(
@@ -62,12 +64,16 @@ class ClientServer:
 
     def send(self, client: int, events: Events) -> None:
         """Queues one frame; dropped if the client is gone."""
-        body = self._encoder.encode(events)
-        self._call(self._write, client, len(body).to_bytes(4, "little") + body)
+        self._call(self._write, client, self._frame(events))
 
-    @property
-    def clients(self) -> list[int]:
-        return list(self._writers)
+    def publish(self, state: RankState) -> None:
+        """What every client is told, now if its health changed, else with the next heartbeat.
+
+        Heartbeats come from the I/O thread: a rank in a long attention task is not silent.
+        """
+        before, self._state = self._state, state
+        if before is None or before.healthy != state.healthy:
+            self._call(self._tell_state)
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -84,8 +90,24 @@ class ClientServer:
 
     async def _listen(self, host: str) -> str:
         self._server = await asyncio.start_server(self._serve, host, 0)
+        self._heart = asyncio.create_task(self._beat())
         port = self._server.sockets[0].getsockname()[1]
         return f"tcp:{host}:{port}"
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(STATE_PERIOD_S)
+            self._tell_state()
+
+    def _tell_state(self) -> None:
+        if self._state is not None:
+            frame = self._frame(Events([self._state]))
+            for client in list(self._writers):
+                self._write(client, frame)
+
+    def _frame(self, events: Events) -> bytes:
+        body = self._encoder.encode(events)
+        return len(body).to_bytes(4, "little") + body
 
     async def _stop(self) -> None:
         if self._server is not None:
@@ -105,6 +127,8 @@ class ClientServer:
             return
         client, self._next_client = self._next_client, self._next_client + 1
         self._writers[client] = writer
+        if self._state is not None:
+            self._write(client, self._frame(Events([self._state])))
         try:
             while True:
                 self._put(client, await self._read(reader))
