@@ -18,6 +18,7 @@ from torch.nn import functional
 
 _TILE_ROWS = 512  # bounds the masks, and lets a tile skip the keys it cannot see
 _MIN_FILL = 0.75  # a decode group is cut where padding would exceed a quarter
+_GROUP_SLOTS = 4096  # and where its gathered keys would leave the cache
 
 Keys = slice | Tensor  # pool slots: a run of them (a view, no copy) or a list (a gather)
 
@@ -197,13 +198,17 @@ def _width(seq: SequenceRows, window: int | None) -> int:
 
 
 def _decode_groups(singles: Sequence[SequenceRows], window: int | None) -> list[list[SequenceRows]]:
-    """Sorted by width, longest first; a new group where the next would be mostly padding."""
+    """Sorted by width, longest first, and cut into groups that are padded to their longest."""
     groups: list[list[SequenceRows]] = []
+    longest = 0
     for seq in sorted(singles, key=lambda seq: -_width(seq, window)):
-        if groups and _width(seq, window) >= _MIN_FILL * _width(groups[-1][0], window):
+        width = _width(seq, window)
+        fits = groups and (len(groups[-1]) + 1) * longest <= _GROUP_SLOTS
+        if fits and width >= _MIN_FILL * longest:
             groups[-1].append(seq)
         else:
             groups.append([seq])
+            longest = width
     return groups
 
 

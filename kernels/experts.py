@@ -6,11 +6,13 @@ Shapes: U tokens, D model dim, F FFN dim, e local experts, N pairs. Gate and up 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+_CHUNK_PAIRS = 512
 
 
 def swiglu(x_TD: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -31,27 +33,45 @@ def grouped_experts(
     gate_up_e [e, 2F, D], down_e [e, D, F]. Pairs are sorted by expert: the first counts_e[0] belong
     to expert 0, and so on. Sums are float32, added in that order.
     """
-    U, D = x_UD.shape
-    out_UD = torch.zeros(U, D, dtype=torch.float32, device=x_UD.device)
-    N = rows_N.shape[0]
-    if N == 0:
-        return out_UD
-    x_ND = x_UD.index_select(0, rows_N)
-    h_NF2 = torch.empty(N, gate_up_e.shape[1], dtype=x_UD.dtype, device=x_UD.device)
-    _per_expert_mm(x_ND, gate_up_e, h_NF2, counts_e)
-    y_ND = x_ND  # its rows are not needed again: the products go there
-    _per_expert_mm(_gated(h_NF2), down_e, y_ND, counts_e)
-    weights_N1 = weights_N.unsqueeze(1)
-    weighted_ND = y_ND.mul_(weights_N1) if y_ND.dtype is torch.float32 else y_ND * weights_N1
-    return out_UD.index_add_(0, rows_N, weighted_ND)
-
-
-def _per_expert_mm(x: Tensor, weight_e: Tensor, out: Tensor, counts_e: Sequence[int]) -> None:
+    out_UD = torch.zeros(x_UD.shape, dtype=torch.float32, device=x_UD.device)
     first = 0
+    for experts, count in _chunks(counts_e):
+        pairs = slice(first, first + count)
+        rows = rows_N[pairs]
+        x_ND = x_UD.index_select(0, rows)
+        h_NF2 = x_ND.new_empty(count, gate_up_e.shape[1])
+        _per_expert_mm(x_ND, gate_up_e, h_NF2, counts_e, experts)
+        y_ND = x_ND  # its rows are not needed again: the products go there
+        _per_expert_mm(_gated(h_NF2), down_e, y_ND, counts_e, experts)
+        weights_N1 = weights_N[pairs].unsqueeze(1)
+        weighted_ND = y_ND.mul_(weights_N1) if y_ND.dtype is torch.float32 else y_ND * weights_N1
+        out_UD.index_add_(0, rows, weighted_ND)
+        first += count
+    return out_UD
+
+
+def _chunks(counts_e: Sequence[int]) -> Iterator[tuple[range, int]]:
+    """Runs of experts, with their number of pairs: enough pairs to be worth an operation, few
+    enough that the temporaries stay in the cache (and malloc need not map fresh pages)."""
+    first, pairs = 0, 0
     for expert, count in enumerate(counts_e):
+        if pairs and pairs + count > _CHUNK_PAIRS:
+            yield range(first, expert), pairs
+            first, pairs = expert, 0
+        pairs += count
+    if pairs:
+        yield range(first, len(counts_e)), pairs
+
+
+def _per_expert_mm(
+    x_ND: Tensor, weight_e: Tensor, out: Tensor, counts_e: Sequence[int], experts: range
+) -> None:
+    first = 0
+    for expert in experts:
+        count = counts_e[expert]
         if count:
             rows = slice(first, first + count)
-            torch.mm(x[rows], weight_e[expert].t(), out=out[rows])
+            torch.mm(x_ND[rows], weight_e[expert].t(), out=out[rows])
             first += count
 
 

@@ -96,6 +96,12 @@ def test_decode_rows_of_similar_context_share_one_call() -> None:
     assert [group.rows_B.tolist() for group in plan.decode] == [[0, 1, 2], [3, 4]]
 
 
+def test_decode_groups_are_bounded_in_gathered_slots() -> None:
+    seqs = [SequenceRows(i, 1, 1499, torch.arange(1500)) for i in range(5)]
+    plan = plan_attention(seqs, window=None, dtype=torch.float32, device=torch.device("cpu"))
+    assert [group.rows_B.tolist() for group in plan.decode] == [[0, 1], [2, 3], [4]]
+
+
 def test_bfloat16_stays_within_its_rounding() -> None:
     worst = run_ragged([(6, 4, False), (1, 9, False)], window=None, dtype=torch.bfloat16)
     assert worst < 2e-2

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import reference
+from kernels import experts, reference
 from kernels.experts import grouped_experts, swiglu
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope, cos_sin, inverse_frequencies
@@ -96,6 +96,19 @@ def test_grouping_and_running_local_experts_equals_the_reference(
     assert out_TD.dtype is torch.float32
     expected = reference.experts_reference(x_TD, gate_up, down, pairs)
     torch.testing.assert_close(out_TD.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_chunking_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(40, 6, generator=generator)
+    gate_up, down = torch.randn(7, 10, 6, generator=generator), torch.randn(7, 6, 5)
+    ids, weights = softmax_top_k(torch.randn(40, 7, generator=generator), 3, normalize=True)
+    rows, weights_N, counts = group_by_expert(ids, weights, local_index([3, 0, 1, 6], 7), 4)
+    whole = experts.grouped_experts(x, gate_up, down, rows, weights_N, counts)
+    for pairs in (1, 20, 30):
+        monkeypatch.setattr(experts, "_CHUNK_PAIRS", pairs)
+        chunked = experts.grouped_experts(x, gate_up, down, rows, weights_N, counts)
+        assert torch.equal(chunked, whole)
 
 
 def test_pairs_of_one_expert_keep_token_order() -> None:
