@@ -1,0 +1,368 @@
+"""Everything of an endpoint that does not depend on how a payload moves: joining, polling, losing.
+
+    owner's thread      listen connect reserve commit poll close
+    accept thread       takes connections          ┐ hand their findings to the owner
+    handshake threads   prove strangers, join      │ through `_inbox` (a deque) and an eventfd
+    pulse thread        heartbeats, silence        ┘
+
+A link is two sockets, each opened with a handshake: "data" first, then "pulse" (heartbeats), tied
+together by a random id.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import secrets
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from actors.channels import handshake
+from actors.channels.base import (
+    Happening,
+    Header,
+    Packet,
+    Part,
+    PeerJoined,
+    PeerLost,
+    Reservation,
+)
+from actors.channels.handshake import Identity, Remote
+from actors.channels.link import Joint, Link
+from actors.channels.listener import Listener, dial
+from actors.channels.pulse import Pulse
+from contracts.clock import Clock, monotonic_s
+from contracts.config import ChannelConfig
+from contracts.errors import ChannelError, HandshakeError, PeerError
+
+_TEND_S = 1.0
+_DATA, _PULSE = "channel-data", "channel-pulse"
+
+
+class _Extra(msgspec.Struct, frozen=True, array_like=True):
+    """What a link's two handshakes carry."""
+
+    backend: str
+    link_id: bytes
+    offer: bytes = b""
+
+
+class _Loss(msgspec.Struct, frozen=True):
+    link: Link
+    error: PeerError
+
+
+class _Half(msgspec.Struct, frozen=True):
+    """A data socket that waits for its pulse socket."""
+
+    sock: socket.socket
+    remote: Remote
+    offer: bytes
+    since_s: float
+
+
+class BaseEndpoint(abc.ABC):
+    """See `base.Endpoint`."""
+
+    backend: str
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        token: bytes,
+        epoch: int,
+        config: ChannelConfig,
+        clock: Clock,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self.epoch = epoch
+        self.config = config
+        self.clock = clock
+        self.device = device
+        self._me = Identity(name=name, token=token, epoch=epoch)
+        self._links: dict[str, Link] = {}
+        self._by_fd: dict[int, Link] = {}
+        self._lost: dict[str, PeerError] = {}
+        self._inbox: deque[Packet | Link | _Loss] = deque()
+        self._halves: dict[bytes, _Half] = {}
+        self._lock = threading.Lock()  # guards _halves, _pulse, _closed and the wake descriptor
+        self._listener: Listener | None = None
+        self._pulse: Pulse[Link] | None = None
+        self._closed = False
+        self._moved = [0, 0]  # by links that are gone
+        self._tended_s = clock()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll = select.epoll()
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+
+    # --- what a backend adds
+
+    @abc.abstractmethod
+    def _listen(self, host: str) -> tuple[socket.socket, str]:
+        """A listening socket and its address."""
+
+    @abc.abstractmethod
+    def _join(self, joint: Joint) -> Link:
+        """A link over two proven sockets. Called on a handshake's thread or the owner's. Owns the
+        sockets, also when it raises ChannelError."""
+
+    def _offer(self) -> bytes:
+        """What the initiator tells the acceptor's `_join` ahead (NCCL: the unique ids)."""
+        return b""
+
+    # --- joining
+
+    def listen(self, host: str = "127.0.0.1") -> str:
+        if self._listener is not None:
+            raise ChannelError(f"{self.name} listens already")
+        sock, address = self._listen(host)
+        self._listener = Listener(sock, self._me, answer=self._judge, accepted=self._accepted)
+        return address
+
+    def connect(self, peer: str, address: str) -> None:
+        if peer in self._links:
+            raise ChannelError(f"{self.name} is linked to {peer} already")
+        end_s = monotonic_s() + self.config.deadline_s
+        extra = _Extra(self.backend, secrets.token_bytes(16), self._offer())
+        data = self._dial(peer, address, _DATA, extra, end_s)
+        try:
+            pulse = self._dial(peer, address, _PULSE, extra, end_s)
+        except ChannelError:
+            data.close()
+            raise
+        joint = Joint(peer=peer, data=data, pulse=pulse, initiator=True, offer=extra.offer)
+        link = self._join(joint)
+        self._beat(link)
+        self._adopt(link)
+
+    def _dial(
+        self, peer: str, address: str, purpose: str, extra: _Extra, end_s: float
+    ) -> socket.socket:
+        sock = dial(address, max(end_s - monotonic_s(), 1e-3))
+        try:
+            handshake.initiate(
+                sock,
+                self._me,
+                purpose=purpose,
+                to=peer,
+                extra=msgspec.msgpack.encode(extra),
+                deadline_s=max(end_s - monotonic_s(), 1e-3),
+            )
+        except HandshakeError:
+            sock.close()
+            raise
+        return sock
+
+    def _judge(self, remote: Remote) -> bytes:
+        """Refuses a proven peer that nevertheless does not fit (handshake thread)."""
+        extra = _extra(remote)
+        if extra.backend != self.backend:
+            raise HandshakeError(
+                f"it uses backend {extra.backend}, {self.name} uses {self.backend}: "
+                "set channel.backend to one of them"
+            )
+        if remote.name in self._links:
+            raise HandshakeError(f"{remote.name} is linked to {self.name} already")
+        return b""
+
+    def _accepted(self, sock: socket.socket, remote: Remote) -> None:
+        """Keeps the first socket of a link, joins with the second (handshake thread)."""
+        extra = _extra(remote)
+        now_s = monotonic_s()
+        with self._lock:
+            for link_id, half in list(self._halves.items()):
+                if now_s - half.since_s > self.config.deadline_s:
+                    self._halves.pop(link_id).sock.close()
+            if self._closed:
+                sock.close()
+                return
+            if remote.purpose == _DATA:
+                self._halves[extra.link_id] = _Half(sock, remote, extra.offer, now_s)
+                return
+            first = self._halves.pop(extra.link_id, None)
+        if first is None or first.remote.name != remote.name or remote.purpose != _PULSE:
+            sock.close()
+            return
+        joint = Joint(
+            peer=remote.name, data=first.sock, pulse=sock, initiator=False, offer=first.offer
+        )
+        try:
+            link = self._join(joint)
+        except ChannelError:  # the peer sees its sockets close
+            return
+        self._beat(link)
+        self._tell(link)
+
+    def _beat(self, link: Link) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if self._pulse is None:
+                self._pulse = Pulse(self.name, self.config, self.clock, self._tell_loss)
+            self._pulse.add(link)
+
+    def _adopt(self, link: Link) -> None:
+        self._links[link.peer] = link
+        self._lost.pop(link.peer, None)
+        if link.poll_fd is not None:
+            self._by_fd[link.poll_fd] = link
+            self._epoll.register(link.poll_fd, select.EPOLLIN)
+        link.start()
+
+    # --- sending
+
+    def peers(self) -> Sequence[str]:
+        return tuple(self._links)
+
+    def reserve(self, peer: str, parts: Sequence[Part]) -> Reservation:
+        return self._link(peer).reserve(parts)
+
+    def commit(self, reservation: Reservation, header: Header) -> None:
+        link = self._link(reservation.peer)
+        link.commit(reservation, header)
+        if link.pending and link.poll_fd is not None:
+            self._epoll.modify(link.poll_fd, select.EPOLLIN | select.EPOLLOUT)
+
+    def _link(self, peer: str) -> Link:
+        link = self._links.get(peer)
+        if link is not None:
+            return link
+        error = self._lost.get(peer)
+        if error is not None:
+            raise type(error)(error.message, peer)
+        raise ChannelError(f"{self.name} has no link to {peer} (linked: {', '.join(self._links)})")
+
+    # --- receiving
+
+    def poll(self, timeout_s: float) -> list[Happening]:
+        happenings: list[Happening] = []
+        for fd, mask in self._epoll.poll(0 if self._inbox else timeout_s):
+            if fd == self._wake_fd:
+                self._drain_wake()
+            elif (link := self._by_fd.get(fd)) is not None:
+                if mask & select.EPOLLOUT:
+                    self._resume(link)
+                if mask & ~select.EPOLLOUT:
+                    self._receive(link, happenings)
+        while self._inbox:
+            self._take(self._inbox.popleft(), happenings)
+        now_s = self.clock()
+        if now_s - self._tended_s >= _TEND_S:
+            self._tended_s = now_s
+            for link in self._links.values():
+                link.tend(now_s)
+        return happenings
+
+    def _receive(self, link: Link, happenings: list[Happening]) -> None:
+        try:
+            packets = link.receive()
+        except PeerError as error:
+            self._lose(link, error, happenings)
+            return
+        for packet in packets:
+            self._deliver(packet, happenings)
+
+    def _deliver(self, packet: Packet, happenings: list[Happening]) -> None:
+        if packet.header.epoch < self.epoch or packet.peer not in self._links:
+            packet.release()
+        else:
+            happenings.append(packet)
+
+    def _take(self, item: Packet | Link | _Loss, happenings: list[Happening]) -> None:
+        if isinstance(item, Packet):
+            self._deliver(item, happenings)
+        elif isinstance(item, _Loss):
+            self._lose(item.link, item.error, happenings)
+        elif item.peer in self._links:  # two at once under one name: the first one stays
+            self._forget(item)
+        else:
+            self._adopt(item)
+            happenings.append(PeerJoined(item.peer))
+
+    def _resume(self, link: Link) -> None:
+        link.flush()
+        if not link.pending and link.poll_fd is not None:
+            self._epoll.modify(link.poll_fd, select.EPOLLIN)
+
+    def _lose(self, link: Link, error: PeerError, happenings: list[Happening]) -> None:
+        if self._links.get(link.peer) is not link:
+            return
+        del self._links[link.peer]
+        self._lost[link.peer] = error
+        self._forget(link)
+        happenings.append(PeerLost(link.peer, error))
+
+    def _forget(self, link: Link) -> None:
+        if self._pulse is not None:
+            self._pulse.remove(link)
+        fd = link.poll_fd
+        if fd is not None and self._by_fd.get(fd) is link:
+            del self._by_fd[fd]
+            self._epoll.unregister(fd)
+        self._moved[0] += link.sent_bytes
+        self._moved[1] += link.received_bytes
+        link.heart.close()
+        link.close()
+
+    # --- news from other threads
+
+    def _tell(self, item: Packet | Link | _Loss) -> None:
+        self._inbox.append(item)
+        self.wake()
+
+    def _tell_loss(self, link: Link, error: PeerError) -> None:
+        self._tell(_Loss(link, error))
+
+    def wake(self) -> None:
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def _drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+    # --- the end
+
+    def bytes_moved(self) -> tuple[int, int]:
+        links = self._links.values()
+        return (
+            self._moved[0] + sum(link.sent_bytes for link in links),
+            self._moved[1] + sum(link.received_bytes for link in links),
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            halves, self._halves = list(self._halves.values()), {}
+        if self._listener is not None:
+            self._listener.close(self.config.deadline_s)
+        if self._pulse is not None:
+            self._pulse.close(self.config.deadline_s)
+        for half in halves:
+            half.sock.close()
+        waiting = [item for item in self._inbox if isinstance(item, Link)]
+        for link in (*self._links.values(), *waiting):
+            self._forget(link)
+        self._links.clear()
+        self._inbox.clear()
+        self._epoll.close()
+        os.close(self._wake_fd)
+
+
+def _extra(remote: Remote) -> _Extra:
+    try:
+        return msgspec.msgpack.decode(remote.extra, type=_Extra)
+    except msgspec.MsgspecError:
+        raise HandshakeError(f"{remote.name} did not come for a channel") from None

@@ -1,0 +1,46 @@
+"""The endpoint of a backend."""
+
+from __future__ import annotations
+
+import torch
+
+from actors.channels.base import Endpoint
+from actors.channels.endpoint import BaseEndpoint
+from actors.channels.shm import ShmEndpoint
+from actors.channels.tcp import TcpEndpoint
+from contracts.clock import Clock
+from contracts.config import ChannelConfig
+from contracts.errors import ChannelError
+
+
+def make_endpoint(
+    *,
+    name: str,
+    token: bytes,
+    epoch: int,
+    config: ChannelConfig,
+    clock: Clock,
+    device: torch.device,
+) -> Endpoint:
+    """`config.backend` must be resolved by now, not "auto". Raises ChannelError."""
+    backend = _backend(config.backend, device)
+    return backend(name=name, token=token, epoch=epoch, config=config, clock=clock, device=device)
+
+
+def _backend(backend: str, device: torch.device) -> type[BaseEndpoint]:
+    """The class; those that need a GPU are imported only when asked for."""
+    wanted = "cpu" if backend in ("shm", "tcp") else "cuda"
+    if backend not in ("shm", "tcp", "nccl", "ipc"):
+        raise ChannelError(
+            f"channel.backend={backend}: choose shm, tcp, nccl or ipc before making an endpoint"
+        )
+    if device.type != wanted:
+        raise ChannelError(
+            f"channel.backend={backend} moves {wanted} memory, this rank computes on {device}: "
+            f"use {'nccl or ipc' if wanted == 'cpu' else 'shm or tcp'}"
+        )
+    if backend == "shm":
+        return ShmEndpoint
+    if backend == "tcp":
+        return TcpEndpoint
+    raise ChannelError(f"channel.backend={backend} is not built yet")

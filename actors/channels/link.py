@@ -1,0 +1,126 @@
+"""What all links have in common, whatever moves their payload."""
+
+from __future__ import annotations
+
+import abc
+import socket
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from actors.channels.base import Header, Packet, Part, Reservation
+from actors.channels.pulse import Heart
+from contracts.clock import Clock
+
+ALIGNMENT_BYTES = 64
+
+
+class Joint(msgspec.Struct, frozen=True, kw_only=True):
+    """The two sockets of a new link, and what its ends told each other in the handshake."""
+
+    peer: str
+    data: socket.socket
+    pulse: socket.socket
+    initiator: bool
+    offer: bytes
+
+
+class Link(abc.ABC):
+    """One end of a link. Used by the endpoint's owner, except where a method says otherwise.
+
+    poll_fd: what the owner's poll must watch; None: threads of the link report instead.
+    """
+
+    poll_fd: int | None = None
+
+    def __init__(self, joint: Joint, clock: Clock) -> None:
+        self.peer = joint.peer
+        self.heart = Heart(joint.pulse, joint.peer, clock())
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._clock = clock
+
+    @property
+    @abc.abstractmethod
+    def blocked_since_s(self) -> float | None:
+        """Since when a send has made no progress (any thread)."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether `flush` should be called when the socket takes bytes again."""
+        return False
+
+    def start(self) -> None:  # noqa: B027 - most links have no threads
+        """Starts the link's threads, once the owner knows of it."""
+
+    @abc.abstractmethod
+    def reserve(self, parts: Sequence[Part]) -> Reservation: ...
+
+    @abc.abstractmethod
+    def commit(self, reservation: Reservation, header: Header) -> None: ...
+
+    @abc.abstractmethod
+    def receive(self) -> list[Packet]:
+        """Packets that have arrived on `poll_fd`. Raises PeerError at its end."""
+
+    def flush(self) -> None:  # noqa: B027 - most links have nothing to flush
+        """Sends what the kernel did not take at once (any thread; never raises, never waits)."""
+
+    def tend(self, now_s: float) -> None:  # noqa: B027 - most links need none
+        """Housekeeping, about once a second."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Closes sockets, ends threads. Packets that were handed out stay readable."""
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Where the parts of a payload lie: `offsets_bytes`, each aligned, in `num_bytes`."""
+
+    offsets_bytes: tuple[int, ...]
+    num_bytes: int
+
+
+def lay_out(parts: Sequence[Part]) -> Layout:
+    """Parts one after the other, each at a multiple of 64 bytes."""
+    offsets, end = [], 0
+    for part in parts:
+        offsets.append(end)
+        end += -(-part.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return Layout(tuple(offsets), end)
+
+
+class Views:
+    """Tensors that are views of one block of memory."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """memory: uint8 [num_bytes], aligned to 64 bytes."""
+        self.memory = memory
+        self._as_dtype = {torch.uint8: memory}
+
+    def cut(self, parts: Sequence[Part], layout: Layout, start_bytes: int) -> list[torch.Tensor]:
+        return [
+            self._view(part, start_bytes + offset)
+            for part, offset in zip(parts, layout.offsets_bytes, strict=True)
+        ]
+
+    def _view(self, part: Part, offset_bytes: int) -> torch.Tensor:
+        dtype = part.torch_dtype
+        typed = self._as_dtype.get(dtype)
+        if typed is None:
+            typed = self._as_dtype[dtype] = self.memory.view(dtype)
+        shape = part.shape
+        if len(shape) == 2:
+            strides: tuple[int, ...] = (shape[1], 1)
+        else:
+            strides = contiguous_strides(shape)
+        return torch.as_strided(typed, shape, strides, offset_bytes // dtype.itemsize)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
