@@ -28,6 +28,7 @@ from contracts.clock import monotonic_s
 from contracts.errors import NotReadyError, OverloadError, PeerError, TandemError, TooLongError
 from contracts.events import TaskSpan
 from contracts.messages import Cancel, Event, Events, Failed, RankState, Submit
+from contracts.plan import Plan
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec, rank_name
 from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.decoder import AttentionHalf
@@ -54,6 +55,7 @@ class AttentionWorker:
         self._reason = ""  # why this rank cannot serve; empty: it can
         self._last_state_s = 0.0
         self._started_s = 0.0
+        self._plan = config.schedule.plan()
         self._load(spec)
         self._endpoint = make_endpoint(
             name=spec.name,
@@ -102,6 +104,10 @@ class AttentionWorker:
     def start(self) -> None:
         self._started_s = monotonic_s()
         self._loop_thread.start()
+
+    def pin_plan(self, plan: Plan) -> None:
+        """Batches formed from now on run under `plan`."""
+        self._plan = plan
 
     def stop(self) -> None:
         """Ends the loop, every thread and every link. Waiting requests get an error."""
@@ -166,7 +172,7 @@ class AttentionWorker:
         if not self._executor.in_flight and not self._reason:
             batch = self._scheduler.next_batch()
             if batch is not None:
-                self._executor.submit(batch, self.spec.config.schedule.plan())
+                self._executor.submit(batch, self._plan)
         for done in self._executor.step(IDLE_POLL_S):
             self._scheduler.complete(done)
         if self._executor.lost is not None and not self._reason:

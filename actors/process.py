@@ -21,11 +21,12 @@ import msgspec
 import contracts.errors
 from contracts.errors import LaunchError, TandemError
 from contracts.events import TaskSpan
+from contracts.plan import Plan
 from contracts.worker import RankReady, RankStatus, WorkerSpec
 
 log = logging.getLogger(__name__)
 
-_ARGUMENTS: dict[str, type] = {"prepare": WorkerSpec, "connect": dict[str, str]}
+_ARGUMENTS: dict[str, type] = {"prepare": WorkerSpec, "connect": dict[str, str], "pin_plan": Plan}
 _RESULTS: dict[str, Any] = {"prepare": RankReady, "status": RankStatus, "spans": list[TaskSpan]}
 
 

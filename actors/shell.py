@@ -6,6 +6,7 @@ from actors.attention_worker import AttentionWorker
 from actors.expert_worker import ExpertWorker
 from contracts.errors import LaunchError
 from contracts.events import TaskSpan
+from contracts.plan import Plan
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
 
 
@@ -32,6 +33,16 @@ class WorkerShell:
 
     def spans(self) -> list[TaskSpan]:
         return self._made.spans()
+
+    def pin_plan(self, plan: Plan) -> None:
+        """Attention ranks only: the plan of all batches from now on."""
+        worker = self._made
+        if isinstance(worker, AttentionWorker):
+            worker.pin_plan(plan)
+
+    def metrics(self) -> str:
+        """Prometheus text."""
+        return self._made.metrics()
 
     def stop(self) -> None:
         if self._worker is not None:

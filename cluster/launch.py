@@ -38,10 +38,16 @@ class RunningGroup:
     """An attention/expert group of Ray actors. `close` ends it."""
 
     def __init__(
-        self, ranks: list[RayRank], ready: list[RankReady], placement: PlacementGroup, token: bytes
+        self,
+        ranks: list[RayRank],
+        ready: list[RankReady],
+        placement: PlacementGroup,
+        formation: Formation,
     ) -> None:
         self.ready = ready
-        self.token = token
+        self.token = formation.token
+        self.backend = formation.backend
+        self.epoch = formation.epoch
         self._ranks = ranks
         self._placement = placement
 
@@ -59,6 +65,17 @@ class RunningGroup:
             except Exception as error:  # noqa: BLE001 - whatever it is, it is that rank's state
                 answers.append(RankStatus(name=name, healthy=False, reason=str(error)))
         return answers
+
+    def metrics(self, timeout_s: float) -> list[str]:
+        """Prometheus text of each rank that answers."""
+        futures = [(rank.name, rank.call("metrics")) for rank in self._ranks]
+        texts: list[str] = []
+        for name, future in futures:
+            try:
+                texts.append(future.result(timeout_s))
+            except Exception as error:  # noqa: BLE001 - a scrape shows the ranks that answer
+                log.warning("rank_metrics_failed name=%s error=%s", name, error)
+        return texts
 
     def spans(self, timeout_s: float) -> list[TaskSpan]:
         futures = [rank.call("spans") for rank in self._ranks]
@@ -99,7 +116,7 @@ def launch_group(config: TandemConfig, model_folder: str, *, epoch: int = 1) -> 
         specs = make_specs(formation, seats[:split], seats[split:])
         ready = form_group(specs, ranks, timeout_s=config.groups.ready_timeout_s)
         log.info("group_ready epoch=%d backend=%s ranks=%d", epoch, backend, len(ranks))
-        return RunningGroup(ranks, ready, placement, token)
+        return RunningGroup(ranks, ready, placement, formation)
     except BaseException:
         for rank in ranks:
             ray.kill(rank.actor)

@@ -101,6 +101,10 @@ class ScheduleConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """front "direct": the ingress listens on host:port itself, so that a streamed token costs no
+    Ray call; "serve": through Ray Serve's proxy (`serve run`), which has its own host and port."""
+
+    front: Literal["direct", "serve"] = "direct"
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     max_body_bytes: Count = 8 << 20

@@ -1,0 +1,133 @@
+"""The Serve application: `Groups` owns the ranks, `Ingress` speaks HTTP.
+
+    proxy ── HTTP ──> Ingress replica ── sockets ──> attention ranks
+                          │ once, at start: directory()
+                          └────────────────────────> Groups replica ── owns ──> rank actors
+
+Ray carries nothing of a request beyond the ingress. When the Groups replica goes, its actors go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from cluster.codec import (
+    Directory,
+    decode_config,
+    decode_directory,
+    encode_config,
+    encode_directory,
+)
+from cluster.front import DirectFront
+from cluster.launch import RunningGroup, launch_group
+from cluster.model_folder import resolve_model_folder
+from cluster.wiring import build_ingress_app
+from contracts.config import TandemConfig
+from contracts.events import TaskSpan
+from contracts.worker import RankStatus
+
+log = logging.getLogger("tandem.serve")
+
+HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives its head node
+APP_NAME = "tandem"
+STATUS_TIMEOUT_S = 2.0
+SPANS_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 5.0
+
+
+@serve.deployment(
+    name="Groups",
+    num_replicas=1,
+    max_ongoing_requests=64,
+    ray_actor_options={"num_cpus": 0},
+    graceful_shutdown_timeout_s=15,
+)
+class Groups:
+    """Launches the ranks in the background, so that a failure can be told instead of retried."""
+
+    def __init__(self, config: bytes) -> None:
+        self._config = decode_config(config)
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="groups")
+        self._launch = self._threads.submit(self._run)
+
+    def _run(self) -> RunningGroup:
+        return launch_group(self._config, str(resolve_model_folder(self._config.model.path)))
+
+    async def _group(self) -> RunningGroup:
+        return await asyncio.wrap_future(self._launch)
+
+    async def directory(self) -> bytes:
+        """Where the ranks are, once they are up. Raises what kept them from coming up."""
+        group = await self._group()
+        return encode_directory(
+            Directory(
+                client_addresses=group.client_addresses,
+                token=group.token,
+                backend=group.backend,
+                epoch=group.epoch,
+                ranks=group.ready,
+            )
+        )
+
+    async def status(self) -> list[RankStatus]:
+        group = await self._group()
+        return await asyncio.to_thread(group.status, STATUS_TIMEOUT_S)
+
+    async def metrics(self) -> list[str]:
+        """Each rank's own metrics in Prometheus text format."""
+        group = await self._group()
+        return await asyncio.to_thread(group.metrics, STATUS_TIMEOUT_S)
+
+    async def spans(self) -> list[TaskSpan]:
+        """The recorded task spans of all ranks."""
+        group = await self._group()
+        return await asyncio.to_thread(group.spans, SPANS_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Ends the ranks in order. Serve calls nothing before it ends a replica, so we do."""
+        group = await self._group()
+        await asyncio.to_thread(group.close, CLOSE_TIMEOUT_S)
+
+
+@serve.deployment(
+    name="Ingress",
+    num_replicas=1,
+    max_ongoing_requests=10_000,  # admission is the dispatcher's: 429, not Serve's 503
+    ray_actor_options={"num_cpus": 0},
+    graceful_shutdown_timeout_s=5,
+)
+@serve.ingress()
+class Ingress:
+    """One HTTP front. Several replicas may run: each has its own connections to the ranks."""
+
+    def __init__(self, config: bytes, groups: DeploymentHandle) -> None:
+        self._config = decode_config(config)
+        self._groups = groups
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        directory = decode_directory(await self._groups.directory.remote())
+        app = build_ingress_app(self._config, directory, self._rank_metrics)
+        if self._config.http.front == "direct":
+            self._front = DirectFront(app, self._config.http)
+            await self._front.start()
+        return app
+
+    async def _rank_metrics(self) -> list[str]:
+        texts: list[str] = await self._groups.metrics.remote()
+        return texts
+
+
+def build_serve_app(config: TandemConfig) -> serve.Application:
+    """The application to hand to `serve.run`."""
+    body = encode_config(config)
+    ingress = Ingress
+    if config.http.front == "direct":  # host:port is then a promise about the head node
+        head = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
+        ingress = Ingress.options(ray_actor_options=head)
+    return ingress.bind(body, Groups.bind(body))

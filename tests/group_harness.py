@@ -1,0 +1,170 @@
+"""A whole attention/expert group inside the test's own process: the real workers, each with its loop
+thread, joined by real channels; and a client that speaks the real frames over a real socket."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from actors.attention_worker import AttentionWorker
+from actors.channels.handshake import Identity, initiate
+from actors.expert_worker import ExpertWorker
+from actors.rendezvous import Formation, Seat, make_specs
+from contracts.config import TandemConfig
+from contracts.loading import config_from
+from contracts.messages import Cancel, Event, Events, Failed, Finished, RankState, Scored, Submit
+from contracts.messages import Tokens as TokensEvent
+from contracts.plan import Plan
+from contracts.requests import Priority, Sampling
+from contracts.worker import Group
+
+DEADLINE_S = 30.0
+
+
+def group_config(attention_ranks: int = 1, expert_ranks: int = 1, **sections: Any) -> TandemConfig:
+    """float32, a small KV pool; `sections` override whole keys of sections."""
+    tree: dict[str, Any] = {
+        "model": {"dtype": "float32"},
+        "groups": {"attention_ranks": attention_ranks, "expert_ranks": expert_ranks},
+        "kv": {"pool_tokens": 16 * 512},
+    }
+    for section, values in sections.items():
+        tree.setdefault(section, {}).update(values)
+    return config_from(tree, source="test")
+
+
+class ThreadGroup:
+    """Ranks as threads of this process. A context manager: no thread or socket is left after it."""
+
+    def __init__(self, folder: Path, config: TandemConfig, *, backend: str = "shm") -> None:
+        groups = config.groups
+        self.token = secrets.token_bytes(32)
+        formation = Formation(config, str(folder), self.token, 1, backend)
+        seat = Seat("cpu", "127.0.0.1", groups.attention_ranks)
+        specs = make_specs(
+            formation, [seat] * groups.attention_ranks, [seat] * groups.expert_ranks
+        )
+        self.experts = [ExpertWorker(s) for s in specs if s.group is Group.EXPERT]
+        self.attention = [AttentionWorker(s) for s in specs if s.group is Group.ATTENTION]
+        addresses = {w.ready.name: w.ready.channel_address for w in self.experts}
+        for attention_worker in self.attention:
+            attention_worker.connect(addresses)
+        for worker in (*self.attention, *self.experts):
+            worker.start()
+
+    def __enter__(self) -> ThreadGroup:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for worker in (*self.attention, *self.experts):
+            worker.stop()
+
+    def client(self, rank: int = 0) -> RankConnection:
+        worker = self.attention[rank]
+        return RankConnection(worker.ready.name, worker.ready.client_address, self.token)
+
+    def pin(self, plan: Plan) -> None:
+        for worker in self.attention:
+            worker.pin_plan(plan)
+
+
+class RankConnection:
+    """A blocking client of one attention rank."""
+
+    def __init__(self, name: str, address: str, token: bytes) -> None:
+        host, _, port = address.removeprefix("tcp:").rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+        me = Identity(name="test-client", token=token, epoch=None)
+        initiate(self._socket, me, purpose="client", to=name, deadline_s=DEADLINE_S)
+        self._socket.settimeout(DEADLINE_S)
+        self._file = self._socket.makefile("rb")
+        self._next_id = 0
+        self.events: dict[int, list[Event]] = {}
+        self.state: RankState | None = None
+
+    def __enter__(self) -> RankConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
+    def send(self, message: Submit | Cancel) -> None:
+        body = msgspec.msgpack.encode(message)
+        self._socket.sendall(len(body).to_bytes(4, "little") + body)
+
+    def submit(self, token_ids: Sequence[int], **fields: Any) -> int:
+        """Sends one sequence; returns its request id."""
+        self._next_id += 1
+        self.events[self._next_id] = []
+        fields.setdefault("sampling", None)
+        self.send(Submit(request_id=self._next_id, token_ids=list(token_ids), **fields))
+        return self._next_id
+
+    def read(self) -> list[Event]:
+        """The events of the next frame that belong to requests."""
+        size = int.from_bytes(self._exactly(4), "little")
+        events = msgspec.msgpack.decode(self._exactly(size), type=Events).items
+        kept = []
+        for event in events:
+            if isinstance(event, RankState):
+                self.state = event
+            else:
+                self.events[event.request_id].append(event)
+                kept.append(event)
+        return kept
+
+    def wait(self, *request_ids: int) -> None:
+        """Returns once each of the requests has ended."""
+        while not all(self._ended(request_id) for request_id in request_ids):
+            self.read()
+
+    def scored(self, request_id: int) -> Scored:
+        self.wait(request_id)
+        (event,) = self.events[request_id]
+        assert isinstance(event, Scored), event
+        return event
+
+    def generated(self, request_id: int) -> tuple[list[int], Finished]:
+        self.wait(request_id)
+        *tokens, last = self.events[request_id]
+        assert isinstance(last, Finished), last
+        ids = [i for event in tokens if isinstance(event, TokensEvent) for i in event.token_ids]
+        return ids, last
+
+    def failed(self, request_id: int) -> Failed:
+        self.wait(request_id)
+        event = self.events[request_id][-1]
+        assert isinstance(event, Failed), event
+        return event
+
+    def _ended(self, request_id: int) -> bool:
+        events = self.events[request_id]
+        return bool(events) and isinstance(events[-1], Finished | Scored | Failed)
+
+    def _exactly(self, size: int) -> bytes:
+        body = self._file.read(size)
+        if len(body) < size:
+            raise EOFError("the rank closed the connection")
+        return body
+
+
+def greedy(max_tokens: int, **fields: Any) -> Sampling:
+    return Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **fields)
+
+
+__all__ = ["Priority", "RankConnection", "ThreadGroup", "greedy", "group_config"]

@@ -1,0 +1,183 @@
+"""The attention/expert group against `transformers` and against our own single-process path."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from contracts.plan import Order, Plan
+from models.local import LocalModel
+from tests.group_harness import ThreadGroup, greedy, group_config
+
+Checkpoints = Callable[..., Path]
+VOCABULARY = list(range(131))
+
+# Three odd configurations per family: uneven expert counts, head_dim != D/H, tied and untied, a dense
+# layer, sliding windows shorter than the prompts.
+CONFIGS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"num_experts": 5, "tie_word_embeddings": True, "norm_topk_prob": False}),
+    ("qwen3_moe", {"num_experts": 11, "mlp_only_layers": [1], "num_key_value_heads": 1}),
+    ("mixtral", {}),
+    ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16}),
+    ("mixtral", {"num_local_experts": 4, "sliding_window": 9}),
+]
+SPLITS = [(1, 1), (1, 2), (2, 3)]
+PLANS = [
+    Plan(order=Order.NAIVE),
+    *(Plan(order=Order.PPPIPE, r1=r1) for r1 in (1, 2, 3)),
+    *(
+        Plan(order=order, r1=r1, r2=r2)
+        for order, r1, r2 in itertools.product((Order.ASAS, Order.AASS), (1, 2, 4), (1, 2, 3))
+    ),
+    *(Plan(order=Order.ASAS, ma=ma, r1=2, r2=2) for ma in (1, 2, 5)),
+]
+
+
+def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 131, (n,), generator=generator).tolist() for n in lengths]
+
+
+def last_logits(model: LocalModel, sequences: list[list[int]]) -> torch.Tensor:
+    return torch.stack([logits[-1] for logits in model.forward(sequences)])
+
+
+@pytest.mark.parametrize(("family", "overrides"), CONFIGS)
+def test_logits_equal_transformers_for_every_split_of_the_ranks(
+    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any]
+) -> None:
+    import transformers
+
+    folder = tiny_checkpoint(family, **overrides)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    sequences = prompts(1, [23, 1, 40, 7])
+    with torch.no_grad():
+        expected = [oracle(torch.tensor([ids])).logits[0, -1] for ids in sequences]
+    for attention_ranks, expert_ranks in SPLITS:
+        config = group_config(attention_ranks, expert_ranks)
+        with ThreadGroup(folder, config) as group:
+            for rank in range(attention_ranks):
+                with group.client(rank) as client:
+                    ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
+                    for request, logits in zip(ids, expected, strict=True):
+                        found = torch.tensor(client.scored(request).candidate_logits)
+                        torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "overrides"), CONFIGS)
+def test_greedy_tokens_equal_transformers_over_64_decode_steps(
+    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any]
+) -> None:
+    import transformers
+
+    folder = tiny_checkpoint(family, **overrides)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    oracle.generation_config.eos_token_id = None  # else it stops, or suppresses that token
+    sequences = prompts(2, [5, 19, 33])
+    expected = []
+    for ids in sequences:
+        out = oracle.generate(torch.tensor([ids]), max_new_tokens=64, do_sample=False)
+        expected.append(out[0, len(ids) :].tolist())
+    with ThreadGroup(folder, group_config(1, 2)) as group, group.client() as client:
+        requests = [client.submit(ids, sampling=greedy(64)) for ids in sequences]
+        assert [client.generated(request)[0] for request in requests] == expected
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_every_plan_gives_the_logits_of_the_single_process_path(
+    tiny_checkpoint: Checkpoints, family: str, backend: str
+) -> None:
+    """Ragged batches, with prefix hits and in-batch sharing, over 2 attention and 3 expert ranks."""
+    folder = tiny_checkpoint(family)
+    local = LocalModel.load(folder, dtype="float32")
+    head = prompts(3, [35])[0]
+    with ThreadGroup(folder, group_config(2, 3), backend=backend) as group:
+        clients = [group.client(rank) for rank in range(2)]
+        for number, plan in enumerate(PLANS):
+            group.pin(plan)
+            # a prefix of this round only: shared inside the batch, then hit in the cache
+            shared = prompts(100 + number, [20])[0]
+            tails = prompts(200 + number, [1, 9, 30, 2, 17])
+            sequences = [*(shared + tail for tail in tails), head, tails[2]]
+            expected = last_logits(local, sequences)
+            for client, _ in itertools.product(clients, range(2)):
+                ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
+                answers = [client.scored(request) for request in ids]
+                found = torch.tensor([answer.candidate_logits for answer in answers])
+                torch.testing.assert_close(found, expected, atol=1e-5, rtol=0, msg=f"{plan}")
+            assert all(answer.usage.cached_tokens >= 16 for answer in answers[:5])
+        for client in clients:
+            client.close()
+
+
+def test_sequences_of_one_batch_share_blocks_that_are_computed_in_it(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    local = LocalModel.load(folder, dtype="float32")
+    shared = prompts(4, [48])[0]
+    sequences = [shared + tail for tail in prompts(5, [3, 5, 4, 6])]
+    expected = last_logits(local, sequences)
+    for plan in (Plan(r1=1), Plan(r1=4, r2=2), Plan(ma=1)):
+        # one message at a time would start at once: a long sequence holds the rank until all are in
+        with ThreadGroup(folder, group_config(1, 2)) as group, group.client() as client:
+            group.pin(plan)
+            blocker = client.submit(prompts(6, [400])[0], candidates=[0])
+            ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
+            client.wait(blocker, *ids)
+            answers = [client.scored(request) for request in ids]
+            found = torch.tensor([answer.candidate_logits for answer in answers])
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            cached = [answer.usage.cached_tokens for answer in answers]
+            assert cached[1:] == [48, 48, 48]
+
+
+def test_chunked_prefill_and_decode_in_one_batch_leave_answers_unchanged(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    folder = tiny_checkpoint("mixtral", sliding_window=9)
+    local = LocalModel.load(folder, dtype="float32")
+    sequences = prompts(7, [150, 31, 64, 9])
+    config = group_config(1, 2, schedule={"max_batch_tokens": 40, "r1": 2, "r2": 2})
+    with ThreadGroup(folder, config) as group, group.client() as client:
+        requests = [client.submit(ids, sampling=greedy(12)) for ids in sequences]
+        for request, ids in zip(requests, sequences, strict=True):
+            assert client.generated(request)[0] == local.greedy(ids, 12)
+
+
+def test_a_full_pool_makes_sequences_wait_and_start_again_with_the_same_answers(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    local = LocalModel.load(folder, dtype="float32")
+    sequences = prompts(8, [40, 44, 50, 37, 60])
+    config = group_config(1, 1, kv={"pool_tokens": 16 * 9})
+    with ThreadGroup(folder, config) as group, group.client() as client:
+        requests = [client.submit(ids, sampling=greedy(40)) for ids in sequences]
+        for request, ids in zip(requests, sequences, strict=True):
+            assert client.generated(request)[0] == local.greedy(ids, 40)
+        worker = group.attention[0]
+        assert worker.status().requeued > 0, "the pool was meant to be too small"
+
+
+def test_log_probabilities_of_prompt_tokens_equal_the_single_process_path(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    local = LocalModel.load(folder, dtype="float32")
+    shared = prompts(9, [37])[0]
+    sequences = [shared + tail for tail in prompts(10, [4, 2, 7])]
+    with ThreadGroup(folder, group_config(1, 2)) as group, group.client() as client:
+        ids = [client.submit(seq, score_from=len(shared)) for seq in sequences]
+        for request, seq in zip(ids, sequences, strict=True):
+            logprobs = local.forward([seq])[0].log_softmax(-1)
+            expected = [float(logprobs[p - 1, seq[p]]) for p in range(len(shared), len(seq))]
+            found = client.scored(request).token_logprobs
+            assert found == pytest.approx(expected, abs=1e-5)
