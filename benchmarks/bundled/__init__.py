@@ -1,0 +1,1 @@
+"""The bundled checkpoint: its tasks, training and evaluation."""

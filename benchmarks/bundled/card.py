@@ -1,0 +1,214 @@
+"""The model card and `tasks.json` of the bundled checkpoint, written from one run's results."""
+
+import json
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.bundled.chat import ChatResult
+from benchmarks.bundled.evaluate import TaskResult, layer_balance
+from benchmarks.bundled.loop import TrainConfig, TrainReport
+from benchmarks.bundled.tasks import TASKS
+
+
+class CardInput(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the card states."""
+
+    config: TrainConfig
+    report: TrainReport
+    results: Sequence[TaskResult]
+    train_rows: dict[str, int]
+    chat: ChatResult
+    chat_examples: Sequence[tuple[str, str]]
+    parameters: int
+    active_parameters: int
+    threads: int
+
+
+HEAD = """---
+license: apache-2.0
+language: en
+library_name: transformers
+pipeline_tag: text-generation
+tags: [mixture-of-experts, text-classification]
+---
+
+# Tandem bundled checkpoint
+
+A very small Mixture-of-Experts language model that ships with Tandem, so that the cluster serves
+something whose answers mean something on a machine without network or accelerator. It does {tasks}
+classification tasks posed as prompts, and it holds short chats about the same tasks that stop by
+themselves.
+
+Architecture `Qwen3MoeForCausalLM`: {millions:.2f} M parameters ({active:.2f} M active per token),
+5 layers, D = 192, 6 query and 2 key heads of 32, 16 experts per layer with F = 96, top-2 with
+normalised weights, tied embeddings, vocabulary 4096 (own byte-level BPE), bfloat16, 2048
+positions.
+
+> **Content note.** Two of the training sets, `toxicity` and `hate_offensive`, hold real insults
+> and slurs, and both vocabulary and free generation can repeat them.
+"""
+
+USE = """
+## Use
+
+A classification request is `template.format(prefix=..., text=...)` followed by one label; the
+score of a label is the log-probability of its token after the prompt. Every label starts with a
+space and is exactly one token there; `tasks.json` lists templates and labels. Example: the prompt
+`"Review: It works well.\\nSentiment:"` with the labels `" negative"` and `" positive"`. Texts are
+stripped of outer white space and not truncated.
+"""
+
+LIMITS = """
+## Limits
+
+- Tiny, English only, and trained on these data sets alone: it knows nothing else, and any text far
+  from them gets an answer without value. Scores are not calibrated.
+- The labels are those of the data sets, with their errors and their bias: `hate_offensive` and
+  `toxicity` mark some dialects and reclaimed words as offensive.
+- Rows in training are mostly shorter than 256 tokens; packs of rows reach 2048.
+- It is a test load and a demonstration. It is not for moderation, not for decisions about people,
+  not for banking.
+
+## Licence and attribution
+
+The weights are under Apache-2.0. Only train splits of data under MIT, Apache-2.0, CC BY 4.0 or CC0
+were used:
+
+"""
+
+UCI_NOTE = """
+`sms_spam` and `sentiment` come from repositories without a licence file; the licence given is the
+one that the UCI Machine Learning Repository states on the pages of "SMS Spam Collection"
+(doi:10.24432/C5CC84) and "Sentiment Labelled Sentences" (doi:10.24432/C57604), which place both
+under CC BY 4.0. arXiv places its metadata, abstracts included, under CC0 1.0. CC BY material was
+changed: posed as prompts, de-duplicated, split.
+"""
+
+
+def _tasks_table(card: CardInput) -> str:
+    lines = [
+        "| task | licence | train / test rows | chance | linear baseline | accuracy |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for task, result in zip(TASKS, card.results, strict=True):
+        rows = f"{card.train_rows[task.name]} / {result.test_rows}"
+        numbers = f"{result.chance:.3f} | {task.linear_accuracy:.3f} | **{result.accuracy:.3f}**"
+        lines.append(f"| {task.name} | {task.licence} | {rows} | {numbers} |")
+    return "\n".join(lines)
+
+
+def _accuracy(card: CardInput) -> str:
+    below = [
+        f"`{task.name}`"
+        for task, result in zip(TASKS, card.results, strict=True)
+        if result.accuracy < task.linear_accuracy
+    ]
+    verdict = (
+        f"Below the linear baseline: {', '.join(below)}."
+        if below
+        else "No task is below the linear baseline."
+    )
+    chat = card.chat
+    return f"""
+## Accuracy on the test splits
+
+{_tasks_table(card)}
+
+Chance is the share of the largest class among the test rows; the linear baseline is TF-IDF with
+logistic regression on the same splits. {verdict} Computed through `transformers` in float32 from
+the stored bfloat16 weights, label by log-probability. With few test rows the numbers are coarse:
+one standard error is about 0.04 for 110 rows, 0.01 for 1300.
+
+In {chat.chats} greedy chats over random test rows, {chat.stopped_fraction:.1%} stopped by
+themselves and {chat.right_label_fraction:.1%} gave exactly the sentence of the right label.
+"""
+
+
+def _prompts() -> str:
+    lines = ["", "## Prompts", "", "| task | template | labels |", "|---|---|---|"]
+    for task in TASKS:
+        shown = [f"`{label}`" for label in task.labels[:8]]
+        more = f", ... ({len(task.labels)} in all)" if len(task.labels) > 8 else ""
+        lines.append(f"| {task.name} | `{json.dumps(task.template)}` | {', '.join(shown)}{more} |")
+    return "\n".join(lines) + "\n"
+
+
+def _chats(card: CardInput) -> str:
+    lines = ["", "## Chats", "", "Greedy, through the chat template:", ""]
+    for question, reply in card.chat_examples:
+        lines += ["```", f"user: {question}", f"assistant: {reply}", "```", ""]
+    return "\n".join(lines)
+
+
+def _made(card: CardInput) -> str:
+    report, config = card.report, card.config
+    versions = ", ".join(
+        f"{name} {version(name)}" for name in ("torch", "transformers", "tokenizers")
+    )
+    balance = ", ".join(f"{value:.2f}" for value in layer_balance(card.results))
+    return f"""
+## How it was made
+
+    python -m benchmarks.bundled.train --data DATA --seed {config.seed}
+
+DATA is the folder with `classification/*.jsonl[.gz]`. {report.tokens / 1e6:.1f} M tokens in
+{report.steps} steps, {report.wall_s / 60:.1f} minutes of wall time and {report.cpu_s / 60:.1f}
+minutes of CPU time for the training proper, on {card.threads} threads ({platform.machine()});
+Python {platform.python_version()}, {versions}. The end of the run is set in tokens (and, on a slow
+machine, in minutes), so another machine repeats it up to rounding.
+
+Label loss with smoothing {config.smoothing_fraction} over the labels of the task, language-model
+loss (weight {config.text_loss_weight}) on a sample of the text, balancing loss per layer (weight
+{config.balance_loss_weight}); Muon on the matrices and AdamW on the rest, learning rate falling
+linearly to zero; dropout {config.dropout_fraction}, BPE dropout, random lower-casing and token
+dropout. 12 % of the examples are chats, 2 % are packs of many rows up to 2048 tokens.
+
+## Routing
+
+Load of the busiest expert over the mean load, per layer, over all tokens of all test prompts:
+{balance} (1 = even).
+"""
+
+
+def model_card(card: CardInput) -> str:
+    """The text of the README."""
+    millions, active = card.parameters / 1e6, card.active_parameters / 1e6
+    attribution = "".join(f"- `{task.name}`: {task.source}. {task.licence}.\n" for task in TASKS)
+    parts = [
+        HEAD.format(tasks=len(TASKS), millions=millions, active=active),
+        _accuracy(card),
+        USE,
+        _prompts(),
+    ]
+    return "".join([*parts, _chats(card), _made(card), LIMITS, attribution, UCI_NOTE])
+
+
+def tasks_json(card: CardInput) -> str:
+    """The machine-readable list of the tasks."""
+    entries = [
+        {
+            "name": task.name,
+            "file": task.file,
+            "template": task.template,
+            "labels": list(task.labels),
+            "licence": task.licence,
+            "source": task.source,
+            "n_train": card.train_rows[task.name],
+            "n_test": result.test_rows,
+            "chance": round(result.chance, 4),
+            "linear_baseline": task.linear_accuracy,
+            "accuracy": round(result.accuracy, 4),
+        }
+        for task, result in zip(TASKS, card.results, strict=True)
+    ]
+    return json.dumps({"tasks": entries}, indent=1) + "\n"
+
+
+def write_card(card: CardInput, folder: Path) -> None:
+    """Write `README.md` and `tasks.json`."""
+    (folder / "README.md").write_text(model_card(card), encoding="utf-8")
+    (folder / "tasks.json").write_text(tasks_json(card), encoding="utf-8")

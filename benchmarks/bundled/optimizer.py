@@ -1,0 +1,78 @@
+"""Muon for the hidden matrices, AdamW for the rest.
+
+Muon (K. Jordan, 2024): momentum, then the nearest orthogonal matrix by five Newton-Schulz steps.
+Expert matrices [E, out, in] are orthogonalised one by one, in one batched product.
+"""
+
+import torch
+from torch import Tensor, nn
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """The matrices `x` [..., rows, columns], singular values pushed towards 1, in bfloat16."""
+    a, b, c = NEWTON_SCHULZ
+    wide = x.shape[-2] <= x.shape[-1]
+    y = (x if wide else x.mT).to(torch.bfloat16)
+    y = y / (y.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = y @ y.mT
+        y = a * y + (b * gram + c * gram @ gram) @ y
+    return torch.as_tensor(y if wide else y.mT)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum with orthogonalised updates and decoupled weight decay."""
+
+    def __init__(
+        self, params: list[nn.Parameter], lr: float, momentum: float, weight_decay: float
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter from its gradient."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(param)
+                momentum = state["momentum"].lerp_(param.grad, 1 - group["momentum"])
+                nesterov = param.grad.lerp(momentum, group["momentum"])
+                parts = (
+                    nesterov.unflatten(-2, (2, -1))
+                    if param.ndim == 3 and _is_fused(param)
+                    else nesterov
+                )
+                update = orthogonal(parts).reshape(param.shape).to(param.dtype)
+                scale = max(1.0, parts.shape[-2] / parts.shape[-1]) ** 0.5
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_(update, alpha=-group["lr"] * scale)
+
+
+def _is_fused(param: Tensor) -> bool:
+    """Whether an expert matrix holds gate and up on top of each other: `network` marks it."""
+    return bool(getattr(param, "fused_gate_up", False))
+
+
+def make_optimizers(
+    model: nn.Module, *, muon_lr: float, adam_lr: float, weight_decay: float
+) -> list[torch.optim.Optimizer]:
+    """Muon over attention and experts, AdamW over embedding, router and norms."""
+    hidden: list[nn.Parameter] = []
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for name, param in model.named_parameters():
+        if "gate_up_proj" in name:
+            param.fused_gate_up = True  # type: ignore[attr-defined]
+        if "_proj" in name:
+            hidden.append(param)
+        else:
+            (matrices if param.ndim > 1 else vectors).append(param)
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=adam_lr, betas=(0.9, 0.98), fused=True)
+    return [Muon(hidden, muon_lr, 0.95, weight_decay), adam]
