@@ -1,0 +1,97 @@
+"""Token ids to text, piece by piece: no broken character is ever given out, at linear cost.
+
+Two kinds of tokenizer. *Byte level* (GPT-2, Qwen, DeepSeek, gpt-oss): every token is a run of
+bytes, so an incremental UTF-8 decoder does it exactly. *All others* (SentencePiece with byte
+fallback, WordPiece): text depends on neighbours, so a short window is decoded twice, with and
+without the new tokens, and the difference is given out:
+
+    ids      ... c c c | p p p          c: context, already given out    p: pending
+    text     decode(c+p)[len(decode(c)):]
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """The pieces of all pushes and the final flush, joined, are the text of all ids."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that became certain with these ids. Ids outside the vocabulary are skipped."""
+
+    def flush(self) -> str:
+        """The rest; an unfinished character becomes U+FFFD. Call once, at the end."""
+
+
+class ByteDetokenizer:
+    """token_bytes: the bytes of a token; b"" for tokens that shall not show."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        return self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """decode: ids to text. fallback_byte: the byte of a `<0xE2>`-like token, or None.
+    visible: False for ids that shall not show (special tokens, ids outside the vocabulary)."""
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        fallback_byte: Callable[[int], int | None],
+        visible: Callable[[int], bool],
+    ) -> None:
+        self._decode = decode
+        self._fallback_byte = fallback_byte
+        self._visible = visible
+        self._context: list[int] = []
+        self._pending: list[int] = []
+        self._byte_run = bytearray()
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        return "".join(self._push_one(token_id) for token_id in token_ids)
+
+    def flush(self) -> str:
+        return self._give_out() if self._pending else ""
+
+    def _push_one(self, token_id: int) -> str:
+        if not self._visible(token_id):
+            return ""
+        self._pending.append(token_id)
+        byte = self._fallback_byte(token_id)
+        if byte is not None:
+            self._byte_run.append(byte)
+            if _is_unfinished(self._byte_run):
+                return ""
+        self._byte_run.clear()
+        return self._give_out()
+
+    def _give_out(self) -> str:
+        before = self._decode(self._context)
+        piece = self._decode(self._context + self._pending)[len(before) :]
+        # A piece without text (a lone space that the decoder strips) stays in the window: what
+        # comes next may need it to know that it is not the first.
+        self._context = self._pending if piece else self._context + self._pending
+        self._pending = []
+        return piece
+
+
+def _is_unfinished(data: bytes | bytearray) -> bool:
+    """Whether `data` is a proper beginning of one UTF-8 character."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="strict")
+    try:
+        decoder.decode(bytes(data))
+    except UnicodeDecodeError:
+        return False
+    return bool(decoder.getstate()[0])

@@ -1,0 +1,271 @@
+"""A checkpoint's tokenizer: the ids that `transformers` gives, without importing it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, processors
+
+from contracts.errors import CheckpointError, RequestError
+from models.chat_template import ChatTemplate, Message
+from models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+THREAD_ABOVE_CHARACTERS = 16_384  # below it, encoding costs less than handing it to a thread
+_SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """Immutable after loading, and safe to use from several threads at once."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: dict[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = special_tokens or {}
+        self._chat = ChatTemplate(chat_template, self.special_tokens) if chat_template else None
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._byte_level = _is_byte_level(backend)
+        self._bytes_cache: dict[int, bytes] = {}
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """The tokenizer in a Hugging Face folder. Raises CheckpointError, in one line."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{folder}: no tokenizer.json (a fast tokenizer is needed)")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
+            raise CheckpointError(f"{path}: cannot be read: {_one_line(error)}") from None
+        config = _read_json(folder / "tokenizer_config.json")
+        special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
+        _add_missing_tokens(backend, config, special)
+        _apply_bos_eos_switches(backend, config, special)
+        return cls(backend, special_tokens=special, chat_template=_template(folder, config))
+
+    # ---- text to ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`. Raises RequestError if it holds half of a surrogate pair."""
+        return self.encode_many([text], add_special_tokens)[0]
+
+    def encode_many(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        for text in texts:
+            _check_encodable(text)
+        encodings = self._backend.encode_batch_fast(
+            list(texts), add_special_tokens=add_special_tokens
+        )
+        return [list(encoding.ids) for encoding in encodings]
+
+    async def encode_many_async(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """`encode_many`, in a thread where that would hold up an event loop."""
+        if sum(map(len, texts)) <= THREAD_ABOVE_CHARACTERS:
+            return self.encode_many(texts, add_special_tokens)
+        return await asyncio.to_thread(self.encode_many, texts, add_special_tokens)
+
+    def render_chat(self, messages: Sequence[Message], **variables: object) -> str:
+        """The prompt text of a conversation. Raises RequestError about `messages`."""
+        if self._chat is None:
+            raise RequestError(
+                "this model has no chat template: use /v1/completions instead", "messages"
+            )
+        return self._chat.render(messages, **variables)
+
+    def encode_chat(self, messages: Sequence[Message], **variables: object) -> list[int]:
+        return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
+
+    async def encode_chat_async(
+        self, messages: Sequence[Message], **variables: object
+    ) -> list[int]:
+        text = self.render_chat(messages, **variables)
+        return (await self.encode_many_async([text], add_special_tokens=False))[0]
+
+    def continuation(self, prompt: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids of the prompt, and of what follows it: see `continuations`."""
+        prompt_ids, (continuation_ids,) = self.continuations(prompt, [continuation])
+        return prompt_ids, continuation_ids
+
+    def continuations(
+        self, prompt: str, continuations: Sequence[str]
+    ) -> tuple[list[int], list[list[int]]]:
+        """Ids of the prompt, and per continuation the ids that follow it.
+
+        The rule of lm-eval: white space at the end of the prompt belongs to the continuation, and
+        a continuation is encode(prompt + continuation) without its first len(encode(prompt)) ids.
+        """
+        stem = prompt.rstrip()
+        tail = prompt[len(stem) :]
+        whole = [stem + tail + text for text in continuations]
+        prompt_ids, *whole_ids = self.encode_many([stem, *whole])
+        return prompt_ids, [ids[len(prompt_ids) :] for ids in whole_ids]
+
+    async def continuations_async(
+        self, prompt: str, continuations: Sequence[str]
+    ) -> tuple[list[int], list[list[int]]]:
+        if len(prompt) * (len(continuations) + 1) <= THREAD_ABOVE_CHARACTERS:
+            return self.continuations(prompt, continuations)
+        return await asyncio.to_thread(self.continuations, prompt, continuations)
+
+    # ---- ids to text
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh incremental decoder for one stream of tokens."""
+        if self._byte_level:
+            return ByteDetokenizer(self._shown_bytes if skip_special_tokens else self.token_bytes)
+        return WindowDetokenizer(
+            functools.partial(self.decode, skip_special_tokens=False),
+            self._fallback_byte,
+            self._is_shown if skip_special_tokens else self._is_known,
+        )
+
+    @functools.cached_property
+    def _bytes_of_character(self) -> dict[str, int]:
+        return {character: byte for byte, character in _byte_level_alphabet().items()}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; b"" outside the vocabulary."""
+        known = self._bytes_cache.get(token_id)
+        if known is None:
+            known = self._bytes_cache[token_id] = self._look_up_bytes(token_id)
+        return known
+
+    def _look_up_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if not self._byte_level:
+            byte = self._fallback_byte(token_id)
+            return token.replace("▁", " ").encode() if byte is None else bytes([byte])
+        table = self._bytes_of_character
+        if all(character in table for character in token):
+            return bytes(table[character] for character in token)
+        return str(token).encode()
+
+    def _shown_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self._special_ids else self.token_bytes(token_id)
+
+    def _fallback_byte(self, token_id: int) -> int | None:
+        match = _FALLBACK_BYTE.fullmatch(self._backend.id_to_token(token_id) or "")
+        return int(match[1], 16) if match else None
+
+    def _is_known(self, token_id: int) -> bool:
+        return self._backend.id_to_token(token_id) is not None
+
+    def _is_shown(self, token_id: int) -> bool:
+        return token_id not in self._special_ids and self._is_known(token_id)
+
+
+def _check_encodable(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"text is not valid Unicode at character {error.start}", None) from None
+
+
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    if backend.decoder is None:
+        return False
+    state = json.loads(backend.decoder.__getstate__())
+    kinds = [part["type"] for part in state.get("decoders", [state])]
+    return kinds[0] == "ByteLevel" and set(kinds[1:]) <= {"Fuse"}
+
+
+def _byte_level_alphabet() -> dict[int, str]:
+    """Which printable character stands for each byte (GPT-2): printable bytes for themselves, the
+    others for U+0100 onwards, in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    alphabet = {byte: chr(byte) for byte in printable}
+    alphabet.update({byte: chr(0x100 + index) for index, byte in enumerate(others)})
+    return alphabet
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {_one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected an object, got {type(content).__name__}")
+    return content
+
+
+def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
+    """{"bos_token": "<s>", ...} from the first source that states each."""
+    found: dict[str, str] = {}
+    for name in (f"{kind}_token" for kind in _SPECIAL_NAMES):
+        for source in sources:
+            token = source.get(name)
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                found.setdefault(name, text)
+    return found
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
+) -> None:
+    """Tokens that tokenizer_config.json lists and tokenizer.json lacks, in the order of their ids;
+    and a named special token counts as special, whatever tokenizer.json says."""
+    listed = config.get("added_tokens_decoder", {})
+    for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
+        if backend.token_to_id(token["content"]) is None:
+            backend.add_tokens([AddedToken(**token)])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in special.values()]
+    )
+
+
+def _apply_bos_eos_switches(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
+) -> None:
+    """`add_bos_token` and `add_eos_token`, where stated, replace the post-processor."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    bos = special.get("bos_token") if config.get("add_bos_token") else None
+    eos = special.get("eos_token") if config.get("add_eos_token") else None
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
+        pair=None,
+        special_tokens=[(text, backend.token_to_id(text)) for text in (bos, eos) if text],
+    )
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str | None:
+    """The default chat template: the .jinja file before tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    stated = config.get("chat_template")
+    if isinstance(stated, list):
+        named = {entry["name"]: entry["template"] for entry in stated}
+        return named.get("default")
+    return stated if isinstance(stated, str) else None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
