@@ -1,0 +1,96 @@
+"""Prometheus objects made from the table in `contracts.metrics`, in a registry of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from contracts.metrics import Kind, Metric
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Telemetry:
+    """Metrics appear with their first use, so that ingress and ranks don't show each other's."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # no `_created` series beside every counter
+        self._registry = CollectorRegistry()
+        self._families: dict[str, Counter | Gauge | Histogram] = {}
+        self._children: dict[tuple[str, tuple[str, ...]], Counter | Gauge | Histogram] = {}
+
+    def count(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
+        child = self._child(metric, labels)
+        assert isinstance(child, Counter)
+        child.inc(by)
+
+    def set(self, metric: Metric, *labels: str, to: float) -> None:
+        child = self._child(metric, labels)
+        assert isinstance(child, Gauge)
+        child.set(to)
+
+    def observe(self, metric: Metric, *labels: str, value: float) -> None:
+        child = self._child(metric, labels)
+        assert isinstance(child, Histogram)
+        child.observe(value)
+
+    def exposition(self) -> str:
+        """All metrics in Prometheus text format."""
+        text: bytes = generate_latest(self._registry)
+        return text.decode()
+
+    def _child(self, metric: Metric, labels: tuple[str, ...]) -> Counter | Gauge | Histogram:
+        """The object for these label values, found by one dictionary look-up after the first."""
+        key = (metric.name, labels)
+        child = self._children.get(key)
+        if child is None:
+            family = self._family(metric)
+            child = self._children[key] = family.labels(*labels) if metric.labels else family
+        return child
+
+    def _family(self, metric: Metric) -> Counter | Gauge | Histogram:
+        family = self._families.get(metric.name)
+        if family is None:
+            family = self._families[metric.name] = _make(metric, self._registry)
+        return family
+
+
+def _make(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+    if metric.kind is Kind.COUNTER:
+        return Counter(metric.name, metric.help, metric.labels, registry=registry)
+    if metric.kind is Kind.GAUGE:
+        return Gauge(metric.name, metric.help, metric.labels, registry=registry)
+    return Histogram(
+        metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets
+    )
+
+
+def merge_expositions(texts: Iterable[str]) -> str:
+    """One exposition from several: each family once, with the samples of all (Prometheus's parser
+    refuses a family that is declared twice). Order of first appearance."""
+    headers: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for text in texts:
+        family = ""
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                family = line.split(" ", 3)[2]
+                known = headers.setdefault(family, [])
+                if not any(line.split(" ", 3)[1] == old.split(" ", 3)[1] for old in known):
+                    known.append(line)
+            elif line and not line.startswith("#"):
+                samples.setdefault(family, []).append(line)
+    lines = [
+        line
+        for family in {**headers, **samples}
+        for line in (*headers.get(family, ()), *samples.get(family, ()))
+    ]
+    return "".join(f"{line}\n" for line in lines)
