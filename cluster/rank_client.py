@@ -1,0 +1,318 @@
+"""The ingress's connection to one attention rank: submits sequences, hands out their events.
+
+    submit ─> [Submit frame] ─────────────> rank
+              [Events frame] <─────────────  one per step, for all sequences of this connection
+    RankStream <─ its own events
+
+A rank says something at least every half second (a `RankState` if nothing else). One that is silent
+for longer than `silence_s` counts as hung, one whose connection closed as dead: in both cases every
+waiting request fails at once with the rank's name, and the client goes on trying to reconnect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import NoReturn
+
+import msgspec
+
+from actors.channels.handshake import Identity, initiate_async
+from contracts.clock import Clock, monotonic_s
+from contracts.errors import ChannelError, NotReadyError, PeerDeadError, PeerError, PeerHungError
+from contracts.messages import (
+    MAX_FRAME_BYTES,
+    Cancel,
+    Event,
+    Events,
+    Failed,
+    Finished,
+    RankState,
+    Scored,
+    Submit,
+    Tokens,
+    ToRank,
+)
+
+PURPOSE = "requests"  # what we say in the handshake that this connection is for
+SequenceEvent = Tokens | Finished | Scored | Failed
+
+_LOG = logging.getLogger("tandem.rank_client")
+_WRITE_HIGH_WATER_BYTES = 1 << 20
+
+
+class RankClientConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """silence_s: see above. stall_s: if our own event loop stood still for this long, the rank gets
+    a fresh silence_s, because it was we who did not listen."""
+
+    connect_timeout_s: float = 10.0
+    silence_s: float = 2.0
+    stall_s: float = 0.5
+    check_every_s: float = 0.1
+    backoff_s: float = 0.05
+    max_backoff_s: float = 1.0
+
+
+class RankStream:
+    """The events of one request, ended by a `Finished`, `Scored` or `Failed`."""
+
+    def __init__(self, client: RankClient, request_id: int) -> None:
+        self.request_id = request_id
+        self.rank = client.name
+        self.ended = False
+        self._client = client
+        self._events: deque[SequenceEvent] = deque()
+        self._arrived = asyncio.Event()
+
+    async def next_batch(self) -> list[SequenceEvent]:
+        """All events that arrived since the last call, at least one; [] after the end."""
+        if self.ended and not self._events:
+            return []
+        await self._arrived.wait()
+        self._arrived.clear()
+        batch = list(self._events)
+        self._events.clear()
+        return batch
+
+    def __aiter__(self) -> RankStream:
+        return self
+
+    async def __anext__(self) -> SequenceEvent:
+        if not self._events:
+            if self.ended:
+                raise StopAsyncIteration
+            await self._arrived.wait()
+        event = self._events.popleft()
+        if not self._events:
+            self._arrived.clear()
+        return event
+
+    def cancel(self) -> None:
+        """Tells the rank to drop the request; nothing more arrives. Harmless after the end."""
+        if not self.ended:
+            self.ended = True
+            self._client.cancel(self.request_id)
+
+    def put(self, event: SequenceEvent) -> None:
+        if not self.ended:
+            self.ended = not isinstance(event, Tokens)
+            self._events.append(event)
+            self._arrived.set()
+
+
+class RankClient:
+    """address: "unix:/path" or "tcp:host:port". me: this ingress, with the cluster's token.
+
+    Belongs to one event loop; `start` before `submit`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        me: Identity,
+        config: RankClientConfig = RankClientConfig(),  # noqa: B008  (frozen)
+        clock: Clock = monotonic_s,
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.state: RankState | None = None
+        self.connections = 0  # how many there have been
+        self._me = me
+        self._config = config
+        self._clock = clock
+        self._writer: asyncio.StreamWriter | None = None
+        self._streams: dict[int, RankStream] = {}
+        self._ids = itertools.count(1)
+        self._lost: ChannelError | None = None
+        self._last_frame_s = 0.0
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Events)
+
+    # ---- life
+
+    def start(self) -> None:
+        """Begins to connect, and to reconnect, in the background."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._keep_connected(), name=f"client-{self.name}")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+            self._drop_all(ChannelError(f"{self.name}: this ingress is shutting down"))
+
+    @property
+    def problem(self) -> str | None:
+        """Why this rank takes no requests now, or None."""
+        if self._writer is None:
+            return str(self._lost or f"{self.name} is not connected yet")
+        if self.state is None:
+            return f"{self.name} has not reported its state yet"
+        if not self.state.healthy:
+            return f"{self.name}: {self.state.reason or 'not healthy'}"
+        return None
+
+    async def wait_until(self, condition: Callable[[RankClient], bool]) -> None:
+        """Returns once `condition` holds; asked whenever connection or state change."""
+        while not condition(self):
+            await self._changed.wait()
+
+    # ---- requests
+
+    async def submit(self, submit: Submit) -> RankStream:
+        """Sends it under a request id of our own. Raises PeerError or NotReadyError."""
+        writer = self._writer
+        if writer is None:
+            raise self._lost or NotReadyError(f"{self.name} is not connected yet")
+        stream = RankStream(self, next(self._ids))
+        self._streams[stream.request_id] = stream
+        try:
+            self._send(writer, msgspec.structs.replace(submit, request_id=stream.request_id))
+            await writer.drain()
+        except OSError as error:
+            self._streams.pop(stream.request_id, None)
+            raise self._lost or PeerDeadError(f"{self.name}: {error}", self.name) from None
+        except BaseException:
+            self.cancel(stream.request_id)
+            raise
+        return stream
+
+    def cancel(self, request_id: int) -> None:
+        known = self._streams.pop(request_id, None)
+        if known is not None and self._writer is not None:
+            self._send(self._writer, Cancel(request_id))
+
+    def _send(self, writer: asyncio.StreamWriter, message: ToRank) -> None:
+        body = self._encoder.encode(message)
+        writer.write(len(body).to_bytes(4, "little") + body)
+
+    # ---- connection
+
+    async def _keep_connected(self) -> None:
+        backoff_s = self._config.backoff_s
+        while True:
+            try:
+                await self._connect_and_read()
+            except ChannelError as error:
+                lost: ChannelError = error
+            except TimeoutError:
+                lost = PeerHungError(
+                    f"{self.name} at {self.address} did not answer within"
+                    f" {self._config.connect_timeout_s:g} s",
+                    self.name,
+                )
+            except (OSError, EOFError) as error:
+                reason = str(error) or type(error).__name__
+                lost = PeerDeadError(f"{self.name} at {self.address} is gone: {reason}", self.name)
+            finally:
+                was_connected = self._writer is not None
+                self._writer = None
+            self._drop_all(lost)
+            backoff_s = self._config.backoff_s if was_connected else backoff_s * 2
+            await asyncio.sleep(min(backoff_s, self._config.max_backoff_s))
+
+    async def _connect_and_read(self) -> NoReturn:
+        """Runs until the connection is lost, which it reports by raising."""
+        async with asyncio.timeout(self._config.connect_timeout_s):
+            reader, writer = await _open(self.address)
+            writer.transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER_BYTES)
+            try:
+                await initiate_async(
+                    reader,
+                    writer,
+                    self._me,
+                    purpose=PURPOSE,
+                    to=self.name,
+                    deadline_s=self._config.connect_timeout_s,
+                )
+            except BaseException:
+                writer.transport.abort()
+                raise
+        self._writer = writer
+        self.connections += 1
+        self._last_frame_s = self._clock()
+        watchdog = asyncio.create_task(self._watch(writer), name=f"watch-{self.name}")
+        try:
+            self._announce()
+            await self._read_frames(reader)
+        except (OSError, EOFError):
+            if watchdog.done():
+                raise watchdog.result() from None
+            raise
+        finally:
+            watchdog.cancel()
+            writer.transport.abort()
+
+    async def _read_frames(self, reader: asyncio.StreamReader) -> NoReturn:
+        while True:
+            size = int.from_bytes(await reader.readexactly(4), "little")
+            if size > MAX_FRAME_BYTES:
+                raise PeerDeadError(f"{self.name} sent a frame of {size} bytes", self.name)
+            body = await reader.readexactly(size)
+            self._last_frame_s = self._clock()
+            try:
+                events = self._decoder.decode(body)
+            except msgspec.MsgspecError as error:
+                raise PeerDeadError(
+                    f"{self.name} sent a broken frame: {error}", self.name
+                ) from None
+            for event in events.items:
+                self._handle(event)
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, RankState):
+            self.state = event
+            self._announce()
+            return
+        stream = self._streams.get(event.request_id)
+        if stream is None:
+            return  # cancelled meanwhile
+        if not isinstance(event, Tokens):
+            del self._streams[event.request_id]
+        stream.put(event)
+
+    async def _watch(self, writer: asyncio.StreamWriter) -> PeerError:
+        """Breaks the connection when the rank has been silent for too long."""
+        config = self._config
+        while True:
+            slept_from_s = self._clock()
+            await asyncio.sleep(config.check_every_s)
+            now_s = self._clock()
+            if now_s - slept_from_s > config.stall_s + config.check_every_s:
+                self._last_frame_s = now_s
+            silent_s = now_s - self._last_frame_s
+            if silent_s > config.silence_s:
+                writer.transport.abort()
+                return PeerHungError(f"{self.name} has been silent for {silent_s:.1f} s", self.name)
+
+    def _drop_all(self, lost: ChannelError) -> None:
+        """Ends every waiting request with an error that names the rank."""
+        if self._lost is None or str(self._lost) != str(lost):
+            _LOG.warning("rank_lost", extra={"rank": self.name, "reason": str(lost)})
+        self._lost = lost
+        self.state = None
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.put(Failed(stream.request_id, lost.code, str(lost), lost.status))
+        self._announce()
+
+    def _announce(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+async def _open(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    scheme, _, rest = address.partition(":")
+    if scheme == "unix":
+        return await asyncio.open_unix_connection(rest)
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not port.isdigit():
+        raise ChannelError(f"address {address!r}: expected unix:/path or tcp:host:port")
+    return await asyncio.open_connection(host.strip("[]"), int(port))
