@@ -1,0 +1,1 @@
+"""The HTTP interface: OpenAI-compatible requests in, text and probabilities out."""

@@ -1,0 +1,56 @@
+"""What completions and chat completions share: identity of an answer, collecting its choices."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from cluster.text import Delta, ShownToken
+
+Deltas = AsyncGenerator[tuple[int, Delta], None]
+
+
+def json_response(body: object) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def header(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    """The fields that every chunk of an answer repeats."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+class Collected:
+    """One choice, put together from its deltas."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self.tokens: list[ShownToken] = []
+        self.finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def add(self, delta: Delta) -> None:
+        self._pieces.append(delta.text)
+        self.tokens.extend(delta.tokens)
+        self.finish_reason = delta.finish_reason or self.finish_reason
+
+
+async def collect(deltas: Deltas, count: int) -> list[Collected]:
+    choices = [Collected() for _ in range(count)]
+    async with aclosing(deltas):
+        async for index, delta in deltas:
+            choices[index].add(delta)
+    return choices

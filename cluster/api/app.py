@@ -1,0 +1,160 @@
+"""The FastAPI application. No Ray in here: a Serve deployment and a test build the same one."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.api.answers import json_response
+from cluster.api.chat import chat_completions
+from cluster.api.classification import classify
+from cluster.api.completions import completions
+from cluster.api.errors import error_response, install_handlers, outcome_of
+from cluster.api.schemas import ServedModel
+from cluster.api.session import Backend, EventStream, Services, Session
+from cluster.telemetry import CONTENT_TYPE, Telemetry, merge_expositions
+from contracts import metrics
+from contracts.clock import Clock, monotonic_s
+from contracts.config import HttpConfig
+from contracts.errors import (
+    NotReadyError,
+    TandemError,
+    UnauthorizedError,
+    UnknownModelError,
+)
+from contracts.metrics import Outcome
+from models.tokenizer import Tokenizer
+
+Endpoint = Callable[[Services, Session, Request], Awaitable[Response]]
+ExtraMetrics = Callable[[], Awaitable[str]]
+
+
+def build_app(
+    backend: Backend,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    http: HttpConfig,
+    *,
+    telemetry: Telemetry | None = None,
+    extra: ExtraMetrics | None = None,
+    clock: Clock = monotonic_s,
+) -> FastAPI:
+    """The application in front of `backend`. extra: the ranks' metrics in Prometheus text format.
+
+    Starting and closing the backend is the caller's business.
+    """
+    services = Services(
+        backend=backend,
+        tokenizer=tokenizer,
+        model=model,
+        http=http,
+        telemetry=telemetry or Telemetry(),
+        clock=clock,
+        extra=extra,
+    )
+    app = FastAPI(title="Tandem", openapi_url=None)
+    install_handlers(app)
+    for path, endpoint in (
+        ("/v1/completions", completions),
+        ("/v1/chat/completions", chat_completions),
+        ("/v1/classify", classify),
+    ):
+        app.add_route(path, _counted(services, endpoint), methods=["POST"])
+    for path, plain in (
+        ("/health", _health),
+        ("/metrics", _metrics),
+        ("/v1/models", _models),
+        ("/v1/models/{name:path}", _one_model),
+    ):
+        app.add_route(path, _simple(services, plain), methods=["GET"])
+    return app
+
+
+def _counted(services: Services, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint with keys checked, errors mapped, and its outcome counted once."""
+
+    async def call(request: Request) -> Response:
+        session = Session(services, request.receive)
+        outcome = Outcome.ERROR
+        try:
+            _check_key(services.http, request)
+            response = await endpoint(services, session, request)
+            outcome = Outcome.OK
+        except TandemError as error:
+            outcome = outcome_of(error)
+            response = error_response(error)
+        finally:
+            if outcome is not Outcome.OK:
+                session.finish(outcome)
+        if not isinstance(response, EventStream):  # a stream counts itself when it ends
+            session.finish(outcome)
+        return response
+
+    return call
+
+
+def _simple(
+    services: Services, endpoint: Callable[[Services, Request], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
+    async def call(request: Request) -> Response:
+        try:
+            return await endpoint(services, request)
+        except TandemError as error:
+            return error_response(error)
+
+    return call
+
+
+def _check_key(http: HttpConfig, request: Request) -> None:
+    """Raises UnauthorizedError if http.api_keys is set and the bearer token is not among them."""
+    if not http.api_keys:
+        return
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    given = key.strip().encode()
+    known = [hmac.compare_digest(given, api_key.encode()) for api_key in http.api_keys]
+    if scheme.lower() != "bearer" or not any(known):
+        raise UnauthorizedError("a valid API key is needed (Authorization: Bearer KEY)", None)
+
+
+async def _health(services: Services, request: Request) -> Response:
+    """200 once every rank serves. Open to all: load balancers ask without a key."""
+    problems = services.backend.problems()
+    if problems:
+        raise NotReadyError("; ".join(problems))
+    return json_response({"status": "ok"})
+
+
+async def _metrics(services: Services, request: Request) -> Response:
+    for (pipeline, label), waiting in services.backend.waiting().items():
+        services.telemetry.set(metrics.QUEUE_DEPTH, pipeline, label, to=waiting)
+    texts = [services.telemetry.exposition()]
+    if services.extra is not None:
+        texts.append(await services.extra())
+    return Response(merge_expositions(texts), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _models(services: Services, request: Request) -> Response:
+    _check_key(services.http, request)
+    return json_response({"object": "list", "data": [_model_card(services.model)]})
+
+
+async def _one_model(services: Services, request: Request) -> Response:
+    _check_key(services.http, request)
+    name = request.path_params["name"]
+    if name != services.model.name:
+        raise UnknownModelError(f"model {name!r} is not served", "model")
+    return json_response(_model_card(services.model))
+
+
+def _model_card(model: ServedModel) -> dict[str, object]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "tandem",
+        "max_model_len": model.max_context_tokens,
+    }

@@ -1,0 +1,189 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.api.answers import Deltas, collect, header, json_response
+from cluster.api.body import read_body
+from cluster.api.checks import (
+    check_logprobs,
+    check_model,
+    check_options,
+    check_supported,
+    check_tokens,
+    room_for,
+)
+from cluster.api.errors import UnsupportedFieldError
+from cluster.api.logprobs import chat_logprobs
+from cluster.api.schemas import ChatBody, ChatMessage, GenerationOptions
+from cluster.api.sequences import Choice, Tally, run_choices, with_seed
+from cluster.api.session import DONE, EventStream, Services, Session, sse
+from cluster.text import ShownToken
+from contracts.errors import RequestError
+from contracts.messages import Submit
+from contracts.requests import Usage
+
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class Job(msgspec.Struct, frozen=True):
+    token_ids: list[int]
+    max_tokens: int
+    options: GenerationOptions
+
+
+async def chat_completions(services: Services, session: Session, request: Request) -> Response:
+    body = await read_body(request, ChatBody, services.http.max_body_bytes)
+    job = await session.run(_job(services, body))
+    session.priority = job.options.priority
+    run = _Run(services, session, job)
+    if job.options.stream:
+        return await EventStream.open(session, run.frames())
+    return json_response(await session.run(run.answer()))
+
+
+async def _job(services: Services, body: ChatBody) -> Job:
+    """The request, checked: see `checks.py` for the order."""
+    check_supported(body)
+    if body.echo:
+        raise UnsupportedFieldError("echo is not supported for chat", "echo")
+    check_model(body.model, services.model)
+    if body.max_completion_tokens is not None:
+        body.max_tokens = body.max_completion_tokens
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
+    top = check_logprobs("top_logprobs", body.top_logprobs or 0) if body.logprobs else None
+    options = check_options(body, logprobs=top)
+    if options.max_tokens == 0:
+        raise RequestError("max_tokens must be at least 1", "max_tokens")
+    if options.n > services.http.max_batch_items:
+        raise RequestError(f"n={options.n} is more than http.max_batch_items", "n")
+    messages = [_plain(index, message) for index, message in enumerate(body.messages)]
+    if not messages:
+        raise RequestError("messages is empty", "messages")
+    token_ids = await services.tokenizer.encode_chat_async(messages, **_variables(body))
+    check_tokens(token_ids, services.model, "messages")
+    context = services.model.max_context_tokens
+    room = room_for(len(token_ids), options, services.model, default=context, param="messages")
+    return Job(token_ids, room, options)
+
+
+def _plain(index: int, message: ChatMessage) -> dict[str, Any]:
+    """The message as a template takes it: parts of text joined by line ends, no null fields."""
+    plain: dict[str, Any] = {
+        key: value for key, value in msgspec.structs.asdict(message).items() if value is not None
+    }
+    if isinstance(message.content, list):
+        for part in message.content:
+            if part.type != "text" or part.text is None:
+                raise RequestError(
+                    f"messages[{index}]: a part of type {part.type!r} is not supported, only text",
+                    "messages",
+                )
+        plain["content"] = "\n".join(part.text or "" for part in message.content)
+    if "content" not in plain and not message.tool_calls:
+        raise RequestError(f"messages[{index}] has no content", "messages")
+    return plain
+
+
+def _variables(body: ChatBody) -> dict[str, Any]:
+    """What the template may use besides the messages."""
+    variables = dict(body.chat_template_kwargs or {})
+    reserved = sorted(_RESERVED & variables.keys())
+    if reserved:
+        raise RequestError(
+            f"chat_template_kwargs: {reserved[0]} cannot be set", "chat_template_kwargs"
+        )
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return variables
+
+
+class _Run:
+    """A job at work: its deltas, as one answer or as a stream of chunks."""
+
+    def __init__(self, services: Services, session: Session, job: Job) -> None:
+        self._services = services
+        self._session = session
+        self._job = job
+        self._usages: dict[int, Usage] = {}
+
+    def _header(self, kind: str) -> dict[str, Any]:
+        return header("chatcmpl", kind, self._services.model.name)
+
+    def _deltas(self) -> Deltas:
+        choices = [
+            Choice(index=index, submit=self._submit(index), stops=self._job.options.stops)
+            for index in range(self._job.options.n)
+        ]
+        return run_choices(self._services, self._session, choices, self._usages)
+
+    def _submit(self, index: int) -> Submit:
+        options = self._job.options
+        sampling = msgspec.structs.replace(options.sampling, max_tokens=self._job.max_tokens)
+        return Submit(
+            request_id=0,
+            token_ids=self._job.token_ids,
+            sampling=with_seed(sampling, index),
+            priority=options.priority,
+            eos_token_ids=list(self._services.model.eos_token_ids),
+        )
+
+    async def answer(self) -> dict[str, Any]:
+        collected = await collect(self._deltas(), self._job.options.n)
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": self._logprobs(choice.tokens),
+                "finish_reason": choice.finish_reason,
+            }
+            for index, choice in enumerate(collected)
+        ]
+        return {**self._header("chat.completion"), "choices": choices, "usage": self._usage()}
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """The role first, with the first arrival; then text; the reason; the usage."""
+        head = self._header("chat.completion.chunk")
+        usage = {"usage": None} if self._job.options.include_usage else {}
+        begun: set[int] = set()
+        async with aclosing(self._deltas()) as deltas:
+            async for index, delta in deltas:
+                if index not in begun:
+                    begun.add(index)
+                    role = self._choice(index, {"role": "assistant", "content": ""}, [], None)
+                    yield sse({**head, "choices": [role], **usage})
+                if delta.text or delta.tokens or delta.finish_reason:
+                    content = {"content": delta.text} if delta.text or delta.tokens else {}
+                    choice = self._choice(index, content, delta.tokens, delta.finish_reason)
+                    yield sse({**head, "choices": [choice], **usage})
+        if usage:
+            yield sse({**head, "choices": [], "usage": self._usage()})
+        yield DONE
+
+    def _choice(
+        self, index: int, delta: dict[str, str], tokens: list[ShownToken], reason: str | None
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(tokens) if tokens else None,
+            "finish_reason": reason,
+        }
+
+    def _logprobs(self, tokens: list[ShownToken]) -> dict[str, Any] | None:
+        wanted = self._job.options.sampling.logprobs is not None
+        return chat_logprobs(self._services.tokenizer, tokens) if wanted else None
+
+    def _usage(self) -> dict[str, object]:
+        tally = Tally()
+        for usage in self._usages.values():
+            tally.add(0, usage)
+        return tally.body()

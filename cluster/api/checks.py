@@ -1,0 +1,159 @@
+"""Values of request fields: ranges, combinations, lengths.
+
+Order: API key, body (see `body.py`), unsupported fields, model, values, then the prompt: tokens,
+their range, the context. The first fault found is the one reported. Only then is a rank asked for.
+"""
+
+from __future__ import annotations
+
+import math
+
+from cluster.api.errors import UnsupportedFieldError
+from cluster.api.schemas import (
+    NEUTRAL,
+    GenerationBody,
+    GenerationOptions,
+    ServedModel,
+    Unsupported,
+)
+from contracts.errors import RequestError, TooLongError, UnknownModelError
+from contracts.requests import Priority, Sampling
+
+MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 1024
+MAX_N = 128
+MAX_LOGPROBS = 20
+DEFAULT_TEMPERATURE = 1.0
+_INT64 = 1 << 63
+
+
+def check_supported(body: Unsupported) -> None:
+    for name, neutral in NEUTRAL.items():
+        value = getattr(body, name)
+        if value is not None and value not in neutral:
+            raise UnsupportedFieldError(f"{name} is not supported", name)
+
+
+def check_model(name: str, model: ServedModel) -> None:
+    if name != model.name:
+        raise UnknownModelError(f"model {name!r} is not served; this is {model.name!r}", "model")
+
+
+def check_options(body: GenerationBody, *, logprobs: int | None) -> GenerationOptions:
+    """The common fields, with defaults filled in. max_tokens 0 is the caller's to judge."""
+    n = _within("n", body.n, 1, MAX_N, default=1)
+    if body.best_of is not None and body.best_of != n:
+        raise UnsupportedFieldError(
+            f"best_of={body.best_of} is not supported (n is {n})", "best_of"
+        )
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream=true", "stream_options")
+    if body.max_tokens is not None and body.max_tokens < 0:
+        raise RequestError(f"max_tokens={body.max_tokens} must not be negative", "max_tokens")
+    options = body.stream_options
+    return GenerationOptions(
+        sampling=_sampling(body, logprobs),
+        max_tokens=body.max_tokens,
+        priority=check_priority(body.priority, default=Priority.LS),
+        stops=_stops(body.stop),
+        n=n,
+        stream=bool(body.stream),
+        include_usage=bool(options and options.include_usage),
+    )
+
+
+def check_logprobs(name: str, value: int | None) -> int | None:
+    return None if value is None else _within(name, value, 0, MAX_LOGPROBS, default=0)
+
+
+def check_priority(value: str | int | None, *, default: Priority) -> Priority:
+    """ "ls", "be", or an integer as in vLLM: 0 is ls, greater is be."""
+    if value is None:
+        return default
+    if isinstance(value, str):
+        by_label = {priority.label: priority for priority in Priority}
+        if value not in by_label:
+            raise RequestError(f"priority={value!r}: expected ls or be", "priority")
+        return by_label[value]
+    if value < 0:
+        raise RequestError(f"priority={value} must not be negative", "priority")
+    return Priority.BE if value > 0 else Priority.LS
+
+
+def check_tokens(token_ids: list[int], model: ServedModel, param: str) -> None:
+    """A prompt's tokens: there are some, and the model knows them."""
+    if not token_ids:
+        raise RequestError(f"{param} is empty", param)
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= model.vocab_size:
+        bad = low if low < 0 else high
+        raise RequestError(
+            f"{param}: token id {bad} is outside the vocabulary (0 to {model.vocab_size - 1})",
+            param,
+        )
+
+
+def room_for(
+    prompt_tokens: int, options: GenerationOptions, model: ServedModel, *, default: int, param: str
+) -> int:
+    """max_tokens for this prompt. Stated: it must fit behind the prompt, or 400. Not stated: the
+    default, cut to what fits. A prompt that leaves no room for one token is 413."""
+    context = model.max_context_tokens
+    room = context - prompt_tokens
+    needed = 0 if options.max_tokens == 0 else 1
+    if room < needed:
+        raise TooLongError(
+            f"{param} has {prompt_tokens} tokens, the model's context holds {context}"
+            f" including at least {needed} to generate: shorten it",
+            param,
+        )
+    if options.max_tokens is None:
+        return min(default, room)
+    if options.max_tokens > room:
+        raise RequestError(
+            f"max_tokens={options.max_tokens} and {prompt_tokens} prompt tokens are more than the"
+            f" model's context of {context} tokens: ask for at most {room}",
+            "max_tokens",
+        )
+    return options.max_tokens
+
+
+def _sampling(body: GenerationBody, logprobs: int | None) -> Sampling:
+    temperature = DEFAULT_TEMPERATURE if body.temperature is None else body.temperature
+    if not (math.isfinite(temperature) and 0 <= temperature <= 2):
+        raise RequestError(f"temperature={temperature} must be within 0 and 2", "temperature")
+    top_p = 1.0 if body.top_p is None else body.top_p
+    if not 0 < top_p <= 1:
+        raise RequestError(f"top_p={top_p} must be above 0 and at most 1", "top_p")
+    top_k = _within("top_k", body.top_k, -1, _INT64 - 1, default=0)
+    if body.seed is not None:
+        _within("seed", body.seed, -_INT64, _INT64 - 1, default=0)
+    return Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=max(top_k, 0),  # vLLM says -1 where we say 0: no limit
+        seed=body.seed,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+    )
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop has {len(stops)} strings, at most {MAX_STOPS}", "stop")
+    for text in stops:
+        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            raise RequestError(
+                f"stop: a string has {len(text)} characters, expected 1 to {MAX_STOP_CHARACTERS}",
+                "stop",
+            )
+    return tuple(stops)
+
+
+def _within(name: str, value: int | None, low: int, high: int, *, default: int) -> int:
+    if value is None:
+        return default
+    if not low <= value <= high:
+        raise RequestError(f"{name}={value} must be within {low} and {high}", name)
+    return value

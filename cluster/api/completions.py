@@ -1,0 +1,229 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.api.answers import Deltas, collect, header, json_response
+from cluster.api.body import read_body
+from cluster.api.checks import (
+    check_logprobs,
+    check_model,
+    check_options,
+    check_supported,
+    check_tokens,
+    room_for,
+)
+from cluster.api.echo import echo
+from cluster.api.logprobs import completion_logprobs
+from cluster.api.schemas import CompletionBody, GenerationOptions
+from cluster.api.sequences import Choice, Tally, run_choices, with_seed
+from cluster.api.session import DONE, EventStream, Services, Session, sse
+from cluster.bounded import map_bounded
+from cluster.text import Delta, ShownToken
+from contracts.errors import RequestError
+from contracts.messages import Submit
+from contracts.requests import Usage
+
+DEFAULT_MAX_TOKENS = 16
+CONCURRENT_ECHOES = 64
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """text: what `echo` gives back."""
+
+    text: str
+    token_ids: list[int]
+    max_tokens: int
+
+
+class Job(msgspec.Struct, frozen=True):
+    prompts: list[Prompt]
+    options: GenerationOptions
+    echo: bool
+
+    @property
+    def count(self) -> int:
+        return len(self.prompts) * self.options.n
+
+    def prompt_of(self, index: int) -> int:
+        """Choices are ordered by prompt, then by repetition."""
+        return index // self.options.n
+
+
+async def completions(services: Services, session: Session, request: Request) -> Response:
+    body = await read_body(request, CompletionBody, services.http.max_body_bytes)
+    job = await session.run(_job(services, body))
+    session.priority = job.options.priority
+    run = _Run(services, session, job)
+    if job.options.stream:
+        return await EventStream.open(session, run.frames())
+    return json_response(await session.run(run.answer()))
+
+
+async def _job(services: Services, body: CompletionBody) -> Job:
+    """The request, checked: see `checks.py` for the order."""
+    check_supported(body)
+    check_model(body.model, services.model)
+    options = check_options(body, logprobs=check_logprobs("logprobs", body.logprobs))
+    if options.max_tokens == 0 and not body.echo:
+        raise RequestError("max_tokens must be at least 1 (0 only with echo)", "max_tokens")
+    listed = _prompts(body.prompt)
+    if len(listed) * options.n > services.http.max_batch_items:
+        raise RequestError(
+            f"prompt: {len(listed)} prompts times n={options.n} are more than"
+            f" {services.http.max_batch_items} (http.max_batch_items)",
+            "prompt",
+        )
+    token_ids = await _token_ids(services, listed)
+    prompts = []
+    for number, ids in enumerate(token_ids):
+        check_tokens(ids, services.model, "prompt")
+        room = room_for(
+            len(ids), options, services.model, default=DEFAULT_MAX_TOKENS, param="prompt"
+        )
+        prompts.append(Prompt(_echo_text(services, listed[number]) if body.echo else "", ids, room))
+    return Job(prompts, options, bool(body.echo))
+
+
+def _prompts(given: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
+    """One entry per prompt: all strings, or all lists of token ids. Raises RequestError."""
+    if isinstance(given, str):
+        return [given]
+    texts = [item for item in given if isinstance(item, str)]
+    token_ids = [item for item in given if isinstance(item, int)]
+    lists = [item for item in given if isinstance(item, list)]
+    if not given:
+        raise RequestError("prompt is empty", "prompt")
+    if len(token_ids) == len(given):
+        return [token_ids]
+    if len(texts) == len(given):
+        return texts
+    if len(lists) == len(given):
+        return lists
+    raise RequestError(
+        "prompt: expected a string, strings, token ids, or lists of token ids, not a mixture",
+        "prompt",
+    )
+
+
+async def _token_ids(services: Services, listed: list[str] | list[list[int]]) -> list[list[int]]:
+    texts = [given for given in listed if isinstance(given, str)]
+    if not all(texts):
+        raise RequestError("prompt is empty", "prompt")
+    if texts:
+        return await services.tokenizer.encode_many_async(texts)
+    return [given for given in listed if isinstance(given, list)]
+
+
+def _echo_text(services: Services, given: str | list[int]) -> str:
+    """A prompt of token ids comes back as all its text, special tokens included."""
+    if isinstance(given, str):
+        return given
+    return services.tokenizer.decode(given, skip_special_tokens=False)
+
+
+class _Run:
+    """A job at work: its deltas, as one answer or as a stream of chunks."""
+
+    def __init__(self, services: Services, session: Session, job: Job) -> None:
+        self._services = services
+        self._session = session
+        self._job = job
+        self._usages: dict[int, Usage] = {}
+        self._header = header("cmpl", "text_completion", services.model.name)
+
+    async def answer(self) -> dict[str, Any]:
+        choices = await collect(self._deltas(), self._job.count)
+        return {
+            **self._header,
+            "choices": [
+                self._choice(index, choice.text, choice.tokens, choice.finish_reason)
+                for index, choice in enumerate(choices)
+            ],
+            "usage": self._usage(),
+        }
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        usage = {"usage": None} if self._job.options.include_usage else {}
+        async with aclosing(self._deltas()) as deltas:
+            async for index, delta in deltas:
+                if delta.text or delta.tokens or delta.finish_reason:
+                    choice = self._choice(index, delta.text, delta.tokens, delta.finish_reason)
+                    yield sse({**self._header, "choices": [choice], **usage})
+        if usage:
+            yield sse({**self._header, "choices": [], "usage": self._usage()})
+        yield DONE
+
+    async def _deltas(self) -> Deltas:
+        """Each choice's echo first, then what is generated, its tokens shifted behind the echo."""
+        job = self._job
+        if job.echo:
+            numbers = range(len(job.prompts))
+            echoes = await map_bounded(self._echo, numbers, CONCURRENT_ECHOES)
+            for index in range(job.count):
+                yield index, echoes[job.prompt_of(index)]
+        if job.options.max_tokens == 0:
+            return
+        choices = [
+            Choice(index=index, submit=self._submit(index), stops=job.options.stops)
+            for index in range(job.count)
+        ]
+        generated = run_choices(self._services, self._session, choices, self._usages)
+        async with aclosing(generated):
+            async for index, delta in generated:
+                yield index, self._shifted(index, delta)
+
+    def _submit(self, index: int) -> Submit:
+        options = self._job.options
+        prompt = self._job.prompts[self._job.prompt_of(index)]
+        sampling = msgspec.structs.replace(options.sampling, max_tokens=prompt.max_tokens)
+        return Submit(
+            request_id=0,
+            token_ids=prompt.token_ids,
+            sampling=with_seed(sampling, index % options.n),
+            priority=options.priority,
+            eos_token_ids=list(self._services.model.eos_token_ids),
+        )
+
+    def _shifted(self, index: int, delta: Delta) -> Delta:
+        if not self._job.echo:
+            return delta
+        shift = len(self._job.prompts[self._job.prompt_of(index)].text)
+        tokens = [ShownToken(t.token_id, t.offset + shift, t.logprob) for t in delta.tokens]
+        return msgspec.structs.replace(delta, tokens=tokens)
+
+    async def _echo(self, number: int) -> Delta:
+        """The echo of prompt `number`; its usage counts where nothing is generated after it."""
+        options = self._job.options
+        prompt = self._job.prompts[number]
+        delta, usage = await echo(self._services, prompt.text, prompt.token_ids, options)
+        if options.max_tokens == 0:
+            self._session.on_token()
+            self._session.on_sequence_end(usage, 0.0, 0.0)
+            self._usages[number * options.n] = usage
+        return delta
+
+    def _usage(self) -> dict[str, object]:
+        tally = Tally()
+        for index, usage in sorted(self._usages.items()):
+            tally.add(self._job.prompt_of(index), usage)
+        return tally.body()
+
+    def _choice(
+        self, index: int, text: str, tokens: list[ShownToken], finish_reason: str | None
+    ) -> dict[str, Any]:
+        wanted = self._job.options.sampling.logprobs is not None
+        tokenizer = self._services.tokenizer
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": completion_logprobs(tokenizer, tokens) if wanted else None,
+            "finish_reason": finish_reason,
+        }

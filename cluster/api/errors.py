@@ -1,0 +1,97 @@
+"""Errors as HTTP: every TandemError, and everything that goes wrong before one could be raised,
+becomes an OpenAI error body, here and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from contracts.errors import (
+    ClientGoneError,
+    OverloadError,
+    RequestError,
+    RequestTimeoutError,
+    TandemError,
+    UnauthorizedError,
+)
+from contracts.metrics import Outcome
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+class BodyTooLargeError(RequestError):
+    code = "body_too_large"
+    status = 413
+
+
+class MediaTypeError(RequestError):
+    code = "unsupported_media_type"
+    status = 415
+
+
+class UnsupportedFieldError(RequestError):
+    code = "unsupported_parameter"
+
+
+def error_body(error: TandemError) -> dict[str, Any]:
+    return _body(
+        error.status,
+        error.message,
+        error.code,
+        error.param if isinstance(error, RequestError) else None,
+    )
+
+
+def error_response(error: TandemError) -> Response:
+    """The one mapping from our error tree to HTTP."""
+    headers = {}
+    if isinstance(error, OverloadError):
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    if isinstance(error, UnauthorizedError):
+        headers["WWW-Authenticate"] = "Bearer"
+    return _response(error.status, error_body(error), headers)
+
+
+def outcome_of(error: TandemError) -> Outcome:
+    if isinstance(error, ClientGoneError):
+        return Outcome.CLIENT_GONE
+    if isinstance(error, RequestTimeoutError):
+        return Outcome.TIMEOUT
+    if error.status == OverloadError.status:
+        return Outcome.OVERLOAD
+    return Outcome.REFUSED if error.status < 500 else Outcome.ERROR
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Unknown routes, wrong methods and our own bugs answer in the same form."""
+    app.add_exception_handler(HTTPException, _on_routing_error)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+async def _on_routing_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = "no such route" if error.status_code == 404 else error.detail
+    message = f"{request.method} {request.url.path}: {what}"
+    code = _ROUTING_CODES.get(error.status_code, "http_error")
+    body = _body(error.status_code, message, code, None)
+    return _response(error.status_code, body, dict(error.headers or {}))
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """The traceback goes to the log (Starlette raises it again), not to the client."""
+    return _response(500, _body(500, "internal error", "internal_error", None), {})
+
+
+def _body(status: int, message: str, code: str, param: str | None) -> dict[str, Any]:
+    kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _response(status: int, body: dict[str, Any], headers: dict[str, str]) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

@@ -1,0 +1,70 @@
+"""Log-probabilities in the two forms that OpenAI has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cluster.text import ShownToken
+from models.tokenizer import Tokenizer
+
+
+def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[ShownToken]) -> dict[str, Any]:
+    """The form of /v1/completions: four parallel lists.
+
+    The first token of a prompt has no log-probability: null. `top_logprobs` holds the chosen token
+    too, so it may have one more entry than asked for.
+    """
+    names: list[str] = []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for token in tokens:
+        name = token_name(tokenizer, token.token_id)
+        names.append(name)
+        offsets.append(token.offset)
+        if token.logprob is None:
+            values.append(None)
+            tops.append(None)
+            continue
+        values.append(token.logprob.logprob)
+        alternatives = {token_name(tokenizer, other): p for other, p in token.logprob.top}
+        tops.append({**alternatives, name: token.logprob.logprob})
+    return {
+        "tokens": names,
+        "token_logprobs": values,
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[ShownToken]) -> dict[str, Any]:
+    """The form of /v1/chat/completions: one object per token, with its bytes."""
+    content = []
+    for token in tokens:
+        if token.logprob is None:
+            continue
+        entry = _chat_entry(tokenizer, token.token_id, token.logprob.logprob)
+        entry["top_logprobs"] = [
+            _chat_entry(tokenizer, other, logprob) for other, logprob in token.logprob.top
+        ]
+        content.append(entry)
+    return {"content": content, "refusal": None}
+
+
+def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+    """The token's text; `bytes:\\xe2\\x82` for one that is only part of a character."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token_id)
+    return {
+        "token": data.decode(errors="replace"),
+        "logprob": logprob,
+        "bytes": list(data),
+    }

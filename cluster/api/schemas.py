@@ -1,0 +1,163 @@
+"""Request bodies, as msgspec decodes them. Unknown fields (`user`, `metadata`, ...) are accepted;
+fields that we know but do not support are declared, so that they can be refused by name."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from contracts.requests import Priority, Sampling
+
+# Unsupported fields, with the values (besides null) that change nothing and so are let through.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "continue_final_message": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+
+class Unsupported(msgspec.Struct, kw_only=True):
+    allowed_token_ids: Any = None
+    audio: Any = None
+    bad_words: Any = None
+    continue_final_message: Any = None
+    frequency_penalty: Any = None
+    function_call: Any = None
+    functions: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    include_stop_str_in_output: Any = None
+    logit_bias: Any = None
+    min_p: Any = None
+    min_tokens: Any = None
+    modalities: Any = None
+    prediction: Any = None
+    presence_penalty: Any = None
+    prompt_logprobs: Any = None
+    repetition_penalty: Any = None
+    response_format: Any = None
+    skip_special_tokens: Any = None
+    stop_token_ids: Any = None
+    structured_outputs: Any = None
+    suffix: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+    web_search_options: Any = None
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class GenerationBody(Unsupported, kw_only=True):
+    """What completions and chat completions have in common."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    priority: str | int | None = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Any = None
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    echo: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ClassifyBody(msgspec.Struct, kw_only=True):
+    model: str
+    input: str | list[str]
+    labels: list[str]
+    prefix: str | None = None
+    multi_label: bool | None = None
+    template: str | None = None
+    priority: str | int | None = None
+
+
+class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """A generation request's fields after checking. `sampling.max_tokens` is set per prompt;
+    max_tokens None: not stated."""
+
+    sampling: Sampling
+    max_tokens: int | None
+    priority: Priority
+    stops: tuple[str, ...]
+    n: int
+    stream: bool
+    include_usage: bool
+
+
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What the API must know of the model. vocab_size: rows of the embedding (token ids beyond it
+    are refused), which may be more than the tokenizer has."""
+
+    name: str
+    max_context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    created: int = 0

@@ -1,0 +1,188 @@
+"""One HTTP request, from its arrival to the last byte: watches the client and the clock, counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cluster.api.errors import error_body, outcome_of
+from cluster.api.schemas import ServedModel
+from cluster.telemetry import Telemetry
+from contracts import metrics
+from contracts.clock import Clock
+from contracts.config import HttpConfig
+from contracts.errors import ClientGoneError, RequestTimeoutError, TandemError
+from contracts.messages import Finished, Scored, Submit, Tokens
+from contracts.metrics import Outcome, Pipeline
+from contracts.requests import Priority, Usage
+from models.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
+
+
+class Backend(Protocol):
+    """What runs requests: `cluster.dispatcher.Dispatcher`, or a test's own."""
+
+    def generate(self, submit: Submit) -> AsyncGenerator[list[Tokens | Finished], None]:
+        """Batches of events, a `Finished` last. Closing it cancels. Raises TandemError."""
+
+    async def score(self, submit: Submit) -> Scored:
+        """The answer of a prefill-only job. Raises TandemError."""
+
+    def problems(self) -> list[str]:
+        """Why it is not ready, one line each; empty: ready."""
+
+    def waiting(self) -> Mapping[tuple[str, str], int]:
+        """Sequences that wait for a first answer, by (pipeline, class)."""
+
+
+class Services(msgspec.Struct, frozen=True, kw_only=True):
+    """What every endpoint works with. extra: metrics of the ranks, in Prometheus text format."""
+
+    backend: Backend
+    tokenizer: Tokenizer
+    model: ServedModel
+    http: HttpConfig
+    telemetry: Telemetry
+    clock: Clock
+    extra: Callable[[], Awaitable[str]] | None
+
+
+class Session:
+    """Knows when the request came, whether its client is still there, and counts it once.
+
+    pipeline and priority are for the metrics; an endpoint sets them when it has read the body.
+    """
+
+    def __init__(self, services: Services, receive: Receive) -> None:
+        self.pipeline = Pipeline.GENERATION
+        self.priority = Priority.LS
+        self._services = services
+        self._telemetry = services.telemetry
+        self._clock = services.clock
+        self._receive = receive
+        self._arrived_s = services.clock()
+        self._deadline_s = asyncio.get_running_loop().time() + services.http.request_timeout_s
+        self._has_token = False
+        self._finished = False
+
+    async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `work`, which is cancelled when the client leaves or time is up.
+
+        Raises ClientGoneError, RequestTimeoutError, or what `work` raises. Only after the body has
+        been read: from then on the client can only say that it is gone.
+        """
+        task = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(self._until_gone())
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            limit_s = self._services.http.request_timeout_s
+            raise RequestTimeoutError(
+                f"not done within {limit_s:g} s (http.request_timeout_s)"
+            ) from None
+        finally:
+            for started in (task, gone):
+                if not started.done():
+                    started.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
+        if task.cancelled():
+            raise ClientGoneError("the client left before its answer was complete")
+        return task.result()
+
+    async def _until_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def on_token(self) -> None:
+        """Call with every arrival; the first one counts as TTFT."""
+        if not self._has_token:
+            self._has_token = True
+            waited_s = self._clock() - self._arrived_s
+            self._telemetry.observe(metrics.TTFT, *self._labels(), value=waited_s)
+
+    def on_sequence_end(self, usage: Usage, first_s: float, last_s: float) -> None:
+        """Counts one sequence's tokens; first_s, last_s: when its first and last tokens came."""
+        self._telemetry.count(metrics.PROMPT_TOKENS, self.pipeline, by=usage.prompt_tokens)
+        self._telemetry.count(metrics.CACHED_TOKENS, self.pipeline, by=usage.cached_tokens)
+        label = self.priority.label
+        self._telemetry.count(metrics.GENERATED_TOKENS, label, by=usage.completion_tokens)
+        if usage.completion_tokens > 1:
+            per_token_s = (last_s - first_s) / (usage.completion_tokens - 1)
+            self._telemetry.observe(metrics.TPOT, label, value=per_token_s)
+
+    def finish(self, outcome: Outcome) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        self._telemetry.count(metrics.REQUESTS, *self._labels(), outcome)
+        if outcome is Outcome.OK:
+            spent_s = self._clock() - self._arrived_s
+            self._telemetry.observe(metrics.TURNAROUND, *self._labels(), value=spent_s)
+
+    def _labels(self) -> tuple[str, str]:
+        return self.pipeline, self.priority.label
+
+
+class EventStream(Response):
+    """Server-sent events, each flushed as it comes.
+
+    `open` waits for the first one, so that what fails before it still gets its HTTP status; what
+    fails later is sent as an error event.
+    """
+
+    def __init__(self, session: Session, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._session = session
+        self._first = first
+        self._rest = rest
+
+    @classmethod
+    async def open(cls, session: Session, frames: AsyncGenerator[bytes, None]) -> EventStream:
+        async def first_frame() -> bytes:
+            return await anext(frames)
+
+        try:
+            first = await session.run(first_frame())
+        except BaseException:
+            await frames.aclose()
+            raise
+        return cls(session, first, frames)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self._rest):
+                await self._session.run(self._pump(send))
+            self._session.finish(Outcome.OK)
+        except TandemError as error:
+            self._session.finish(outcome_of(error))
+            if not isinstance(error, ClientGoneError):
+                await self._send(send, sse(error_body(error)) + DONE, more=False)
+        finally:
+            self._session.finish(Outcome.ERROR)
+
+    async def _pump(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        await self._send(send, self._first, more=True)
+        async for frame in self._rest:
+            await self._send(send, frame, more=True)
+        await self._send(send, b"", more=False)
+
+    async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def sse(body: object) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"

@@ -1,0 +1,143 @@
+"""The real API on a real port, before fake ranks on real sockets, all on one background loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import openai
+import uvicorn
+
+from actors.channels.handshake import Identity
+from cluster.api.app import build_app
+from cluster.api.schemas import ServedModel
+from cluster.dispatcher import Dispatcher, DispatcherConfig
+from cluster.rank_client import RankClient, RankClientConfig
+from contracts.config import HttpConfig
+from models.tokenizer import Tokenizer
+from tests.fake_rank import TOKEN, FakeRank
+from tests.tiny_tokenizer import EOS
+
+Result = TypeVar("Result")
+MODEL = "tiny"
+CONTEXT_TOKENS = 256
+TIMEOUT_S = 20.0
+ME = Identity(name="ingress-0", token=TOKEN, epoch=None)
+QUICK = RankClientConfig(silence_s=0.6, check_every_s=0.05, max_backoff_s=0.05)
+
+
+class Loop:
+    """An event loop in a thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Api:
+    """A running server, clients for it, and the fake ranks behind it."""
+
+    def __init__(self, loop: Loop, url: str, ranks: Sequence[FakeRank], tokenizer: Tokenizer):
+        self.loop = loop
+        self.url = url
+        self.ranks = ranks
+        self.tokenizer = tokenizer
+        self.http = httpx.Client(base_url=url, timeout=TIMEOUT_S)
+        self.openai = openai.OpenAI(
+            base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=TIMEOUT_S
+        )
+        self.dispatcher: Dispatcher
+
+    @property
+    def rank(self) -> FakeRank:
+        return self.ranks[0]
+
+    def wait_ready(self) -> None:
+        self.loop.run(self.dispatcher.wait_ready())
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        return self.http.post(path, json={"model": MODEL, **body})
+
+    def close(self) -> None:
+        self.http.close()
+        self.openai.close()
+
+
+@contextlib.contextmanager
+def serve_api(
+    folder: Path, ranks: Sequence[FakeRank], http: HttpConfig | None = None, **limits: int
+) -> Iterator[Api]:
+    """The API in front of `ranks`; limits: fields of DispatcherConfig."""
+    tokenizer = Tokenizer.load(folder)
+    loop = Loop()
+
+    async def start() -> tuple[Dispatcher, uvicorn.Server, asyncio.Task[None]]:
+        clients = [RankClient(rank.name, await rank.listen(), ME, QUICK) for rank in ranks]
+        dispatcher = Dispatcher(clients, DispatcherConfig(**limits))
+        dispatcher.start()
+        await dispatcher.wait_ready()
+        eos = tokenizer.encode(EOS, add_special_tokens=False)
+        model = ServedModel(
+            name=MODEL,
+            max_context_tokens=CONTEXT_TOKENS,
+            vocab_size=tokenizer.vocab_size,
+            eos_token_ids=tuple(eos),
+        )
+        app = build_app(dispatcher, tokenizer, model, http or HttpConfig())
+        started = asyncio.Event()
+        server = _Server(app, started)
+        serving = asyncio.create_task(server.serve())
+        await started.wait()
+        return dispatcher, server, serving
+
+    dispatcher, server, serving = loop.run(start())
+
+    async def stop() -> None:
+        server.should_exit = True
+        await serving
+        await dispatcher.close()
+        for rank in ranks:
+            await rank.close()
+
+    port = server.servers[0].sockets[0].getsockname()[1]
+    api = Api(loop, f"http://127.0.0.1:{port}", ranks, tokenizer)
+    api.dispatcher = dispatcher
+    try:
+        yield api
+    finally:
+        api.close()
+        loop.run(stop())
+        loop.close()
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens."""
+
+    def __init__(self, app: Any, listening: asyncio.Event) -> None:
+        config = uvicorn.Config(
+            app, port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=1
+        )
+        super().__init__(config)
+        self._listening = listening
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self._listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # not the main thread

@@ -1,0 +1,168 @@
+"""An attention rank without a model: speaks the real protocol on a real socket, and answers with
+tokens that follow from the request alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import msgspec
+
+from actors.channels.handshake import Identity, accept_async
+from contracts.errors import HandshakeError
+from contracts.messages import (
+    Cancel,
+    Event,
+    Events,
+    Failed,
+    Finished,
+    RankState,
+    Scored,
+    Submit,
+    TokenLogprob,
+    Tokens,
+    ToRank,
+)
+from contracts.requests import Usage
+
+TOKEN = b"a token for tests"
+HEARTBEAT_S = 0.05
+CACHED_TOKENS = 1
+
+Reply = Callable[[Submit], list[int]]
+
+
+class FakeRank:
+    """reply: the tokens to generate, eos included. per_frame: tokens in one frame.
+
+    hold_after: send that many tokens, then nothing more for this request. `submits` and `cancels`
+    may be read from any thread.
+    """
+
+    def __init__(self, name: str, reply: Reply, *, per_frame: int = 1) -> None:
+        self.name = name
+        self.reply = reply
+        self.per_frame = per_frame
+        self.hold_after: int | None = None
+        self.fail_with: tuple[str, str, int] | None = None  # message, code, status
+        self.silent = False
+        self.healthy = True
+        self.submits: SimpleQueue[Submit] = SimpleQueue()
+        self.cancels: SimpleQueue[int] = SimpleQueue()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._server: asyncio.Server | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToRank)
+
+    async def listen(self, path: str | None = None) -> str:
+        """On a Unix socket at `path`, or on a TCP port; the address for a client."""
+        if path is not None:
+            self._server = await asyncio.start_unix_server(self._serve, path)
+            return f"unix:{path}"
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"tcp:127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        await self.drop_connections()
+
+    async def drop_connections(self) -> None:
+        """As a dead process does."""
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        me = Identity(name=self.name, token=TOKEN, epoch=None)
+        try:
+            await accept_async(reader, writer, me, deadline_s=5.0)
+        except (HandshakeError, OSError, EOFError):
+            writer.close()
+            return
+        self._writers.add(writer)
+        beat = asyncio.create_task(self._beat(writer))
+        try:
+            while True:
+                size = int.from_bytes(await reader.readexactly(4), "little")
+                self._take(writer, self._decoder.decode(await reader.readexactly(size)))
+        except (OSError, EOFError):
+            pass
+        finally:
+            beat.cancel()
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _beat(self, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                if not self.silent:
+                    reason = "" if self.healthy else "told so"
+                    state = RankState(rank=self.name, healthy=self.healthy, reason=reason)
+                    self._send(writer, [state])
+                await asyncio.sleep(HEARTBEAT_S)
+
+    def _send(self, writer: asyncio.StreamWriter, events: list[Event]) -> None:
+        body = self._encoder.encode(Events(events))
+        writer.write(len(body).to_bytes(4, "little") + body)
+
+    def _take(self, writer: asyncio.StreamWriter, message: ToRank) -> None:
+        if isinstance(message, Cancel):
+            self.cancels.put(message.request_id)
+            return
+        self.submits.put(message)
+        if self.fail_with is not None:
+            text, code, status = self.fail_with
+            self._send(writer, [Failed(message.request_id, code, text, status)])
+        elif message.sampling is None:
+            self._send(writer, [_scored(message)])
+        else:
+            for frame in self._generated(message):
+                self._send(writer, frame)
+
+    def _generated(self, submit: Submit) -> list[list[Event]]:
+        assert submit.sampling is not None
+        reply = self.reply(submit)
+        token_ids = reply[: submit.sampling.max_tokens]
+        sent = token_ids[: self.hold_after] if self.hold_after is not None else token_ids
+        frames: list[list[Event]] = []
+        for start in range(0, len(sent), self.per_frame):
+            part = sent[start : start + self.per_frame]
+            logprobs = None
+            if submit.sampling.logprobs is not None:
+                logprobs = [_logprob(token_id, submit.sampling.logprobs) for token_id in part]
+            cached = CACHED_TOKENS if start == 0 else None
+            frames.append([Tokens(submit.request_id, part, logprobs, cached)])
+        if self.hold_after is None:
+            reason = "stop" if len(token_ids) == len(reply) else "length"
+            usage = Usage(
+                prompt_tokens=len(submit.token_ids),
+                completion_tokens=len(token_ids),
+                cached_tokens=CACHED_TOKENS,
+            )
+            frames.append([Finished(submit.request_id, reason, usage)])
+        return frames
+
+
+def token_logprob(token_id: int) -> float:
+    return -0.25 - (token_id % 8) / 4
+
+
+def _logprob(token_id: int, top: int) -> TokenLogprob:
+    others = [(token_id + offset, token_logprob(token_id) - offset) for offset in range(top)]
+    return TokenLogprob(token_logprob(token_id), others)
+
+
+def _scored(submit: Submit) -> Scored:
+    """Logits and log-probabilities that follow from the token ids alone."""
+    usage = Usage(prompt_tokens=len(submit.token_ids), cached_tokens=CACHED_TOKENS)
+    logits = logprobs = tops = None
+    if submit.candidates is not None:
+        logits = [token_logprob(token_id) for token_id in submit.candidates]
+    if submit.score_from is not None:
+        scored = submit.token_ids[submit.score_from :]
+        logprobs = [token_logprob(token_id) for token_id in scored]
+        if submit.score_top:
+            tops = [_logprob(token_id, submit.score_top).top for token_id in scored]
+    return Scored(submit.request_id, usage, logits, logits, logprobs, tops)
