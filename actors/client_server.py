@@ -19,6 +19,7 @@ from contracts.errors import HandshakeError
 from contracts.messages import MAX_FRAME_BYTES, Events, RankState, ToRank
 
 HANDSHAKE_DEADLINE_S = 5.0
+STOP_DEADLINE_S = 2.0
 STATE_PERIOD_S = 0.25  # a client counts a rank that is silent for 2 s as hung
 MAX_BUFFERED_BYTES = 64 << 20  # a client that reads nothing is cut off beyond this
 
@@ -38,6 +39,7 @@ class ClientServer:
         self._identity = Identity(name=name, token=token, epoch=None)
         self._wake = wake
         self._inbox: deque[FromClient] = deque()
+        self._open: set[asyncio.StreamWriter] = set()
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._next_client = 0
         self._state: RankState | None = None
@@ -112,19 +114,27 @@ class ClientServer:
     async def _stop(self) -> None:
         if self._server is not None:
             self._server.close()
-        for writer in self._writers.values():
-            writer.close()
+        self._heart.cancel()
+        for writer in self._open:
+            if not writer.is_closing():
+                writer.write_eof()  # what has been answered goes out first
+                writer.close()
         tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait(tasks, timeout=STOP_DEADLINE_S)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
         try:
             await accept_async(reader, writer, self._identity, deadline_s=HANDSHAKE_DEADLINE_S)
-        except (HandshakeError, OSError):
+            await self._talk(reader, writer)
+        except (HandshakeError, OSError, EOFError, msgspec.MsgspecError):
+            pass  # a stranger, a broken connection, or not our language: gone either way
+        finally:
+            self._open.discard(writer)
             writer.close()
-            return
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Passes a client's messages on until its connection ends, by raising."""
         client, self._next_client = self._next_client, self._next_client + 1
         self._writers[client] = writer
         if self._state is not None:
@@ -132,12 +142,9 @@ class ClientServer:
         try:
             while True:
                 self._put(client, await self._read(reader))
-        except (asyncio.IncompleteReadError, OSError, msgspec.MsgspecError):
-            pass  # closed, broken, or not speaking our language: the client is gone either way
         finally:
             self._writers.pop(client, None)
             self._put(client, None)
-            writer.close()
 
     async def _read(self, reader: asyncio.StreamReader) -> ToRank:
         size = int.from_bytes(await reader.readexactly(4), "little")

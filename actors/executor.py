@@ -98,6 +98,8 @@ class MicroBatch:
     def is_ready(self) -> bool:
         if self.stage is TaskStage.SHARED:
             return True
+        if self.stage is TaskStage.FINISH:
+            return self.pending == 0
         return self.pending == 0 and all(other.attended >= self.layer for other in self.after)
 
     def task(self) -> Task:
