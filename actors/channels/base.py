@@ -18,14 +18,18 @@ Nothing here blocks for longer than the deadline; a lost peer is an event with t
 from __future__ import annotations
 
 import enum
+import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 import torch
 
-from contracts.errors import PeerError
+from contracts.errors import ChannelError, PeerError
 from contracts.requests import Priority
+
+Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Kind(enum.IntEnum):
@@ -52,20 +56,24 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """Shape and dtype of one tensor of a payload."""
 
     dtype: str  # "float32", "bfloat16", "int32", ...
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return dtype_named(self.dtype)
 
     @property
     def num_bytes(self) -> int:
-        elements = 1
-        for size in self.shape:
-            elements *= size
-        return elements * self.torch_dtype.itemsize
+        return math.prod(self.shape) * dtype_named(self.dtype).itemsize
+
+
+@functools.cache
+def dtype_named(name: str) -> torch.dtype:
+    """torch's dtype of that name. Raises ChannelError."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ChannelError(f"{name!r} is not a dtype of torch")
+    return dtype
 
 
 class Reservation(Protocol):
@@ -103,6 +111,8 @@ class Packet:
 
 
 class PeerJoined(msgspec.Struct, frozen=True):
+    """A peer has connected to us. (Whoever calls `connect` is joined when it returns: no event.)"""
+
     peer: str
 
 

@@ -208,6 +208,7 @@ class BaseEndpoint(abc.ABC):
                 return
             if self._pulse is None:
                 self._pulse = Pulse(self.name, self.config, self.clock, self._tell_loss)
+                self._pulse.start()
             self._pulse.add(link)
 
     def _adopt(self, link: Link) -> None:
@@ -258,9 +259,15 @@ class BaseEndpoint(abc.ABC):
         now_s = self.clock()
         if now_s - self._tended_s >= _TEND_S:
             self._tended_s = now_s
-            for link in self._links.values():
-                link.tend(now_s)
+            self._tend(now_s, happenings)
         return happenings
+
+    def _tend(self, now_s: float, happenings: list[Happening]) -> None:
+        for link in tuple(self._links.values()):
+            try:
+                link.tend(now_s)
+            except PeerError as error:
+                self._lose(link, error, happenings)
 
     def _receive(self, link: Link, happenings: list[Happening]) -> None:
         try:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 from actors.channels.base import Endpoint
+from actors.channels.cuda import require_cupy, require_nccl
 from actors.channels.endpoint import BaseEndpoint
+from actors.channels.ipc import IpcEndpoint
+from actors.channels.nccl import NcclEndpoint
 from actors.channels.shm import ShmEndpoint
 from actors.channels.tcp import TcpEndpoint
 from contracts.clock import Clock
@@ -28,7 +31,7 @@ def make_endpoint(
 
 
 def _backend(backend: str, device: torch.device) -> type[BaseEndpoint]:
-    """The class; those that need a GPU are imported only when asked for."""
+    """The class, and whether this machine has what it needs. Raises ChannelError."""
     wanted = "cpu" if backend in ("shm", "tcp") else "cuda"
     if backend not in ("shm", "tcp", "nccl", "ipc"):
         raise ChannelError(
@@ -43,4 +46,8 @@ def _backend(backend: str, device: torch.device) -> type[BaseEndpoint]:
         return ShmEndpoint
     if backend == "tcp":
         return TcpEndpoint
-    raise ChannelError(f"channel.backend={backend} is not built yet")
+    if backend == "nccl":
+        require_nccl()
+        return NcclEndpoint
+    require_cupy(backend)
+    return IpcEndpoint

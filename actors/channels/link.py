@@ -68,7 +68,7 @@ class Link(abc.ABC):
         """Sends what the kernel did not take at once (any thread; never raises, never waits)."""
 
     def tend(self, now_s: float) -> None:  # noqa: B027 - most links need none
-        """Housekeeping, about once a second."""
+        """Housekeeping, about once a second. Raises PeerError."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -96,6 +96,8 @@ class Pulse(Generic[L]):
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"{name}-pulse", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def add(self, link: L) -> None:
@@ -111,7 +113,8 @@ class Pulse(Generic[L]):
     def close(self, deadline_s: float) -> None:
         self._stopping = True
         self._wake.set()
-        self._thread.join(deadline_s)
+        if self._thread.ident is not None:
+            self._thread.join(deadline_s)
 
     def _run(self) -> None:
         wait_s, slept_at_s = 0.0, monotonic_s()
@@ -119,10 +122,10 @@ class Pulse(Generic[L]):
             self._wake.wait(wait_s)
             self._wake.clear()
             stopped_s = monotonic_s() - slept_at_s - wait_s
-            wait_s = self._tick(stopped_s if stopped_s > self._config.silence_s / 4 else 0.0)
+            wait_s = self.tick(stopped_s if stopped_s > self._config.silence_s / 4 else 0.0)
             slept_at_s = monotonic_s()
 
-    def _tick(self, stopped_s: float) -> float:
+    def tick(self, stopped_s: float) -> float:
         """One round over all links; returns the seconds until the next.
 
         `stopped_s`: how long this process did not run though it should have (SIGSTOP, a laptop's

@@ -16,8 +16,8 @@ import msgspec
 import torch
 
 from actors.channels.base import Header, Packet, Part, Reservation
-from actors.channels.header_link import HeaderLink
-from actors.channels.link import Joint, Layout, Link, lay_out
+from actors.channels.frame_link import FrameLink, encode
+from actors.channels.link import Joint, Layout, lay_out
 from actors.channels.segments import (
     Arena,
     HostMemory,
@@ -50,7 +50,6 @@ class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=2):
     segment: int
 
 
-_encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Announce | Payload | Withdraw).decode
 
 
@@ -74,27 +73,13 @@ class Placed:
         self.tensors = tensors
 
 
-class RingLink(Link):
-    """Host shared memory. `ipc.IpcLink` replaces the four methods at the end."""
+class RingLink(FrameLink):
+    """Host shared memory. `ipc.IpcLink` replaces the methods at the end."""
 
     def __init__(self, joint: Joint, config: ChannelConfig, clock: Clock) -> None:
-        super().__init__(joint, clock)
-        self._header_link = HeaderLink(joint.data, joint.peer, clock)
-        self._arena = Arena(config.segment_bytes, clock, self._new_memory)
+        super().__init__(joint, clock, _decode)
+        self._arena = Arena(config.segment_bytes, self._new_memory)
         self._mappings = Mappings(joint.peer)
-        self.poll_fd = joint.data.fileno()
-
-    @property
-    def blocked_since_s(self) -> float | None:
-        return self._header_link.blocked_since_s
-
-    @property
-    def pending(self) -> bool:
-        return self._header_link.pending
-
-    def flush(self) -> None:
-        with contextlib.suppress(PeerDeadError):  # `receive` finds the end of the stream
-            self._header_link.flush()
 
     def reserve(self, parts: Sequence[Part]) -> Placed:
         parts = tuple(parts)
@@ -109,45 +94,37 @@ class RingLink(Link):
         assert isinstance(reservation, Placed)
         place = reservation.place
         ready = self._mark_ready(place) if place is not None else b""
-        self._header_link.send(_encode(Payload(header, reservation.parts, place, ready)))
+        self._header_link.send(encode(Payload(header, reservation.parts, place, ready)))
         self.sent_bytes += reservation.layout.num_bytes
         reservation.tensors = ()
 
-    def receive(self) -> list[Packet]:
-        packets = []
-        for frame in self._header_link.receive():
-            try:
-                message = _decode(frame)
-            except msgspec.MsgspecError as error:
-                raise PeerError(f"{self.peer} sent a bad frame: {error}", self.peer) from None
-            if isinstance(message, Payload):
-                packets.append(self._packet(message))
-            elif isinstance(message, Announce):
-                self._mappings.add(message.segment, self._map(message))
-            else:
-                self._mappings.drop(message.segment)
-        return packets
-
     def tend(self, now_s: float) -> None:
-        try:
+        with contextlib.suppress(PeerDeadError):  # `receive` finds the end of the stream
             for number in self._arena.idle(now_s):
-                self._header_link.send(_encode(Withdraw(number)))
-        except PeerDeadError:
-            pass  # as in `flush`
+                self._header_link.send(encode(Withdraw(number)))
 
     def close(self) -> None:
-        self._header_link.close()
+        super().close()
         self._arena.close()
         self._mappings.close()
 
+    def _take(self, message: Announce | Payload | Withdraw) -> Packet | None:
+        if isinstance(message, Payload):
+            return self._packet(message)
+        if isinstance(message, Announce):
+            self._mappings.add(message.segment, self._map(message))
+        else:
+            self._mappings.drop(message.segment)
+        return None
+
     def _packet(self, message: Payload) -> Packet:
-        place, now_s = message.place, self._clock()
-        layout = lay_out(message.parts)
+        place, parts, now_s = message.place, message.parts, self._clock()
+        layout = lay_out(parts)
         if place is None:
-            return Packet(self.peer, message.header, self._empty(message.parts), now_s, None)
+            return Packet(self.peer, message.header, self._empty(parts), now_s, None)
         memory = self._mappings.memory(place, layout.num_bytes)
         release = self._wait_ready(place, message.ready, memory)
-        tensors = memory.views.cut(message.parts, layout, place.offset_bytes)
+        tensors = memory.views.cut(parts, layout, place.offset_bytes)
         self.received_bytes += layout.num_bytes
         return Packet(self.peer, message.header, tensors, now_s, release)
 
@@ -161,7 +138,7 @@ class RingLink(Link):
         fd = create_memfd(num_bytes)
         try:
             memory = HostMemory(fd, num_bytes)
-            self._announce(Announce(number, num_bytes), fd)
+            self._header_link.send(encode(Announce(number, num_bytes)), fd)
         finally:
             os.close(fd)
         return memory
@@ -185,6 +162,3 @@ class RingLink(Link):
     def _wait_ready(self, place: Place, ready: bytes, memory: Memory) -> Callable[[], None]:
         """Called before a payload is read; returns what releases it."""
         return releaser(memory, place.slot)
-
-    def _announce(self, message: Announce, fd: int) -> None:
-        self._header_link.send(_encode(message), fd)

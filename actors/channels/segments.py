@@ -26,7 +26,6 @@ import torch
 
 from actors.channels.allocator import FirstFit
 from actors.channels.link import Views
-from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError
 
 FLAG_BYTES: Final = 4096  # one byte per slot
@@ -141,9 +140,8 @@ class NewMemory(Protocol):
 class Arena:
     """All segments in which one side of a link sends."""
 
-    def __init__(self, segment_bytes: int, clock: Clock, new_memory: NewMemory) -> None:
+    def __init__(self, segment_bytes: int, new_memory: NewMemory) -> None:
         self._segment_bytes = segment_bytes
-        self._clock = clock
         self._new_memory = new_memory
         self._segments: dict[int, _Segment] = {}
         self._next = 0
@@ -161,10 +159,6 @@ class Arena:
 
     def memory(self, number: int) -> Memory:
         return self._segments[number].memory
-
-    def cancel(self, place: Place) -> None:
-        """Takes back a place whose payload was never announced to the peer."""
-        self._segments[place.segment].free(place.slot)
 
     def idle(self, now_s: float) -> list[int]:
         """Drops, and names, the segments that have been empty for IDLE_S; never the first."""

@@ -28,7 +28,7 @@ from actors.channels.header_link import MAX_FRAME_BYTES
 from actors.channels.link import Joint, Layout, Link, lay_out
 from actors.channels.listener import listen_tcp
 from contracts.clock import Clock
-from contracts.errors import PeerDeadError, PeerError
+from contracts.errors import ChannelError, PeerDeadError, PeerError
 
 DIRECT_BYTES: Final = 64 << 10  # payloads up to this size are tried at once, by the owner
 CHUNK_BYTES: Final = 256 << 10  # progress is noted at least this often
@@ -172,10 +172,10 @@ class TcpLink(Link):
                     raise PeerError(f"{self.peer} sent a header of {size} bytes", self.peer)
                 self._fill(body[:size])
                 self._report(self._packet(_decode(body[:size])))
-        except msgspec.MsgspecError as error:
-            self._report(PeerError(f"{self.peer} sent a bad header: {error}", self.peer))
         except PeerError as error:
             self._report(error)
+        except (msgspec.MsgspecError, ChannelError) as error:
+            self._report(PeerError(f"{self.peer} sent a bad header: {error}", self.peer))
 
     def _packet(self, frame: _Frame) -> Packet:
         layout = lay_out(frame.parts)

@@ -1,0 +1,30 @@
+"""cupy, or one line that says what to install."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from contracts.errors import ChannelError
+
+INSTALL = "pip install tandem-moe[cuda]"
+
+
+def require_cupy(backend: str) -> Any:
+    """The cupy module, on a machine with a GPU. Raises ChannelError."""
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError:
+        raise ChannelError(f"channel.backend={backend} needs cupy: {INSTALL}") from None
+    if not cupy.is_available():
+        raise ChannelError(f"channel.backend={backend} needs a CUDA device: cupy finds none")
+    return cupy
+
+
+def require_nccl() -> Any:
+    """cupy's NCCL module. Raises ChannelError."""
+    require_cupy("nccl")
+    nccl = importlib.import_module("cupy.cuda.nccl")
+    if not nccl.available:  # an empty stub where the NCCL library is missing
+        raise ChannelError(f"channel.backend=nccl needs the NCCL library: {INSTALL}")
+    return nccl

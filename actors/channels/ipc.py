@@ -1,0 +1,175 @@
+"""Two processes on one GPU: the sender's segments are device memory that the receiver opens too.
+
+Allocation, growth, slots and frames are those of shared memory (`ring_link`, `segments`); only the
+payload lies on the device, and two moments are the stream's instead of the host's:
+
+- *ready*: `commit` records an interprocess event on the sender's current stream, one per slot; the
+  receiver's current stream waits for it. (A stream synchronize before the header would be simpler,
+  but would hold the host for as long as the expert GEMM that fills the payload runs.)
+- *released*: `release` records an ordinary event on the caller's current stream; the slot's flag is
+  set once that event is reached, so the sender never overwrites what a kernel still reads.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from actors.channels.base import Part
+from actors.channels.cuda import require_cupy
+from actors.channels.endpoint import BaseEndpoint
+from actors.channels.frame_link import encode
+from actors.channels.link import Joint, Link, Views
+from actors.channels.listener import listen_unix
+from actors.channels.ring_link import Announce, RingLink
+from actors.channels.segments import FLAG_BYTES, Memory, Place, check_memfd, create_memfd, releaser
+from contracts.clock import Clock
+from contracts.config import ChannelConfig
+from contracts.errors import ChannelError, PeerError
+
+
+class _Raw:
+    """Device bytes in the form that torch.as_tensor takes; torch keeps this object alive."""
+
+    def __init__(self, pointer: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class DeviceMemory:
+    """`num_bytes` at `pointer`; `free(pointer)` runs when the last tensor in it is gone."""
+
+    def __init__(
+        self,
+        fd: int,
+        pointer: int,
+        num_bytes: int,
+        device: torch.device,
+        free: Callable[[int], None],
+    ) -> None:
+        raw = _Raw(pointer, num_bytes)
+        weakref.finalize(raw, free, pointer).atexit = False  # the driver frees it then
+        self.flags = mmap.mmap(fd, FLAG_BYTES)
+        self.views = Views(torch.as_tensor(raw, device=device))
+
+    def close(self) -> None:
+        """Nothing: see above."""
+
+
+class IpcLink(RingLink):
+    def __init__(
+        self, joint: Joint, config: ChannelConfig, clock: Clock, device: torch.device
+    ) -> None:
+        super().__init__(joint, config, clock)
+        self._runtime: Any = require_cupy("ipc").cuda.runtime
+        self._device = device
+        self._ready: dict[tuple[int, int], torch.cuda.Event] = {}  # ours, by segment and slot
+        self._peer_ready: dict[tuple[int, int], torch.cuda.Event] = {}
+        self._releasing: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
+
+    def reserve(self, parts: Sequence[Part]) -> Any:
+        self._set_flags()
+        return super().reserve(parts)
+
+    def tend(self, now_s: float) -> None:
+        """Segments are not given back before the end: freeing device memory that the peer has open
+        is undefined, and it stops the device."""
+        self._set_flags()
+
+    def _empty(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        return [torch.empty(p.shape, dtype=p.torch_dtype, device=self._device) for p in parts]
+
+    def _new_memory(self, number: int, num_bytes: int) -> Memory:
+        fd = create_memfd(0)
+        try:
+            with torch.cuda.device(self._device):
+                pointer = self._runtime.malloc(num_bytes)
+                handle = self._runtime.ipcGetMemHandle(pointer)
+            memory = DeviceMemory(fd, pointer, num_bytes, self._device, self._runtime.free)
+            self._header_link.send(encode(Announce(number, num_bytes, handle)), fd)
+        except RuntimeError as error:
+            raise ChannelError(f"no device memory for {num_bytes} bytes: {error}") from None
+        finally:
+            os.close(fd)
+        return memory
+
+    def _map(self, message: Announce) -> Memory:
+        fd = self._header_link.take_fd()
+        try:
+            if not check_memfd(fd, 0):
+                raise PeerError(f"{self.peer} sent a segment that is not one", self.peer)
+            with torch.cuda.device(self._device):
+                pointer = self._runtime.ipcOpenMemHandle(message.handle)
+            close = self._runtime.ipcCloseMemHandle
+            return DeviceMemory(fd, pointer, message.num_bytes, self._device, close)
+        except RuntimeError as error:
+            raise PeerError(f"cannot open memory of {self.peer}: {error}", self.peer) from None
+        finally:
+            os.close(fd)
+
+    def _mark_ready(self, place: Place) -> bytes:
+        key = (place.segment, place.slot)
+        event = self._ready.get(key)
+        new = event is None
+        if event is None:
+            event = self._ready[key] = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return bytes(event.ipc_handle()) if new else b""  # type: ignore[no-untyped-call]
+
+    def _wait_ready(self, place: Place, ready: bytes, memory: Memory) -> Callable[[], None]:
+        key = (place.segment, place.slot)
+        if ready:
+            self._peer_ready[key] = torch.cuda.Event.from_ipc_handle(self._device, ready)  # type: ignore[no-untyped-call]
+        event = self._peer_ready.get(key)
+        if event is None:
+            raise PeerError(f"{self.peer} sent no event for {place}", self.peer)
+        torch.cuda.current_stream(self._device).wait_event(event)
+        return partial(self._release, releaser(memory, place.slot))
+
+    def _release(self, set_flag: Callable[[], None]) -> None:
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(self._device))
+        self._releasing.append((done, set_flag))
+        self._set_flags()
+
+    def _set_flags(self) -> None:
+        """Any thread. Entries are taken whole, so a flag is set once and only after its event."""
+        for _ in range(len(self._releasing)):
+            try:
+                entry = self._releasing.popleft()
+            except IndexError:  # another thread has taken it
+                return
+            if entry[0].query():  # type: ignore[no-untyped-call]
+                entry[1]()
+            else:
+                self._releasing.append(entry)
+
+
+class IpcEndpoint(BaseEndpoint):
+    """Payload lies in memory of the GPU that both processes use."""
+
+    backend = "ipc"
+
+    def _listen(self, host: str) -> tuple[socket.socket, str]:
+        return listen_unix()
+
+    def _join(self, joint: Joint) -> Link:
+        try:
+            return IpcLink(joint, self.config, self.clock, self.device)
+        except ChannelError:
+            joint.data.close()
+            joint.pulse.close()
+            raise
