@@ -1,0 +1,111 @@
+"""`tandem serve`: checks, starts, waits until every pipeline serves, stops in order."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import httpx
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from cluster.codec import Directory, decode_directory
+from cluster.front import bind
+from cluster.model_folder import resolve_model_folder
+from cluster.ray_session import ray_session
+from cluster.serve_app import APP_NAME, build_serve_app
+from contracts.config import TandemConfig
+from contracts.errors import ConfigError, LaunchError, TandemError
+from models.checkpoint import check_checkpoint
+
+log = logging.getLogger("tandem.serving")
+
+STOP_TIMEOUT_S = 15.0
+
+
+class Served(NamedTuple):
+    """A server that answers. `groups` is the handle of the Groups deployment."""
+
+    url: str
+    directory: Directory
+    groups: DeploymentHandle
+    ready_s: float
+
+
+@contextlib.contextmanager
+def serving(config: TandemConfig) -> Iterator[Served]:
+    """The whole server, ready inside and gone afterwards. Raises TandemError, one line each."""
+    started_s = time.monotonic()
+    preflight(config)
+    with ray_session(config, os.environ):
+        try:
+            directory, groups = _deploy(config)
+            url = f"http://{_url_host(config.http.host)}:{config.http.port}"
+            _wait_healthy(url, config.groups.ready_timeout_s)
+            yield Served(url, directory, groups, time.monotonic() - started_s)
+        finally:
+            _stop()
+
+
+def preflight(config: TandemConfig) -> None:
+    """What can be found wrong in milliseconds, before anything starts. Raises TandemError."""
+    if config.groups.prefill_ranks:
+        raise ConfigError(
+            f"groups.prefill_ranks={config.groups.prefill_ranks}: prefill workers do not exist yet; "
+            "use 0, the attention and expert ranks answer prefill-only requests"
+        )
+    check_checkpoint(resolve_model_folder(config.model.path))
+    bind(config.http.host, config.http.port, reuse_port=False).close()
+
+
+def _deploy(config: TandemConfig) -> tuple[Directory, DeploymentHandle]:
+    """Starts Serve without a proxy of its own, and waits for the ranks."""
+    serve.start(proxy_location="Disabled", logging_config={"enable_access_log": False})
+    target = serve.RunTarget(build_serve_app(config), name=APP_NAME, route_prefix="/")
+    serve.run_many([target], wait_for_applications_running=False)
+    groups = serve.get_deployment_handle("Groups", APP_NAME)
+    try:
+        body = groups.directory.remote().result(timeout_s=config.groups.ready_timeout_s)
+    except TimeoutError:
+        raise LaunchError(
+            f"the ranks were not up within {config.groups.ready_timeout_s:g} s "
+            "(groups.ready_timeout_s)"
+        ) from None
+    except TandemError as error:
+        raise getattr(error, "cause", None) or error from None
+    return decode_directory(body), groups
+
+
+def _wait_healthy(url: str, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    reason = "no answer yet"
+    while time.monotonic() < deadline_s:
+        try:
+            answer = httpx.get(f"{url}/health", timeout=5.0)
+            if answer.status_code == 200:
+                return
+            reason = answer.text
+        except httpx.HTTPError as error:
+            reason = str(error)
+        time.sleep(0.1)
+    raise LaunchError(f"{url}/health was not 200 within {timeout_s:g} s: {reason}")
+
+
+def _url_host(host: str) -> str:
+    if host in ("0.0.0.0", "::"):  # not an address to connect to
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host
+
+
+def _stop() -> None:
+    """Ends the ranks in order; Ray then ends what is left."""
+    try:
+        groups = serve.get_deployment_handle("Groups", APP_NAME)
+        groups.close.remote().result(timeout_s=STOP_TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 - the cluster ends next, whatever this says
+        log.warning("orderly_stop_failed error=%s", error)

@@ -1,0 +1,74 @@
+"""The ingress's parts, joined: tokenizer, rank clients, dispatcher, HTTP application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from starlette.applications import Starlette
+
+from actors.channels.handshake import Identity
+from cluster.api.app import build_app
+from cluster.api.schemas import ServedModel
+from cluster.codec import Directory
+from cluster.dispatcher import Dispatcher, DispatcherConfig
+from cluster.model_folder import resolve_model_folder
+from cluster.rank_client import RankClient
+from contracts.config import TandemConfig
+from models.checkpoint import check_checkpoint
+from models.tokenizer import Tokenizer
+
+CONNECT_DEADLINE_S = 30.0
+
+
+def served_model(config: TandemConfig) -> tuple[ServedModel, Tokenizer]:
+    """What clients call the model and may ask of it. Raises CheckpointError."""
+    folder = resolve_model_folder(config.model.path)
+    spec = check_checkpoint(folder)
+    limit = config.model.max_context_tokens or spec.max_context_tokens
+    model = ServedModel(
+        name=config.model.name or folder.name,
+        max_context_tokens=min(limit, spec.max_context_tokens),
+        vocab_size=spec.vocab_size,
+        eos_token_ids=tuple(spec.eos_token_ids),
+        created=int(time.time()),
+    )
+    return model, Tokenizer.load(folder)
+
+
+def rank_clients(directory: Directory) -> list[RankClient]:
+    """One client per attention rank, each proving the group's token."""
+    me = Identity(name="ingress", token=directory.token, epoch=None)
+    return [
+        RankClient(name, address, me)
+        for name, address in directory.client_addresses.items()
+    ]
+
+
+async def build_ingress_app(
+    config: TandemConfig, directory: Directory, rank_metrics: Callable[[], Awaitable[list[str]]]
+) -> Starlette:
+    """The application, connected to every rank. It closes its connections when it shuts down."""
+    model, tokenizer = await asyncio.to_thread(served_model, config)
+    settings = DispatcherConfig(
+        block_tokens=config.kv.block_tokens, max_waiting=config.schedule.max_waiting
+    )
+    dispatcher = Dispatcher(rank_clients(directory), settings)
+    dispatcher.start()
+    async with asyncio.timeout(CONNECT_DEADLINE_S):
+        await dispatcher.wait_ready()
+
+    async def extra() -> str:
+        return "".join(await rank_metrics())
+
+    app = build_app(dispatcher, tokenizer, model, config.http, extra=extra)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await dispatcher.close()
+
+    app.router.lifespan_context = lifespan
+    return app
