@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_TILE_ROWS = 512  # bounds the masks, and lets a tile skip the keys it cannot see
+_TILE_ROWS = 128  # a tile skips the keys it cannot see; smaller ones cost more calls
 _MIN_FILL = 0.75  # a decode group is cut where padding would exceed a quarter
 _GROUP_SLOTS = 4096  # and where its gathered keys would leave the cache
 
@@ -44,15 +44,17 @@ class SequenceRows:
 class Tile:
     """Query rows q_first..q_last against context positions k_first..k_last.
 
-    mask [rows, keys] is additive; None with `causal` means the plain lower triangle.
+    Row i stands at key offset + i of the tile. mask [rows, keys] is additive; a causal tile is a
+    plain lower triangle and needs none.
     """
 
     q_first: int
     q_last: int
     k_first: int
     k_last: int
-    mask: Tensor | None
+    offset: int
     causal: bool
+    mask: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,37 +90,26 @@ def plan_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionPlan:
-    """window W: position p sees p-W+1 .. p. None: all before it. dtype: that of the queries."""
-    masks: dict[tuple[int, int, int], Tensor] = {}
-
-    def mask_for(offset: int, rows: int, keys: int) -> Tensor:
-        shape = (offset, rows, keys)
-        if shape not in masks:
-            masks[shape] = _mask(*shape, window).to(device=device, dtype=dtype)
-        return masks[shape]
-
-    prefill = []
-    for seq in sequences:
-        if seq.count == 1:
-            continue
-        fresh = seq.start == 0
-        if fresh and (window is None or window >= seq.count):
-            tiles = [Tile(0, seq.count, 0, seq.count, None, True)]
-        else:
-            tiles = []
-            for q_first in range(0, seq.count, _TILE_ROWS):
-                q_last = min(q_first + _TILE_ROWS, seq.count)
-                oldest = seq.start + q_first
-                k_first = 0 if window is None else max(0, oldest - window + 1)
-                k_last = seq.start + q_last
-                mask = mask_for(oldest - k_first, q_last - q_first, k_last - k_first)
-                tiles.append(Tile(q_first, q_last, k_first, k_last, mask, False))
-        keys = None if fresh else seq.slots_S
-        prefill.append(PrefillPart(seq.first, seq.count, keys, tuple(tiles)))
+    """window W: position p sees p-W+1 .. p. None: all up to p. dtype: that of the queries."""
+    cut = [
+        (seq, _tile_bounds(seq, window, whole=device.type != "cpu"))
+        for seq in sequences
+        if seq.count > 1
+    ]
+    masks = _Masks([tile for _, tiles in cut for tile in tiles], window, dtype, device)
+    prefill = tuple(
+        PrefillPart(
+            seq.first,
+            seq.count,
+            None if seq.start == 0 else seq.slots_S,
+            tuple(masks.add_to(tile) for tile in tiles),
+        )
+        for seq, tiles in cut
+    )
     singles = [seq for seq in sequences if seq.count == 1]
     groups = _decode_groups(singles, window)
     decode = tuple(_decode_part(group, window, dtype, device) for group in groups)
-    return AttentionPlan(tuple(prefill), decode)
+    return AttentionPlan(prefill, decode)
 
 
 def ragged_attention(
@@ -184,13 +175,50 @@ def _take(pool_PGd: Tensor, keys: Keys) -> Tensor:
     return pool_PGd[keys] if isinstance(keys, slice) else pool_PGd.index_select(0, keys)
 
 
-def _mask(offset: int, rows: int, keys: int, window: int | None) -> Tensor:
-    """[rows, keys], 0 where seen: row i stands at key position offset + i."""
-    distance = torch.arange(rows).unsqueeze(1) + offset - torch.arange(keys)
-    hidden = distance < 0
-    if window is not None:
-        hidden |= distance >= window
-    return torch.zeros(rows, keys).masked_fill_(hidden, float("-inf"))
+def _tile_bounds(seq: SequenceRows, window: int | None, *, whole: bool) -> list[Tile]:
+    """Tiles without masks. whole: a fresh sequence is one tile (a fused kernel skips inside)."""
+    full = window is None or window >= seq.count
+    if seq.start == 0 and full and (whole or seq.count <= _TILE_ROWS):
+        return [Tile(0, seq.count, 0, seq.count, offset=0, causal=True)]
+    tiles = []
+    for q_first in range(0, seq.count, _TILE_ROWS):
+        q_last = min(q_first + _TILE_ROWS, seq.count)
+        oldest = seq.start + q_first
+        k_first = 0 if window is None else max(0, oldest - window + 1)
+        k_last = seq.start + q_last
+        tiles.append(Tile(q_first, q_last, k_first, k_last, offset=oldest - k_first, causal=False))
+    return tiles
+
+
+class _Masks:
+    """One additive mask for all tiles: what row i sees at key j depends on offset + i - j only, so
+    a tile's mask is a view of the one with the largest offset, further to the right.
+
+        offset 3, the largest     0 0 0 0 - -      offset 1      | 0 0 - - |
+                                  0 0 0 0 0 -                    | 0 0 0 - |
+    """
+
+    def __init__(
+        self, tiles: Sequence[Tile], window: int | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        masked = [tile for tile in tiles if not tile.causal]
+        rows = max((tile.q_last - tile.q_first for tile in masked), default=0)
+        self._offset = max((tile.offset for tile in masked), default=0)
+        distance = torch.arange(rows).unsqueeze(1) + self._offset
+        distance = distance - torch.arange(self._offset + rows)
+        hidden = distance < 0
+        if window is not None:
+            hidden |= distance >= window
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        self._mask = mask.to(device)
+
+    def add_to(self, tile: Tile) -> Tile:
+        if tile.causal:
+            return tile
+        first = self._offset - tile.offset
+        keys = tile.k_last - tile.k_first
+        rows = tile.q_last - tile.q_first
+        return dataclasses.replace(tile, mask=self._mask[:rows, first : first + keys])
 
 
 def _width(seq: SequenceRows, window: int | None) -> int:

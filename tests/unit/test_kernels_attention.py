@@ -73,7 +73,7 @@ def test_kv_heads_may_be_shared_by_any_number_of_query_heads(share: int) -> None
     assert run_ragged([(5, 3, False), (1, 7, False)], window=None, share=share) < 2e-6
 
 
-@pytest.mark.parametrize("window", [None, 5, 70])
+@pytest.mark.parametrize("window", [None, 5, 16, 70])
 def test_long_chunks_are_cut_into_tiles(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
