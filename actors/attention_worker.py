@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import msgspec
@@ -56,6 +56,7 @@ class AttentionWorker:
         self._last_state_s = 0.0
         self._started_s = 0.0
         self._plan = config.schedule.plan()
+        self._batches: Counter[str] = Counter()
         self._load(spec)
         self._endpoint = make_endpoint(
             name=spec.name,
@@ -132,6 +133,7 @@ class AttentionWorker:
             bytes_received=received,
             uptime_s=monotonic_s() - self._started_s if self._started_s else 0.0,
             epoch=self.spec.epoch,
+            batches=dict(self._batches),
             kv_evictions=self._blocks.evicted_total,
             requeued=self._scheduler.requeued_total,
         )
@@ -173,6 +175,7 @@ class AttentionWorker:
             batch = self._scheduler.next_batch()
             if batch is not None:
                 self._executor.submit(batch, self._plan)
+                self._batches[self._plan.label] += 1
         for done in self._executor.step(IDLE_POLL_S):
             self._scheduler.complete(done)
         if self._executor.lost is not None and not self._reason:

@@ -235,4 +235,7 @@ def _seats(requests: Sequence[RankRequest], hosts: Sequence[str], device: str) -
     )
     # Ray shows each actor its own GPU only: it is number 0 there.
     name = "cuda:0" if device == "cuda" else "cpu"
-    return [Seat(name, host, max(1, attention_on[host])) for host in hosts]
+    only_node = len(ray.nodes()) == 1  # then nobody outside needs to reach a rank
+    return [
+        Seat(name, "127.0.0.1" if only_node else host, max(1, attention_on[host])) for host in hosts
+    ]

@@ -16,5 +16,7 @@ def resolve_model_folder(path: str) -> Path:
     """
     folder = Path(models.__path__[0]) / BUNDLED if path == BUNDLED else Path(path).expanduser()
     if not folder.is_dir():
-        raise CheckpointError(f"model.path={path}: no such folder; give a Hugging Face model folder")
+        raise CheckpointError(
+            f"model.path={path}: no such folder; give a Hugging Face model folder"
+        )
     return folder.resolve()

@@ -69,4 +69,5 @@ def _start_local(config: TandemConfig) -> None:
         log_to_driver=False,
         logging_level="ERROR",
         _temp_dir=folder,
+        _node_ip_address="127.0.0.1",
     )

@@ -41,10 +41,7 @@ def served_model(config: TandemConfig) -> tuple[ServedModel, Tokenizer]:
 def rank_clients(directory: Directory) -> list[RankClient]:
     """One client per attention rank, each proving the group's token."""
     me = Identity(name="ingress", token=directory.token, epoch=None)
-    return [
-        RankClient(name, address, me)
-        for name, address in directory.client_addresses.items()
-    ]
+    return [RankClient(name, address, me) for name, address in directory.client_addresses.items()]
 
 
 async def build_ingress_app(

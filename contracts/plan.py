@@ -38,6 +38,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ma: int | None = None
     me: float | None = None
 
+    @property
+    def label(self) -> str:
+        """ "asas r1=2 r2=1": for tables and logs."""
+        samples = "" if self.ma is None else f"ma={self.ma} "
+        return f"{self.order.value} {samples}r1={self.r1} r2={self.r2}"
+
     def __post_init__(self) -> None:
         if self.r1 < 1 or self.r2 < 1 or (self.ma is not None and self.ma < 1):
             raise ValueError(f"r1={self.r1}, r2={self.r2}, ma={self.ma}: each must be at least 1")

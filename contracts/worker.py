@@ -55,7 +55,10 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What `status` answers at any time. `busy_s`, `stage_s`: seconds since the loop started."""
+    """What `status` answers at any time.
+
+    stage_s: seconds in each stage since the loop started. batches: how many ran under which plan.
+    """
 
     name: str
     healthy: bool
@@ -68,5 +71,6 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_received: int = 0
     uptime_s: float = 0.0
     epoch: int = 0
+    batches: dict[str, int] = {}
     kv_evictions: int = 0
     requeued: int = 0

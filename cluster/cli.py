@@ -1,0 +1,166 @@
+"""The command line: `tandem`, or `python -m cluster`.
+
+Errors are one line on standard error and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from contracts.config import TandemConfig
+from contracts.errors import TandemError
+from contracts.loading import load_config
+
+EXIT_ERROR = 2
+
+_SERVE_EXAMPLE = """example:
+  tandem serve --model bundled --attention-ranks 2 --expert-ranks 2
+  tandem serve --config tandem.yaml --set schedule.r1=4 --port 8080
+then:
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{"model": "bundled", "messages": [{"role": "user", "content": "Hello"}]}'
+"""
+_DEMO_EXAMPLE = """example:
+  tandem demo
+  tandem demo --trace demo.trace.json     (open the file in https://ui.perfetto.dev)
+"""
+_DOCTOR_EXAMPLE = """example:
+  tandem doctor
+  tandem doctor --config tandem.yaml --json
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except TandemError as error:
+        print(f"tandem {options.command}: {error.message}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tandem", description="Serves Mixture-of-Experts language models on Ray."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_demo(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_command(commands: Any, name: str, help_: str, example: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help_,
+        description=help_,
+        epilog=example,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return command
+
+
+def _add_serve(commands: Any) -> None:
+    serve = _add_command(commands, "serve", "Serve a model over HTTP.", _SERVE_EXAMPLE)
+    _add_config_options(serve)
+    serve.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    serve.add_argument("--port", type=int, help="port to listen on (default 8000)")
+    serve.set_defaults(run=_serve)
+
+
+def _add_demo(commands: Any) -> None:
+    demo = _add_command(
+        commands,
+        "demo",
+        "Start a local cluster, serve the bundled model, send real requests, show the answers.",
+        _DEMO_EXAMPLE,
+    )
+    demo.add_argument("--trace", type=Path, help="also write a Perfetto trace to this file")
+    demo.set_defaults(run=_demo)
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = _add_command(
+        commands, "doctor", "Check this machine and a configuration.", _DOCTOR_EXAMPLE
+    )
+    _add_config_options(doctor)
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    doctor.set_defaults(run=_doctor)
+
+
+def _add_config_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", help='Hugging Face model folder, or "bundled"')
+    command.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
+    for group in ("attention", "expert", "prefill"):
+        command.add_argument(f"--{group}-ranks", type=int, metavar="N")
+    command.add_argument("--config", type=Path, help="YAML or TOML file")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="a.b=c", help="override one key; repeatable"
+    )
+
+
+def _config(options: argparse.Namespace) -> TandemConfig:
+    """The file, then --set, then the named options, each overriding the one before."""
+    named = {
+        "model.path": options.model,
+        "model.dtype": options.dtype,
+        "groups.attention_ranks": options.attention_ranks,
+        "groups.expert_ranks": options.expert_ranks,
+        "groups.prefill_ranks": options.prefill_ranks,
+        "http.host": getattr(options, "host", None),
+        "http.port": getattr(options, "port", None),
+    }
+    extra = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
+    return load_config(options.config, [*options.set, *extra])
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from cluster.serving import serving  # Ray takes a second to import: --help need not wait
+
+    config = _config(options)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with serving(config) as served:
+        print(f"ready in {served.ready_s:.1f} s: {served.url}/v1", flush=True)
+        for rank in served.directory.ranks:
+            print(f"  {rank.name:<14} pid {rank.pid}", flush=True)
+        stop.wait()
+        print("stopping", flush=True)
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from cluster.demo import run_demo
+
+    return run_demo(options.trace)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from cluster.doctor import examine, print_findings
+
+    findings = examine(_config(options), os.environ)
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(findings)).decode())
+    else:
+        print_findings(findings)
+    return EXIT_ERROR if any(finding.level == "error" for finding in findings) else 0

@@ -1,0 +1,232 @@
+"""`tandem demo`: the whole thing once, on this machine, with real clients over real HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+import openai
+from rich.console import Console
+from rich.table import Table
+
+from actors.timeline import exposed_communication, write_chrome_trace
+from cluster.demo_rows import CHATS, TASKS, DemoChat, DemoTask
+from cluster.front import bind
+from cluster.model_folder import resolve_model_folder
+from cluster.serving import Served, serving
+from contracts.config import BUNDLED, TandemConfig
+from contracts.errors import TandemError
+from contracts.events import TaskSpan
+from contracts.loading import load_config
+from contracts.worker import RankStatus
+
+MAX_CHAT_TOKENS = 48
+TIMEOUT_S = 60.0
+
+
+class _Labels(msgspec.Struct):
+    name: str
+    template: str
+    labels: list[str]
+
+
+class _TaskFile(msgspec.Struct):
+    tasks: list[_Labels]
+
+
+class ChatResult(NamedTuple):
+    chat: DemoChat
+    answer: str
+    ttft_s: float
+    tpot_s: float
+    tokens: int
+    cached_tokens: int
+
+
+def run_demo(trace: Path | None) -> int:
+    """Starts, asks, shows, stops. Returns the exit status."""
+    console = Console()
+    config = _config()
+    groups = config.groups
+    console.print(
+        f"Starting {groups.attention_ranks} attention and {groups.expert_ranks} expert ranks "
+        "on a local Ray cluster …"
+    )
+    started_s = time.monotonic()
+    with serving(config) as served:
+        console.print(
+            f"Serving the bundled model at {served.url}/v1 after {served.ready_s:.1f} s\n"
+        )
+        console.print(_classification(served))
+        console.print(_chats(served))
+        spans = served.groups.spans.remote().result(timeout_s=TIMEOUT_S)
+        console.print(_ranks(served, spans))
+        if trace is not None:
+            write_chrome_trace(spans, trace)
+            console.print(f"Trace: {trace} (open it in https://ui.perfetto.dev)")
+    console.print(f"Done in {time.monotonic() - started_s:.1f} s; nothing is left running.")
+    return 0
+
+
+def _config() -> TandemConfig:
+    listener = bind("127.0.0.1", 0, reuse_port=False)
+    port = listener.getsockname()[1]
+    listener.close()
+    return load_config(
+        None,
+        [
+            "groups.attention_ranks=2",
+            "groups.expert_ranks=2",
+            "schedule.r1=2",
+            "schedule.r2=2",
+            "kv.pool_tokens=32768",
+            f"http.port={port}",
+        ],
+    )
+
+
+def _classification(served: Served) -> Table:
+    path = resolve_model_folder(BUNDLED) / "tasks.json"
+    known = {t.name: t for t in msgspec.json.decode(path.read_bytes(), type=_TaskFile).tasks}
+    table = Table(title="Classification (POST /v1/classify)", title_justify="left")
+    for heading in ("task", "labels", "text", "answer", "probability", "request ms"):
+        table.add_column(
+            heading, justify="right" if "ms" in heading or heading == "labels" else "left"
+        )
+    with httpx.Client(base_url=served.url, timeout=TIMEOUT_S) as client:
+        for task in TASKS:
+            labels = known[task.task]
+            answer, milliseconds = _classify(client, task, labels)
+            for (text, expected), item in zip(task.rows, answer["data"], strict=True):
+                mark = "[green]✓[/]" if item["label"] == expected else f"[yellow]≠{expected}[/]"
+                table.add_row(
+                    task.task,
+                    str(item["num_classes"]),
+                    _short(text, 48),
+                    f"{item['label'].strip()} {mark}",
+                    f"{max(item['probs']):.2f}",
+                    f"{milliseconds:.0f}",
+                )
+    return table
+
+
+def _classify(
+    client: httpx.Client, task: DemoTask, labels: _Labels
+) -> tuple[dict[str, Any], float]:
+    """The answer of one request with all rows of the task, and its milliseconds."""
+    started_s = time.monotonic()
+    response = client.post(
+        "/v1/classify",
+        json={
+            "model": BUNDLED,
+            "input": [text for text, _ in task.rows],
+            "labels": labels.labels,
+            "template": labels.template,
+        },
+    )
+    if response.status_code != 200:
+        raise TandemError(f"/v1/classify answered {response.status_code}: {response.text}")
+    answer: dict[str, Any] = response.json()
+    return answer, 1e3 * (time.monotonic() - started_s)
+
+
+def _chats(served: Served) -> Table:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=TIMEOUT_S)
+    with ThreadPoolExecutor(len(CHATS)) as threads:
+        results = list(threads.map(lambda chat: _chat(client, chat), CHATS))
+    table = Table(title="Chats, streamed at the same time (openai client)", title_justify="left")
+    for heading in ("class", "question", "answer"):
+        table.add_column(heading)
+    for heading in ("tokens", "TTFT ms", "TPOT ms"):
+        table.add_column(heading, justify="right")
+    for result in results:
+        table.add_row(
+            result.chat.priority.upper(),
+            _short(result.chat.question.replace("\n", " "), 44),
+            _short(result.answer, 60),
+            str(result.tokens),
+            f"{1e3 * result.ttft_s:.0f}",
+            f"{1e3 * result.tpot_s:.1f}",
+        )
+    return table
+
+
+def _chat(client: openai.OpenAI, chat: DemoChat) -> ChatResult:
+    started_s = first_s = time.monotonic()
+    pieces: list[str] = []
+    usage = None
+    stream = client.chat.completions.create(
+        model=BUNDLED,
+        messages=[{"role": "user", "content": chat.question}],
+        max_tokens=MAX_CHAT_TOKENS,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"priority": chat.priority},
+    )
+    for chunk in stream:
+        usage = chunk.usage or usage
+        if chunk.choices and chunk.choices[0].delta.content:
+            if not pieces:
+                first_s = time.monotonic()
+            pieces.append(chunk.choices[0].delta.content)
+    ended_s = time.monotonic()
+    tokens = usage.completion_tokens if usage else len(pieces)
+    details = usage.prompt_tokens_details if usage else None
+    return ChatResult(
+        chat,
+        "".join(pieces),
+        first_s - started_s,
+        (ended_s - first_s) / max(1, tokens - 1),
+        tokens,
+        (details.cached_tokens or 0) if details else 0,
+    )
+
+
+def _ranks(served: Served, spans: Sequence[TaskSpan]) -> Table:
+    statuses: list[RankStatus] = served.groups.status.remote().result(timeout_s=TIMEOUT_S)
+    _, exposed = exposed_communication(_within_batches(spans))
+    table = Table(
+        title=f"Ranks ({served.directory.backend} channels; exposed communication {exposed:.0%} "
+        "of the batches' time)",
+        title_justify="left",
+    )
+    for heading in ("rank", "plans (batches)"):
+        table.add_column(heading)
+    for heading in ("compute ms", "A2E+E2A sent kB", "KV blocks used"):
+        table.add_column(heading, justify="right")
+    for status in statuses:
+        plans = Counter(status.batches)
+        compute_s = sum(status.stage_s.get(s, 0.0) for s in ("attention", "expert", "finish"))
+        blocks = status.kv_blocks
+        table.add_row(
+            status.name,
+            ", ".join(f"{plan} ({count})" for plan, count in plans.most_common(3)) or "–",
+            f"{1e3 * compute_s:.0f}",
+            f"{status.bytes_sent / 1e3:.0f}",
+            f"{sum(blocks.values()) - blocks['free']}" if blocks else "–",
+        )
+    return table
+
+
+def _within_batches(spans: Sequence[TaskSpan]) -> list[TaskSpan]:
+    """Spans with the idle time between batches cut out, so that shares are of busy time."""
+    shifted: list[TaskSpan] = []
+    end_s = skipped_s = 0.0
+    for span in sorted(spans, key=lambda span: span.start_s):
+        if not shifted or span.start_s > end_s:
+            skipped_s += span.start_s - end_s
+        end_s = max(end_s, span.end_s)
+        moved = {"start_s": span.start_s - skipped_s, "end_s": span.end_s - skipped_s}
+        shifted.append(msgspec.structs.replace(span, **moved))
+    return shifted
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,165 @@
+"""`tandem doctor`: what on this machine, or in this configuration, keeps Tandem from running well."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from cluster.front import bind
+from cluster.model_folder import resolve_model_folder
+from contracts.config import TandemConfig
+from contracts.errors import TandemError
+from models.checkpoint import check_checkpoint, resolve_dtype
+from models.kv_pool import kv_bytes_per_token
+
+Level = Literal["ok", "warning", "error"]
+
+PACKAGES = ("ray", "torch", "msgspec", "fastapi", "uvicorn", "tokenizers", "safetensors")
+GIB = 1 << 30
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line. `advice`: what to change; empty when all is well."""
+
+    check: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+def examine(config: TandemConfig, environment: Mapping[str, str]) -> list[Finding]:
+    """All checks, in order. None of them starts anything or waits for the network."""
+    checks: list[Callable[[], Finding]] = [
+        _python,
+        _packages,
+        lambda: _cores(config),
+        _memory,
+        _shared_memory,
+        _gpu,
+        lambda: _ray_address(config, environment),
+        lambda: _model(config),
+        lambda: _port(config),
+    ]
+    return [check() for check in checks]
+
+
+def print_findings(findings: list[Finding]) -> None:
+    colours = {"ok": "green", "warning": "yellow", "error": "red"}
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "check", "found", "advice"):
+        table.add_column(heading)
+    for finding in findings:
+        colour = colours[finding.level]
+        table.add_row(f"[{colour}]{finding.level}[/]", finding.check, finding.found, finding.advice)
+    Console().print(table)
+
+
+def _python() -> Finding:
+    good = sys.version_info >= (3, 11)
+    advice = "" if good else "use Python 3.11 or newer"
+    return Finding("python", "ok" if good else "error", platform.python_version(), advice)
+
+
+def _packages() -> Finding:
+    found, missing = [], []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(package)
+    if missing:
+        return Finding(
+            "packages", "error", f"missing: {', '.join(missing)}", "pip install tandem-moe"
+        )
+    return Finding("packages", "ok", ", ".join(found))
+
+
+def _cores(config: TandemConfig) -> Finding:
+    cores = os.cpu_count() or 1
+    ranks = config.groups.attention_ranks + config.groups.expert_ranks
+    found = f"{cores} cores for {ranks} ranks of {config.groups.torch_threads} thread(s)"
+    if ranks * config.groups.torch_threads > cores:
+        return Finding("cores", "warning", found, "ranks share cores: right, but slower")
+    return Finding("cores", "ok", found)
+
+
+def _memory() -> Finding:
+    memory = psutil.virtual_memory()
+    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
+    if memory.available < 3 * GIB:
+        return Finding("memory", "warning", found, "Ray and four ranks take about 2 GiB")
+    return Finding("memory", "ok", found)
+
+
+def _shared_memory() -> Finding:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Finding("shared memory", "error", "no /dev/shm", "use channel.backend=tcp")
+    free = shutil.disk_usage(folder).free
+    found = f"{free / GIB:.1f} GiB free in /dev/shm"
+    if free < GIB // 2:
+        advice = "Ray's object store wants 256 MiB there; docker: --shm-size=1g"
+        return Finding("shared memory", "warning", found, advice)
+    return Finding("shared memory", "ok", found)
+
+
+def _gpu() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("gpu", "ok", "none: CPU ranks, shm or tcp channels")
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    try:
+        from cupy.cuda import nccl
+
+        ready = bool(nccl.available)
+    except ImportError:
+        ready = False
+    if not ready:
+        advice = "pip install 'tandem-moe[cuda]' for NCCL channels between GPUs"
+        return Finding("gpu", "warning", f"{', '.join(names)}; no cupy NCCL", advice)
+    return Finding("gpu", "ok", f"{', '.join(names)}; cupy NCCL {nccl.get_version()}")
+
+
+def _ray_address(config: TandemConfig, environment: Mapping[str, str]) -> Finding:
+    address = config.groups.address or environment.get("RAY_ADDRESS")
+    if not address:
+        return Finding("ray", "ok", "no address: a local cluster is started")
+    if environment.get("RAY_AUTH_MODE") is None:
+        advice = "clusters started with defaults want RAY_AUTH_MODE=token in this shell"
+        return Finding("ray", "warning", f"existing cluster at {address}", advice)
+    return Finding("ray", "ok", f"existing cluster at {address}")
+
+
+def _model(config: TandemConfig) -> Finding:
+    try:
+        folder = resolve_model_folder(config.model.path)
+        spec = check_checkpoint(folder)
+    except TandemError as error:
+        return Finding("model", "error", error.message)
+    dtype = resolve_dtype(spec, config.model.dtype)
+    per_token = kv_bytes_per_token(spec, dtype)
+    return Finding(
+        "model",
+        "ok",
+        f"{folder.name}: {spec.architecture}, {spec.num_layers} layers, {spec.num_experts} experts "
+        f"top-{spec.top_k}, {str(dtype)[6:]}, {per_token} bytes of KV a token",
+    )
+
+
+def _port(config: TandemConfig) -> Finding:
+    try:
+        bind(config.http.host, config.http.port, reuse_port=False).close()
+    except TandemError as error:
+        return Finding("port", "error", error.message)
+    return Finding("port", "ok", f"{config.http.host}:{config.http.port} is free")
