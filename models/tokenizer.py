@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from contracts.errors import CheckpointError, RequestError
 from models.chat_template import ChatTemplate, Message
@@ -45,7 +45,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """The tokenizer in a Hugging Face folder. Raises CheckpointError, in one line."""
+        """The tokenizer in a Hugging Face folder. Raises CheckpointError, in one line.
+
+        As in `transformers` 5, tokenizer.json alone says which special tokens `encode` adds;
+        `add_bos_token` beside it counts for nothing.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"{folder}: no tokenizer.json (a fast tokenizer is needed)")
@@ -56,7 +60,6 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
         _add_missing_tokens(backend, config, special)
-        _apply_bos_eos_switches(backend, config, special)
         return cls(backend, special_tokens=special, chat_template=_template(folder, config))
 
     # ---- text to ids
@@ -237,21 +240,6 @@ def _add_missing_tokens(
             backend.add_tokens([AddedToken(**token)])
     backend.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text in special.values()]
-    )
-
-
-def _apply_bos_eos_switches(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
-) -> None:
-    """`add_bos_token` and `add_eos_token`, where stated, replace the post-processor."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = special.get("bos_token") if config.get("add_bos_token") else None
-    eos = special.get("eos_token") if config.get("add_eos_token") else None
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
-        pair=None,
-        special_tokens=[(text, backend.token_to_id(text)) for text in (bos, eos) if text],
     )
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -61,8 +69,11 @@ def write_sentencepiece_like(folder: Path, **config: object) -> Path:
     vocab = tree["model"]["vocab"]
     for token in byte_tokens:
         vocab.setdefault(token, len(vocab))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config}
-    return _write(folder, Tokenizer.from_str(json.dumps(tree)), settings)
+    tokenizer = Tokenizer.from_str(json.dumps(tree))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", vocab["<s>"])]
+    )
+    return _write(folder, tokenizer, {"bos_token": "<s>", "eos_token": "</s>", **config})
 
 
 def _write(folder: Path, tokenizer: Tokenizer, config: dict[str, object]) -> Path:
