@@ -31,8 +31,8 @@ _PLACEHOLDER = re.compile(r"\{(text|prefix)\}")
 
 
 class Scorer(Protocol):
-    async def score(self, submit: Submit) -> Scored:
-        """The answer of a prefill-only job."""
+    async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
+        """The answer of a prefill-only job. patient: wait for room rather than be refused."""
 
 
 class ClassifyTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,10 +46,11 @@ class ClassifyTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """prompt_ids, and per label the ids that continue it."""
+    """prompt_ids, and per label the ids that continue it. patient: as in `Scorer.score`."""
 
     prompt_ids: list[int]
     label_ids: list[list[int]]
+    patient: bool = False
 
     @property
     def has_candidates(self) -> bool:
@@ -129,7 +130,12 @@ async def classify_row(scorer: Scorer, task: ClassifyTask, row: Row) -> Classifi
         )
         for ids in row.label_ids
     ]
-    scores = await map_bounded(scorer.score, passes, limit=len(passes))
+
+    async def score(numbered: tuple[int, Submit]) -> Scored:
+        label, submit = numbered
+        return await scorer.score(submit, patient=row.patient or label > 0)
+
+    scores = await map_bounded(score, enumerate(passes), limit=len(passes))
     totals = [
         math.fsum(_checked(scored.token_logprobs, len(ids)))
         for scored, ids in zip(scores, row.label_ids, strict=True)
@@ -145,7 +151,8 @@ async def _by_candidates(scorer: Scorer, task: ClassifyTask, row: Row) -> Classi
             sampling=None,
             priority=task.priority,
             candidates=[ids[0] for ids in row.label_ids],
-        )
+        ),
+        patient=row.patient,
     )
     logits = _checked(scored.candidate_logits, len(row.label_ids))
     return Classified(softmax(logits), scored.usage)

@@ -8,6 +8,7 @@ the least load; and one prefix that all requests share does not pile them up on 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -106,6 +107,11 @@ class Dispatcher:
         self._config = config
         self._choose = choose
         self._waiting: Counter[tuple[str, str]] = Counter()
+        self._freed = asyncio.Event()
+
+    @property
+    def clients(self) -> list[RankClient]:
+        return [rank.client for rank in self._ranks.values()]
 
     def start(self) -> None:
         for rank in self._ranks.values():
@@ -129,12 +135,16 @@ class Dispatcher:
         """Requests that wait for a first answer, by (pipeline, class)."""
         return self._waiting
 
-    async def generate(self, submit: Submit) -> AsyncGenerator[list[Tokens | Finished], None]:
+    async def generate(
+        self, submit: Submit, *, patient: bool = False
+    ) -> AsyncGenerator[list[Tokens | Finished], None]:
         """Events as they arrive, batch by batch; the last one is a `Finished`. Raises TandemError.
 
-        Closing it (or cancelling the task that iterates) cancels the request on its rank.
+        Where all queues are full it raises OverloadError, or if `patient` waits for room: for the
+        later sequences of a client whose first one was let in. Closing it (or cancelling the task
+        that iterates) cancels the request on its rank.
         """
-        async with self._placed(submit) as (stream, answered):
+        async with self._placed(submit, patient) as (stream, answered):
             while batch := await stream.next_batch():
                 answered()
                 good = [event for event in batch if isinstance(event, Tokens | Finished)]
@@ -142,9 +152,10 @@ class Dispatcher:
                     yield good
                 _raise_if_failed(batch[-1])
 
-    async def score(self, submit: Submit) -> Scored:
-        """The answer of a prefill-only job. Raises TandemError; cancelling cancels the job."""
-        async with self._placed(submit) as (stream, _):
+    async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
+        """The answer of a prefill-only job. Raises TandemError; cancelling cancels the job.
+        patient: as in `generate`."""
+        async with self._placed(submit, patient) as (stream, _):
             async for event in stream:
                 if isinstance(event, Scored):
                     return event
@@ -154,19 +165,37 @@ class Dispatcher:
         )
 
     @contextlib.asynccontextmanager
-    async def _placed(self, submit: Submit) -> AsyncIterator[tuple[RankStream, Callable[[], None]]]:
+    async def _placed(
+        self, submit: Submit, patient: bool
+    ) -> AsyncIterator[tuple[RankStream, Callable[[], None]]]:
         """The request on its rank, and a function to call when something has come back."""
-        rank = self._admit(submit)
+        rank = await self._admit_patiently(submit) if patient else self._admit(submit)
         pipeline = Pipeline.PREFILL if submit.sampling is None else Pipeline.GENERATION
-        account = _Account(rank, self._waiting, (pipeline, submit.priority.label), submit)
+        key = (pipeline.value, submit.priority.label)
+        account = _Account(rank, self._waiting, key, submit)
         try:
             stream = await rank.client.submit(submit)
             try:
-                yield stream, account.answered
+                yield stream, lambda: self._on_answer(account)
             finally:
                 stream.cancel()
         finally:
+            self._on_answer(account)
             account.close()
+
+    def _on_answer(self, account: _Account) -> None:
+        if account.is_waiting:
+            account.answered()
+            freed, self._freed = self._freed, asyncio.Event()
+            freed.set()
+
+    async def _admit_patiently(self, submit: Submit) -> _Rank:
+        while True:
+            freed = self._freed
+            try:
+                return self._admit(submit)
+            except OverloadError:
+                await freed.wait()
 
     def _admit(self, submit: Submit) -> _Rank:
         """The rank for this request. Raises NotReadyError or OverloadError."""
@@ -201,19 +230,17 @@ class _Account:
         self._tokens = len(submit.token_ids) + (
             submit.sampling.max_tokens if submit.sampling else 0
         )
-        self._is_waiting = True
+        self.is_waiting = True
         rank.load_tokens += self._tokens
         rank.waiting += 1
         waiting[key] += 1
 
     def answered(self) -> None:
-        if self._is_waiting:
-            self._is_waiting = False
-            self._rank.waiting -= 1
-            self._waiting[self._key] -= 1
+        self.is_waiting = False
+        self._rank.waiting -= 1
+        self._waiting[self._key] -= 1
 
     def close(self) -> None:
-        self.answered()
         self._rank.load_tokens -= self._tokens
 
 

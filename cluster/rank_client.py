@@ -127,7 +127,7 @@ class RankClient:
         self._writer: asyncio.StreamWriter | None = None
         self._streams: dict[int, RankStream] = {}
         self._ids = itertools.count(1)
-        self._lost: ChannelError | None = None
+        self.lost: ChannelError | None = None
         self._last_frame_s = 0.0
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -152,7 +152,7 @@ class RankClient:
     def problem(self) -> str | None:
         """Why this rank takes no requests now, or None."""
         if self._writer is None:
-            return str(self._lost or f"{self.name} is not connected yet")
+            return str(self.lost or f"{self.name} is not connected yet")
         if self.state is None:
             return f"{self.name} has not reported its state yet"
         if not self.state.healthy:
@@ -170,7 +170,7 @@ class RankClient:
         """Sends it under a request id of our own. Raises PeerError or NotReadyError."""
         writer = self._writer
         if writer is None:
-            raise self._lost or NotReadyError(f"{self.name} is not connected yet")
+            raise self.lost or NotReadyError(f"{self.name} is not connected yet")
         stream = RankStream(self, next(self._ids))
         self._streams[stream.request_id] = stream
         try:
@@ -178,7 +178,7 @@ class RankClient:
             await writer.drain()
         except OSError as error:
             self._streams.pop(stream.request_id, None)
-            raise self._lost or PeerDeadError(f"{self.name}: {error}", self.name) from None
+            raise self.lost or PeerDeadError(f"{self.name}: {error}", self.name) from None
         except BaseException:
             self.cancel(stream.request_id)
             raise
@@ -214,6 +214,8 @@ class RankClient:
             finally:
                 was_connected = self._writer is not None
                 self._writer = None
+            if str(self.lost) != str(lost):  # once, not with every attempt to reconnect
+                _LOG.warning("rank_lost", extra={"rank": self.name, "reason": str(lost)})
             self._drop_all(lost)
             backoff_s = self._config.backoff_s if was_connected else backoff_s * 2
             await asyncio.sleep(min(backoff_s, self._config.max_backoff_s))
@@ -294,9 +296,7 @@ class RankClient:
 
     def _drop_all(self, lost: ChannelError) -> None:
         """Ends every waiting request with an error that names the rank."""
-        if self._lost is None or str(self._lost) != str(lost):
-            _LOG.warning("rank_lost", extra={"rank": self.name, "reason": str(lost)})
-        self._lost = lost
+        self.lost = lost
         self.state = None
         streams, self._streams = self._streams, {}
         for stream in streams.values():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,10 +43,21 @@ class Loop:
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)
 
+    def start(self, work: Coroutine[Any, Any, object]) -> Future[object]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def close(self) -> None:
+        self.run(_cancel_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Api:
@@ -68,6 +80,16 @@ class Api:
 
     def wait_ready(self) -> None:
         self.loop.run(self.dispatcher.wait_ready())
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Returns once `condition` holds; asked with every change at rank 0's client."""
+        client = self.dispatcher.clients[0]
+        self.loop.run(client.wait_until(lambda _: condition()))
+
+    async def send(self, request: httpx.Request) -> httpx.Response:
+        """From the loop, so that it can be left waiting."""
+        async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+            return await client.send(request)
 
     def post(self, path: str, **body: object) -> httpx.Response:
         return self.http.post(path, json={"model": MODEL, **body})

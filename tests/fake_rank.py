@@ -47,6 +47,8 @@ class FakeRank:
         self.per_frame = per_frame
         self.hold_after: int | None = None
         self.fail_with: tuple[str, str, int] | None = None  # message, code, status
+        self.hold_scores = False
+        self.on_submit: Callable[[], None] | None = None
         self.silent = False
         self.healthy = True
         self.submits: SimpleQueue[Submit] = SimpleQueue()
@@ -67,12 +69,16 @@ class FakeRank:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        await self.drop_connections()
+        self.drop_connections()
 
-    async def drop_connections(self) -> None:
-        """As a dead process does."""
+    def drop_connections(self) -> None:
+        """As a dead process does. On the rank's loop."""
         for writer in list(self._writers):
             writer.transport.abort()
+
+    def drop_connections_from_thread(self) -> None:
+        assert self._server is not None
+        self._server.get_loop().call_soon_threadsafe(self.drop_connections)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         me = Identity(name=self.name, token=TOKEN, epoch=None)
@@ -115,11 +121,13 @@ class FakeRank:
         if self.fail_with is not None:
             text, code, status = self.fail_with
             self._send(writer, [Failed(message.request_id, code, text, status)])
-        elif message.sampling is None:
-            self._send(writer, [_scored(message)])
-        else:
+        elif message.sampling is not None:
             for frame in self._generated(message):
                 self._send(writer, frame)
+        elif not self.hold_scores:
+            self._send(writer, [_scored(message)])
+        if self.on_submit is not None:
+            self.on_submit()
 
     def _generated(self, submit: Submit) -> list[list[Event]]:
         assert submit.sampling is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
 
@@ -56,7 +57,7 @@ def build_app(
         clock=clock,
         extra=extra,
     )
-    app = FastAPI(title="Tandem", openapi_url=None)
+    app = FastAPI(title="Tandem", openapi_url=None, redirect_slashes=False)
     install_handlers(app)
     for path, endpoint in (
         ("/v1/completions", completions),
@@ -87,6 +88,9 @@ def _counted(services: Services, endpoint: Endpoint) -> Callable[[Request], Awai
         except TandemError as error:
             outcome = outcome_of(error)
             response = error_response(error)
+        except asyncio.CancelledError:
+            outcome = Outcome.CLIENT_GONE
+            raise
         finally:
             if outcome is not Outcome.OK:
                 session.finish(outcome)

@@ -56,7 +56,7 @@ def _wrong_field(message: str) -> RequestError:
     path = _PATH.search(message)
     where = [path[1]] if path and path[1] else []
     param = ".".join([*where, missing[1]] if missing else where) or None
-    text = message.partition(" - at ")[0]
+    text = "missing" if missing else message.partition(" - at ")[0]
     return RequestError(f"{param}: {text}" if param else text, param)
 
 

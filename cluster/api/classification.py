@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -76,14 +77,17 @@ async def _run(
     async def tokenize(text: str) -> Row:
         return await tokenize_row(services.tokenizer, task, text)
 
-    async def row(tokens: Row) -> Classified:
-        result = await classify_row(services.backend, task, tokens)
+    async def classified(numbered: tuple[int, Row]) -> Classified:
+        index, row = numbered
+        patient = index > 0  # the first row is what the request is admitted or refused with
+        row = msgspec.structs.replace(row, patient=patient)
+        result = await classify_row(services.backend, task, row)
         session.on_token()
         session.on_sequence_end(result.usage, 0.0, 0.0)
         return result
 
     rows = await map_bounded(tokenize, texts, limit=1)
-    return await map_bounded(row, rows, CONCURRENT_ROWS)
+    return await map_bounded(classified, enumerate(rows), CONCURRENT_ROWS)
 
 
 def _answer(services: Services, task: ClassifyTask, results: list[Classified]) -> dict[str, Any]:

@@ -203,7 +203,9 @@ class _Run:
         """The echo of prompt `number`; its usage counts where nothing is generated after it."""
         options = self._job.options
         prompt = self._job.prompts[number]
-        delta, usage = await echo(self._services, prompt.text, prompt.token_ids, options)
+        delta, usage = await echo(
+            self._services, prompt.text, prompt.token_ids, options, patient=number > 0
+        )
         if options.max_tokens == 0:
             self._session.on_token()
             self._session.on_sequence_end(usage, 0.0, 0.0)

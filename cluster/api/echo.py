@@ -10,14 +10,20 @@ from contracts.requests import Usage
 
 
 async def echo(
-    services: Services, text: str, token_ids: list[int], options: GenerationOptions
+    services: Services,
+    text: str,
+    token_ids: list[int],
+    options: GenerationOptions,
+    *,
+    patient: bool,
 ) -> tuple[Delta, Usage]:
-    """The prompt as a delta (ended, if nothing is to be generated), and what scoring it took."""
+    """The prompt as a delta (ended, if nothing is to be generated), and what scoring it took.
+    patient: as in `Backend.score`."""
     reason = "length" if options.max_tokens == 0 else None
     top = options.sampling.logprobs
     if top is None:
         return Delta(text, [], reason), Usage(prompt_tokens=len(token_ids))
-    scored = await _score(services, token_ids, options, top)
+    scored = await _score(services, token_ids, options, top, patient)
     logprobs = [None, *_token_logprobs(scored)]  # nothing comes before the first token
     detokenizer = services.tokenizer.detokenizer()
     tokens, offset = [], 0
@@ -28,7 +34,7 @@ async def echo(
 
 
 async def _score(
-    services: Services, token_ids: list[int], options: GenerationOptions, top: int
+    services: Services, token_ids: list[int], options: GenerationOptions, top: int, patient: bool
 ) -> Scored:
     if len(token_ids) == 1:
         return Scored(0, Usage(prompt_tokens=1), token_logprobs=[])
@@ -40,7 +46,8 @@ async def _score(
             priority=options.priority,
             score_from=1,
             score_top=top,
-        )
+        ),
+        patient=patient,
     )
 
 

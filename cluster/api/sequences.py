@@ -24,6 +24,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     submit: Submit
     stops: tuple[str, ...]
 
+    @property
+    def patient(self) -> bool:
+        """The first choice is what the request is admitted or refused with."""
+        return self.index > 0
+
 
 class Tally:
     """The request's usage: each prompt counts once, however many choices it has."""
@@ -69,7 +74,7 @@ async def run_choice(
         hidden_ids=() if ignore_eos else submit.eos_token_ids,
     )
     first_s = last_s = 0.0
-    async with aclosing(services.backend.generate(submit)) as batches:
+    async with aclosing(services.backend.generate(submit, patient=choice.patient)) as batches:
         async for batch in batches:
             session.on_token()
             last_s = services.clock()

@@ -29,10 +29,15 @@ Result = TypeVar("Result")
 class Backend(Protocol):
     """What runs requests: `cluster.dispatcher.Dispatcher`, or a test's own."""
 
-    def generate(self, submit: Submit) -> AsyncGenerator[list[Tokens | Finished], None]:
-        """Batches of events, a `Finished` last. Closing it cancels. Raises TandemError."""
+    def generate(
+        self, submit: Submit, *, patient: bool = False
+    ) -> AsyncGenerator[list[Tokens | Finished], None]:
+        """Batches of events, a `Finished` last. Closing it cancels. Raises TandemError.
 
-    async def score(self, submit: Submit) -> Scored:
+        patient: wait for room where otherwise OverloadError would be raised.
+        """
+
+    async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
         """The answer of a prefill-only job. Raises TandemError."""
 
     def problems(self) -> list[str]:
@@ -166,6 +171,9 @@ class EventStream(Response):
             self._session.finish(outcome_of(error))
             if not isinstance(error, ClientGoneError):
                 await self._send(send, sse(error_body(error)) + DONE, more=False)
+        except asyncio.CancelledError:
+            self._session.finish(Outcome.CLIENT_GONE)
+            raise
         finally:
             self._session.finish(Outcome.ERROR)
 

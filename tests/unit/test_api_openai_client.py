@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -14,7 +15,7 @@ from tests.fake_rank import CACHED_TOKENS, FakeRank
 from tests.tiny_tokenizer import EOS, write_byte_level
 
 TEXT = "The answer is 42. 你好 😀\n\nQuestion: what else?"
-CHAT = [{"role": "user", "content": "What is the answer?"}]
+CHAT: Any = [{"role": "user", "content": "What is the answer?"}]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_a_streamed_completion_gives_the_same_text_in_pieces(api: Api) -> None:
 def test_a_chat_completion_sees_the_rendered_template(api: Api) -> None:
     while not api.rank.submits.empty():
         api.rank.submits.get()
-    done = api.openai.chat.completions.create(model=MODEL, messages=CHAT)  # type: ignore[arg-type]
+    done = api.openai.chat.completions.create(model=MODEL, messages=CHAT)
     assert done.choices[0].message.role == "assistant"
     assert done.choices[0].message.content == TEXT
     assert done.choices[0].finish_reason == "stop"
@@ -92,7 +93,7 @@ def test_a_chat_completion_sees_the_rendered_template(api: Api) -> None:
 def test_a_streamed_chat_gives_the_role_first_then_text_reason_and_usage(api: Api) -> None:
     stream = api.openai.chat.completions.create(
         model=MODEL,
-        messages=CHAT,  # type: ignore[arg-type]
+        messages=CHAT,
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -121,7 +122,7 @@ def test_a_stop_string_cuts_the_text_and_cancels_the_rest(api: Api) -> None:
 def test_a_streamed_stop_string_never_shows_a_part_of_the_stop(api: Api) -> None:
     stream = api.openai.chat.completions.create(
         model=MODEL,
-        messages=CHAT,  # type: ignore[arg-type]
+        messages=CHAT,
         stop="\n\nQuestion",
         stream=True,
     )
@@ -181,7 +182,7 @@ def test_completion_logprobs_line_up_with_the_text(api: Api) -> None:
 def test_chat_logprobs_carry_bytes_and_alternatives(api: Api) -> None:
     done = api.openai.chat.completions.create(
         model=MODEL,
-        messages=CHAT,  # type: ignore[arg-type]
+        messages=CHAT,
         logprobs=True,
         top_logprobs=2,
     )
