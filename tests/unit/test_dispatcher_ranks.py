@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.channels.handshake import Identity
-from cluster.dispatcher import Dispatcher, DispatcherConfig
+from cluster.dispatcher import Choose, Dispatcher, DispatcherConfig, RankView, least_work
 from cluster.rank_client import RankClient
 from contracts.errors import HandshakeError, NotReadyError, OverloadError, RankError
 from contracts.messages import Finished, Submit, Tokens
@@ -26,7 +26,14 @@ def submit(tokens: int = 40, max_tokens: int = 4, *, first: int = 0) -> Submit:
     return Submit(request_id=0, token_ids=ids, sampling=Sampling(max_tokens=max_tokens))
 
 
-def run(body: Body, *, ranks: int = 1, max_waiting: int = 100, path: Path | None = None) -> None:
+def run(
+    body: Body,
+    *,
+    ranks: int = 1,
+    max_waiting: int = 100,
+    path: Path | None = None,
+    choose: Choose = least_work,
+) -> None:
     async def main() -> None:
         fakes = [FakeRank(f"attention-{i}", lambda _: [1, 2, 3, 4, 5]) for i in range(ranks)]
         addresses = [await fake.listen(str(path / fake.name) if path else None) for fake in fakes]
@@ -34,7 +41,7 @@ def run(body: Body, *, ranks: int = 1, max_waiting: int = 100, path: Path | None
             RankClient(fake.name, address, ME, QUICK)
             for fake, address in zip(fakes, addresses, strict=True)
         ]
-        dispatcher = Dispatcher(clients, DispatcherConfig(max_waiting=max_waiting))
+        dispatcher = Dispatcher(clients, DispatcherConfig(max_waiting=max_waiting), choose)
         dispatcher.start()
         try:
             await dispatcher.wait_ready()
@@ -78,15 +85,15 @@ def test_concurrent_requests_on_one_connection_do_not_mix() -> None:
     run(body)
 
 
-def test_requests_with_a_common_prefix_go_to_the_rank_that_has_it() -> None:
+def test_a_known_prefix_draws_a_request_to_its_rank() -> None:
     async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
-        for _ in range(3):
-            await tokens_of(dispatcher, submit(first=0))
-            await tokens_of(dispatcher, submit(first=100))
-        assert ranks[0].submits.qsize() + ranks[1].submits.qsize() == 6
-        for rank in ranks:
-            firsts = {rank.submits.get().token_ids[0] for _ in range(rank.submits.qsize())}
-            assert len(firsts) <= 2
+        ranks[0].hold_after = 1
+        busy = dispatcher.generate(submit(first=0))
+        await anext(busy)
+        await tokens_of(dispatcher, submit(first=100))
+        await busy.aclose()
+        await tokens_of(dispatcher, submit(first=100))  # both are idle; rank 1 knows it
+        assert [rank.submits.qsize() for rank in ranks] == [1, 2]
 
     run(body, ranks=2)
 
@@ -184,16 +191,22 @@ def test_a_lost_connection_fails_every_waiting_request_with_the_ranks_name() -> 
 
 
 def test_what_a_rank_had_cached_is_forgotten_when_it_comes_back() -> None:
+    seen: list[int] = []
+
+    def record(views: Sequence[RankView]) -> RankView:
+        seen.append(views[0].prefix_tokens)
+        return views[0]
+
     async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+        await tokens_of(dispatcher, submit())
         await tokens_of(dispatcher, submit())
         client = dispatcher.clients[0]
         ranks[0].drop_connections()
         await client.wait_until(lambda c: c.connections == 2 and c.problem is None)
-        await tokens_of(dispatcher, submit(first=500))
         await tokens_of(dispatcher, submit())
-        assert ranks[0].submits.qsize() >= 1
+        assert seen == [0, 32, 0]  # of 40 tokens two blocks of 16 are full
 
-    run(body, ranks=2)
+    run(body, ranks=2, choose=record)
 
 
 def test_a_wrong_token_is_refused_and_said() -> None:

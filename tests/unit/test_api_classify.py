@@ -1,0 +1,181 @@
+"""Classification: prompts, labels, the two ways of scoring, order and usage."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.classify import (
+    ClassifyTask,
+    check_task,
+    classify_row,
+    fill,
+    softmax,
+    tokenize_row,
+)
+from contracts.errors import RankError, RequestError, TooLongError
+from contracts.messages import Scored, Submit
+from contracts.requests import Priority, Usage
+from models.tokenizer import Tokenizer
+from tests.api_harness import CONTEXT_TOKENS, Api, serve_api
+from tests.fake_rank import CACHED_TOKENS, FakeRank, token_logprob
+from tests.tiny_tokenizer import write_byte_level
+
+SEVERAL = ["entirely positive", "no"]
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    folder: Path = write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+    with serve_api(folder, [FakeRank("attention-0", lambda submit: [])]) as api:
+        yield api
+
+
+@pytest.fixture
+def tokenizer(api: Api) -> Tokenizer:
+    while not api.rank.submits.empty():
+        api.rank.submits.get()
+    return api.tokenizer
+
+
+def task(labels: list[str], **fields: object) -> ClassifyTask:
+    return ClassifyTask(labels=tuple(labels), **fields)  # type: ignore[arg-type]
+
+
+def distinct_one_token_labels(tokenizer: Tokenizer) -> list[str]:
+    found = []
+    for word in ("answer", "fox", "dog", "is", "the", "positive", "yes", "one", "quick", "a"):
+        if len(tokenizer.continuation("x", f" {word}")[1]) == 1:
+            found.append(word)
+    assert len(found) >= 2
+    return found[:3]
+
+
+def test_probabilities_of_one_token_labels_are_the_softmax_of_their_logits(
+    api: Api, tokenizer: Tokenizer
+) -> None:
+    labels = distinct_one_token_labels(tokenizer)
+    body = api.post("/v1/classify", input=["x", "y"], labels=labels, prefix="Say: ").json()
+    for row, text in zip(body["data"], ["x", "y"], strict=True):
+        submit = api.rank.submits.get(timeout=5)
+        assert submit.sampling is None
+        assert submit.score_from is None
+        assert submit.token_ids == tokenizer.encode(f"Say: {text}")
+        assert submit.candidates is not None
+        assert [tokenizer.decode([token]) for token in submit.candidates] == [
+            f" {label}" for label in labels
+        ]
+        assert row["probs"] == softmax([token_logprob(token) for token in submit.candidates])
+        assert row["label"] == labels[row["probs"].index(max(row["probs"]))]
+    assert [row["index"] for row in body["data"]] == [0, 1]
+    assert api.rank.submits.empty()
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 2 * CACHED_TOKENS
+
+
+def test_longer_labels_are_scored_one_by_one_over_all_their_tokens(
+    api: Api, tokenizer: Tokenizer
+) -> None:
+    body = api.post("/v1/classify", input="Well,", labels=SEVERAL).json()
+    totals = []
+    for label in SEVERAL:
+        submit = api.rank.submits.get(timeout=5)
+        prompt_ids, label_ids = tokenizer.continuation("Well,", f" {label}")
+        assert submit.token_ids == prompt_ids + label_ids
+        assert submit.score_from == len(prompt_ids)
+        totals.append(math.fsum(token_logprob(token) for token in label_ids))
+    assert body["data"][0]["probs"] == softmax(totals)
+
+
+def test_many_rows_come_back_in_their_order(api: Api, tokenizer: Tokenizer) -> None:
+    texts = [f"row {index}" for index in range(200)]
+    body = api.post("/v1/classify", input=texts, labels=SEVERAL, priority="be").json()
+    assert [row["index"] for row in body["data"]] == list(range(200))
+    assert api.rank.submits.get(timeout=5).priority is Priority.BE
+
+
+def test_a_row_beyond_the_context_is_a_413_before_anything_is_sent(
+    api: Api, tokenizer: Tokenizer
+) -> None:
+    response = api.post("/v1/classify", input=["ok", "x " * CONTEXT_TOKENS], labels=["yes", "no"])
+    assert response.status_code == 413
+    assert str(CONTEXT_TOKENS) in response.json()["error"]["message"]
+    assert api.rank.submits.empty()
+
+
+@given(text=st.text(), prefix=st.text())
+def test_the_template_is_filled_once_and_literally(text: str, prefix: str) -> None:
+    wanted = task(["a"], prefix=prefix, template="{prefix}|{text}|{0}|{{text}}")
+    assert fill(wanted, text) == f"{prefix}|{text}|{{0}}|{{{text}}}"
+
+
+def test_placeholders_inside_a_text_are_just_text() -> None:
+    assert fill(task(["a"], prefix="P"), "{prefix}{text}") == "P{prefix}{text}"
+
+
+@pytest.mark.parametrize("prompt", ["Answer:", "Answer: "])
+@pytest.mark.parametrize("label", ["yes", " yes"])
+def test_a_space_stands_between_prompt_and_label_exactly_once(
+    tokenizer: Tokenizer, prompt: str, label: str
+) -> None:
+    if prompt.endswith(" ") and label.startswith(" "):
+        return  # taken as given: two spaces
+    row = asyncio.run(tokenize_row(tokenizer, task([label]), prompt))
+    assert tokenizer.decode(row.prompt_ids + row.label_ids[0]) == "Answer: yes"
+
+
+@pytest.mark.parametrize(
+    ("labels", "fields"),
+    [
+        ([], {}),
+        (["a", "a"], {}),
+        (["a", ""], {}),
+        (["a"], {"template": "nothing"}),
+        (["a"], {"template": "{text}", "prefix": "p"}),
+    ],
+)
+def test_unusable_labels_and_templates_are_refused(
+    labels: list[str], fields: dict[str, object]
+) -> None:
+    with pytest.raises(RequestError):
+        check_task(task(labels, **fields))
+
+
+def test_a_prompt_of_white_space_only_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        asyncio.run(tokenize_row(tokenizer, task(["a"]), " \n"))
+
+
+def test_a_context_too_short_for_prompt_and_label_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(TooLongError):
+        asyncio.run(tokenize_row(tokenizer, task(["a"], max_context_tokens=1), "long text"))
+
+
+@pytest.mark.parametrize("logprobs", [None, [], [float("nan")] * 9])
+def test_scores_that_cannot_be_are_an_error_not_an_answer(
+    tokenizer: Tokenizer, logprobs: list[float] | None
+) -> None:
+    class BadRank:
+        async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
+            return Scored(1, Usage(prompt_tokens=1), token_logprobs=logprobs)
+
+    async def main() -> None:
+        row = await tokenize_row(tokenizer, task(SEVERAL), "x")
+        await classify_row(BadRank(), task(SEVERAL), row)
+
+    with pytest.raises(RankError):
+        asyncio.run(main())
+
+
+@given(scores=st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=8))
+def test_softmax_sums_to_one_and_keeps_the_order(scores: list[float]) -> None:
+    probs = softmax(scores)
+    assert math.isclose(math.fsum(probs), 1.0)
+    for i, left in enumerate(scores):
+        for j, right in enumerate(scores):
+            assert left < right or probs[i] >= probs[j]
