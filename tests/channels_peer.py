@@ -1,0 +1,118 @@
+"""The other process in the tests of the channels. Argument: options as JSON, see `Options`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import torch
+
+from actors.channels.base import Endpoint, Header, Kind, Packet, Part, PeerLost
+from actors.channels.factory import make_endpoint
+from actors.channels.tcp import _LENGTH, TcpLink, _encode, _Frame
+from contracts.clock import monotonic_s
+from contracts.config import ChannelConfig
+
+POLL_S = 30.0
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    backend: str
+    role: str
+    address: str
+    token: str
+    name: str = "peer"
+    epoch: int = 1
+    packets: int = 0
+    elements: int = 0
+    silence_s: float = 1.5
+    heartbeat_s: float = 0.2
+
+
+def echo(end: Endpoint, options: Options) -> None:
+    """Answers every packet with a copy of it, until main is gone."""
+    for packet in _packets(end):
+        parts = [Part(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in packet.tensors]
+        answer = end.reserve("main", parts)
+        for target, source in zip(answer.tensors, packet.tensors, strict=True):
+            target.copy_(source)
+        packet.release()
+        head = msgspec.structs.replace(packet.header, kind=Kind.E2A)
+        end.commit(answer, head)
+
+
+def flood(end: Endpoint, options: Options) -> None:
+    """Commits all its packets before it looks at any, and says how many sound ones it got."""
+    for index in range(options.packets):
+        reservation = end.reserve("main", [Part("int32", (options.elements,))])
+        reservation.tensors[0].fill_(index)
+        end.commit(reservation, Header(Kind.E2A, options.epoch, index, 0, 0, 0))
+    sound = 0
+    for packet in _packets(end):
+        sound += bool((packet.tensors[0] == packet.header.batch).all())
+        packet.release()
+        if packet.header.batch == options.packets - 1:
+            _say(f"sound {sound}")
+
+
+def hold(end: Endpoint, options: Options) -> None:
+    """Answers packets with others and keeps what it received."""
+    held = []
+    for packet in _packets(end):
+        held.append(packet)
+        reservation = end.reserve("main", [Part("int32", (options.elements,))])
+        end.commit(reservation, Header(Kind.E2A, options.epoch, 0, 0, 0, 0))
+        _say("holding")
+
+
+def half(end: Endpoint, options: Options) -> None:
+    """Sends half of a TCP payload and stops there."""
+    link = end._links["main"]  # type: ignore[attr-defined]
+    assert isinstance(link, TcpLink)
+    frame = _Frame(
+        Header(Kind.E2A, options.epoch, 0, 0, 0, 0), (Part("uint8", (options.elements,)),)
+    )
+    body = _encode(frame)
+    link._sock.sendall(_LENGTH.pack(len(body)) + body + bytes(options.elements // 2))
+    _say("half")
+    assert not list(_packets(end))
+
+
+def _packets(end: Endpoint) -> Iterator[Packet]:
+    """All packets until main is gone."""
+    while True:
+        for happening in end.poll(POLL_S):
+            if isinstance(happening, Packet):
+                yield happening
+            elif isinstance(happening, PeerLost):
+                return
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    options = msgspec.json.decode(sys.argv[1], type=Options)
+    end = make_endpoint(
+        name=options.name,
+        token=bytes.fromhex(options.token),
+        epoch=options.epoch,
+        config=ChannelConfig(
+            backend=options.backend,  # type: ignore[arg-type]
+            silence_s=options.silence_s,
+            heartbeat_s=options.heartbeat_s,
+        ),
+        clock=monotonic_s,
+        device=torch.device("cuda" if options.backend in ("ipc", "nccl") else "cpu"),
+    )
+    end.connect("main", options.address)
+    {"echo": echo, "flood": flood, "hold": hold, "half": half}[options.role](end, options)
+    end.close()
+
+
+if __name__ == "__main__":
+    main()
