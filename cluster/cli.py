@@ -44,9 +44,9 @@ _DOCTOR_EXAMPLE = """example:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     logging.basicConfig(
-        level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr
+        level=logging.WARNING, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("tandem").setLevel(logging.INFO)
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))

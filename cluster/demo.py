@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ class ChatResult(NamedTuple):
 
 def run_demo(trace: Path | None) -> int:
     """Starts, asks, shows, stops. Returns the exit status."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     config = _config()
     groups = config.groups
     console.print(
@@ -60,9 +61,7 @@ def run_demo(trace: Path | None) -> int:
     )
     started_s = time.monotonic()
     with serving(config) as served:
-        console.print(
-            f"Serving the bundled model at {served.url}/v1 after {served.ready_s:.1f} s\n"
-        )
+        console.print(f"Serving the bundled model at {served.url}/v1: {served.ready_s:.1f} s\n")
         console.print(_classification(served))
         console.print(_chats(served))
         spans = served.groups.spans.remote().result(timeout_s=TIMEOUT_S)
@@ -95,10 +94,10 @@ def _classification(served: Served) -> Table:
     path = resolve_model_folder(BUNDLED) / "tasks.json"
     known = {t.name: t for t in msgspec.json.decode(path.read_bytes(), type=_TaskFile).tasks}
     table = Table(title="Classification (POST /v1/classify)", title_justify="left")
-    for heading in ("task", "labels", "text", "answer", "probability", "request ms"):
-        table.add_column(
-            heading, justify="right" if "ms" in heading or heading == "labels" else "left"
-        )
+    for heading in ("task", "text", "answer"):
+        table.add_column(heading)
+    for heading in ("probability", "labels", "request ms"):
+        table.add_column(heading, justify="right")
     with httpx.Client(base_url=served.url, timeout=TIMEOUT_S) as client:
         for task in TASKS:
             labels = known[task.task]
@@ -107,10 +106,10 @@ def _classification(served: Served) -> Table:
                 mark = "[green]✓[/]" if item["label"] == expected else f"[yellow]≠{expected}[/]"
                 table.add_row(
                     task.task,
-                    str(item["num_classes"]),
                     _short(text, 48),
                     f"{item['label'].strip()} {mark}",
                     f"{max(item['probs']):.2f}",
+                    str(item["num_classes"]),
                     f"{milliseconds:.0f}",
                 )
     return table

@@ -1,4 +1,4 @@
-"""What the demo sends: rows written for it, in the forms that the bundled checkpoint was trained on."""
+"""What the demo sends: rows written for it, in the forms that the bundled checkpoint has learned."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class DemoTask(NamedTuple):
-    """Rows of one classification task of `models/bundled/tasks.json`, with what a person would say."""
+    """Rows of one task of `models/bundled/tasks.json`, each with what a person would say."""
 
     task: str
     rows: list[tuple[str, str]]

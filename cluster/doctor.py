@@ -1,4 +1,4 @@
-"""`tandem doctor`: what on this machine, or in this configuration, keeps Tandem from running well."""
+"""`tandem doctor`: what in this machine or configuration keeps Tandem from running well."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The ingress's own HTTP front: uvicorn in the replica's event loop.
 
-Through Serve's proxy each streamed chunk is an item of a Ray generator (0.5 to 0.8 ms); here it is a
-write to the client's socket. SO_REUSEPORT lets several replicas of one node share the port.
+Through Serve's proxy each streamed chunk is an item of a Ray generator (0.5 to 0.8 ms); here it is
+a write to the client's socket. SO_REUSEPORT lets several replicas of one node share the port.
 """
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ def bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ResourceError(
-            f"http.host={host} http.port={port}: {error.strerror}; choose another with --host, --port"
+            f"http.host={host} http.port={port}: {error.strerror}; choose others (--host, --port)"
         ) from None
     return listener

@@ -56,8 +56,8 @@ def preflight(config: TandemConfig) -> None:
     """What can be found wrong in milliseconds, before anything starts. Raises TandemError."""
     if config.groups.prefill_ranks:
         raise ConfigError(
-            f"groups.prefill_ranks={config.groups.prefill_ranks}: prefill workers do not exist yet; "
-            "use 0, the attention and expert ranks answer prefill-only requests"
+            f"groups.prefill_ranks={config.groups.prefill_ranks}: there are no prefill workers; "
+            "use 0, attention and expert ranks answer prefill-only requests too"
         )
     check_checkpoint(resolve_model_folder(config.model.path))
     bind(config.http.host, config.http.port, reuse_port=False).close()
