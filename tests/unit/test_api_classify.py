@@ -114,8 +114,9 @@ def test_the_template_is_filled_once_and_literally(text: str, prefix: str) -> No
     assert fill(wanted, text) == f"{prefix}|{text}|{{0}}|{{{text}}}"
 
 
-def test_placeholders_inside_a_text_are_just_text() -> None:
+def test_placeholders_inside_a_text_or_prefix_are_just_text() -> None:
     assert fill(task(["a"], prefix="P"), "{prefix}{text}") == "P{prefix}{text}"
+    assert fill(task(["a"], prefix="{text}"), "T") == "{text}T"
 
 
 @pytest.mark.parametrize("prompt", ["Answer:", "Answer: "])

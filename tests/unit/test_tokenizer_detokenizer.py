@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.detokenizer import WindowDetokenizer
 from models.tokenizer import Tokenizer
 from tests.tiny_tokenizer import write_byte_level, write_sentencepiece_like
 
@@ -82,8 +83,6 @@ def test_an_unfinished_character_is_flushed_as_a_replacement(byte_level: Tokeniz
 
 def test_each_token_is_looked_at_a_bounded_number_of_times() -> None:
     """The window that is decoded again does not grow with the stream."""
-    from models.detokenizer import WindowDetokenizer
-
     longest = 0
 
     def decode(ids: object) -> str:
@@ -91,10 +90,23 @@ def test_each_token_is_looked_at_a_bounded_number_of_times() -> None:
         longest = max(longest, len(ids))  # type: ignore[arg-type]
         return "x" * len(ids)  # type: ignore[arg-type]
 
-    never: Callable[[int], int | None] = lambda _: None  # noqa: E731
-    detokenizer = WindowDetokenizer(decode, never, lambda _: True)
+    detokenizer = WindowDetokenizer(decode, _no_byte, lambda _: True)
     detokenizer.push(range(10_000))
     assert longest <= 4
+
+
+def test_a_token_without_text_does_not_cost_the_next_one_its_space() -> None:
+    vocabulary = [" one", "", " two"]
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(vocabulary[i] for i in ids).removeprefix(" ")
+
+    detokenizer = WindowDetokenizer(decode, _no_byte, lambda _: True)
+    assert [detokenizer.push([i]) for i in (0, 1, 1, 2)] == ["one", "", "", " two"]
+
+
+def _no_byte(token_id: int) -> None:
+    return None
 
 
 def test_special_tokens_are_hidden_or_shown_as_asked(byte_level: Tokenizer, tmp_path: Path) -> None:
