@@ -217,8 +217,9 @@ def _run_blocking(sock: socket.socket, steps: _Steps, deadline_s: float) -> Remo
     end_s = monotonic_s() + deadline_s
 
     def say(data: bytes) -> None:
-        sock.settimeout(max(end_s - monotonic_s(), 1e-3))
-        sock.sendall(data)
+        if data:
+            sock.settimeout(max(end_s - monotonic_s(), 1e-3))
+            sock.sendall(data)
 
     def hear(size: int) -> bytes:
         data = b""
@@ -255,8 +256,9 @@ async def _run_async(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: _Steps, deadline_s: float
 ) -> Remote:
     async def say(data: bytes) -> None:
-        writer.write(data)
-        await writer.drain()
+        if data:
+            writer.write(data)
+            await writer.drain()
 
     try:
         async with asyncio.timeout(deadline_s):

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Final, Protocol
 
 import msgspec
+import psutil
 import torch
 
 from actors.channels.allocator import FirstFit
@@ -74,16 +75,19 @@ class HostMemory:
 def create_memfd(num_bytes: int) -> int:
     """A sealed memfd of FLAG_BYTES + num_bytes, its pages allocated. Raises ChannelError."""
     total = FLAG_BYTES + num_bytes
+    available = psutil.virtual_memory().available
+    if total > available:  # the kernel would hand out pages until it has to kill someone
+        raise ChannelError(
+            f"a segment of {total} bytes exceeds the {available} bytes of free memory: lower "
+            "channel.segment_bytes or the batch size"
+        )
     fd = os.memfd_create("tandem-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, total)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except OSError as error:
         os.close(fd)
-        raise ChannelError(
-            f"no shared memory for a segment of {total} bytes ({error.strerror}): lower "
-            "channel.segment_bytes or the batch size"
-        ) from None
+        raise ChannelError(f"no memory for a segment of {total} bytes: {error.strerror}") from None
     return fd
 
 

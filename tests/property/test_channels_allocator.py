@@ -1,0 +1,123 @@
+"""The segments' allocator and arena against a model that remembers every byte."""
+
+from __future__ import annotations
+
+import mmap
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.channels.allocator import FirstFit
+from actors.channels.link import Views
+from actors.channels.segments import FLAG_BYTES, IDLE_S, Arena, HostMemory, Memory, Place
+from tests.channels_support import nothing_leaks  # noqa: F401
+
+SIZE = 40
+# (True, size): allocate; (False, n): free the n-th oldest of what is allocated
+STEPS = st.lists(st.tuples(st.booleans(), st.integers(1, 16)), max_size=120)
+
+
+@given(steps=STEPS)
+@settings(deadline=None, max_examples=300)
+def test_the_allocator_never_hands_out_a_byte_twice_and_finds_a_gap_if_there_is_one(
+    steps: list[tuple[bool, int]],
+) -> None:
+    allocator = FirstFit(SIZE)
+    owner: list[int | None] = [None] * SIZE  # of each byte
+    offsets: dict[int, int] = {}
+    for number, (allocate, value) in enumerate(steps):
+        if allocate:
+            offset = allocator.allocate(value)
+            fits = [s for s in range(SIZE - value + 1) if not any_owner(owner, s, value)]
+            assert offset == (fits[0] if fits else None)
+            if offset is not None:
+                owner[offset : offset + value] = [number] * value
+                offsets[number] = offset
+        elif offsets:
+            number = list(offsets)[value % len(offsets)]
+            allocator.free(offsets.pop(number))
+            owner = [None if o == number else o for o in owner]
+        allocator.check()
+        assert allocator.used == sum(o is not None for o in owner)
+    for offset in offsets.values():
+        allocator.free(offset)
+    allocator.check()
+    assert allocator.allocate(SIZE) == 0
+
+
+def any_owner(owner: list[int | None], start: int, size: int) -> bool:
+    return any(o is not None for o in owner[start : start + size])
+
+
+class PlainMemory:
+    """A segment that nobody else maps."""
+
+    def __init__(self, num_bytes: int) -> None:
+        import torch
+
+        self.flags = mmap.mmap(-1, FLAG_BYTES)
+        self.views = Views(torch.zeros(num_bytes, dtype=torch.uint8))
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@given(steps=STEPS)
+@settings(deadline=None, max_examples=200)
+def test_payloads_keep_their_bytes_whatever_is_released_in_whatever_order(
+    steps: list[tuple[bool, int]],
+) -> None:
+    made: dict[int, PlainMemory] = {}
+
+    def new_memory(number: int, num_bytes: int) -> Memory:
+        made[number] = PlainMemory(num_bytes)
+        return made[number]
+
+    arena = Arena(8, new_memory)
+    held: dict[int, tuple[Place, int]] = {}
+    for number, (allocate, value) in enumerate(steps):
+        if allocate:
+            place = arena.place(value)
+            bytes_of(made, place, value).fill_(number % 251)
+            held[number] = (place, value)
+        elif held:
+            number = list(held)[value % len(held)]
+            place, size = held.pop(number)
+            assert bool((bytes_of(made, place, size) == number % 251).all())
+            made[place.segment].flags[place.slot] = 1
+        for number, (place, size) in held.items():
+            assert bool((bytes_of(made, place, size) == number % 251).all())
+    for place, _ in held.values():
+        made[place.segment].flags[place.slot] = 1
+    arena.idle(0.0)
+    arena.idle(IDLE_S)
+    kept = [memory for memory in made.values() if not memory.closed]
+    assert len(kept) <= 1
+    if kept:
+        arena.place(1)  # reclaims
+        assert arena.num_bytes() == (1, kept[0].views.memory.numel())
+
+
+def bytes_of(made: dict[int, PlainMemory], place: Place, size: int):  # type: ignore[no-untyped-def]
+    memory = made[place.segment].views.memory
+    assert place.offset_bytes + size <= memory.numel()
+    return memory[place.offset_bytes : place.offset_bytes + size]
+
+
+def test_a_segment_has_a_slot_for_every_packet_or_another_segment_is_added() -> None:
+    made: list[int] = []
+
+    def new_memory(number: int, num_bytes: int) -> Memory:
+        made.append(number)
+        return PlainMemory(num_bytes)
+
+    arena = Arena(FLAG_BYTES * 4, new_memory)
+    places = [arena.place(1) for _ in range(FLAG_BYTES + 1)]
+    assert made == [0, 1]
+    assert len({(place.segment, place.slot) for place in places}) == FLAG_BYTES + 1
+
+
+def test_host_memory_implements_memory() -> None:
+    assert set(Memory.__annotations__) == {"views", "flags"}
+    assert callable(HostMemory.close)

@@ -1,0 +1,206 @@
+"""Silence, judged with a clock of our own; frames, on a socket that takes no more."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from actors.channels.header_link import HeaderLink
+from actors.channels.pulse import Heart, Pulse
+from contracts.clock import ManualClock
+from contracts.config import ChannelConfig
+from contracts.errors import PeerDeadError, PeerError, PeerHungError
+from tests.channels_support import nothing_leaks  # noqa: F401
+
+CONFIG = ChannelConfig(backend="tcp", heartbeat_s=0.2, silence_s=1.5, deadline_s=5.0)
+
+
+class FakeLink:
+    def __init__(self, sock: socket.socket) -> None:
+        self.peer = "expert-3"
+        self.heart = Heart(sock, self.peer, 0.0)
+        self.blocked_since_s: float | None = None
+        self.flushed = 0
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+
+class Ward:
+    """One link under a Pulse whose thread never runs; `tick` is called by hand."""
+
+    def __init__(self) -> None:
+        self.other, sock = socket.socketpair()
+        self.clock = ManualClock()
+        self.link = FakeLink(sock)
+        self.lost: list[PeerError] = []
+        self.pulse: Pulse[FakeLink] = Pulse(
+            "attention-0", CONFIG, self.clock, lambda link, error: self.lost.append(error)
+        )
+        self.pulse.add(self.link)
+
+    def tick(self, seconds: float, *, stopped_s: float = 0.0) -> None:
+        self.clock.advance(seconds)
+        self.pulse.tick(stopped_s)
+
+
+@pytest.fixture
+def ward() -> Iterator[Ward]:
+    ward = Ward()
+    yield ward
+    ward.other.close()
+    ward.link.heart.close()
+
+
+def test_silence_for_the_limit_is_a_hung_peer_told_once(ward: Ward) -> None:
+    ward.tick(1.4)
+    assert not ward.lost
+    ward.tick(0.2)
+    ward.tick(9.0)
+    (error,) = ward.lost
+    assert isinstance(error, PeerHungError)
+    assert error.peer == "expert-3"
+    assert "1.5 s" in str(error)
+
+
+def test_heartbeats_that_wait_in_the_socket_are_read_before_silence_is_judged(ward: Ward) -> None:
+    ward.tick(1.4)
+    ward.other.send(b"\x01")
+    ward.tick(100.0)
+    assert not ward.lost
+
+
+def test_every_round_sends_a_heartbeat_and_flushes(ward: Ward) -> None:
+    for _ in range(3):
+        ward.tick(0.2)
+    assert ward.other.recv(64) == b"\x01\x01\x01"
+    assert ward.link.flushed == 3
+
+
+def test_time_in_which_this_process_stood_still_is_not_silence(ward: Ward) -> None:
+    ward.tick(60.0, stopped_s=59.8)
+    assert not ward.lost
+    ward.tick(1.2)
+    assert not ward.lost
+    ward.tick(0.2)
+    assert isinstance(ward.lost[0], PeerHungError)
+
+
+def test_bytes_of_a_payload_are_a_sign_of_life(ward: Ward) -> None:
+    for _ in range(10):
+        ward.link.heart.heard(ward.clock())
+        ward.tick(1.0)
+    assert not ward.lost
+
+
+def test_a_closed_peer_is_dead_not_hung(ward: Ward) -> None:
+    ward.other.close()
+    ward.tick(0.2)
+    assert not ward.lost  # its data socket may still hold packets, and says the same in time
+    ward.tick(1.5)
+    assert isinstance(ward.lost[0], PeerDeadError)
+
+
+def test_a_send_that_makes_no_progress_is_a_hung_peer(ward: Ward) -> None:
+    ward.link.blocked_since_s = 0.0
+    for _ in range(6):
+        ward.other.send(b"\x01")
+        ward.tick(0.9)
+    assert "has taken nothing for 5 s" in str(ward.lost[0])
+
+
+def test_the_next_round_comes_when_the_limit_is_reached_not_a_heartbeat_later(ward: Ward) -> None:
+    ward.clock.advance(1.4)
+    assert ward.pulse.tick(0.0) == pytest.approx(0.1)
+
+
+@pytest.fixture
+def links() -> Iterator[tuple[HeaderLink, HeaderLink]]:
+    a, b = socket.socketpair()
+    clock = ManualClock()
+    pair = HeaderLink(a, "b", clock), HeaderLink(b, "a", clock)
+    yield pair
+    for link in pair:
+        link.close()
+
+
+def test_frames_that_the_kernel_does_not_take_arrive_later_in_order(
+    links: tuple[HeaderLink, HeaderLink],
+) -> None:
+    left, right = links
+    frames = [bytes([n % 256]) * (n * 37 % 5000) for n in range(2000)]
+    for frame in frames:
+        left.send(frame)
+    assert left.pending
+    assert left.blocked_since_s == 0.0
+    received: list[bytes] = []
+    while len(received) < len(frames):
+        received += right.receive()
+        left.flush()
+    assert received == frames
+    assert not left.pending
+    assert left.blocked_since_s is None
+    assert right.receive() == []
+
+
+def test_descriptors_arrive_with_their_frames_even_when_both_had_to_wait(
+    links: tuple[HeaderLink, HeaderLink],
+) -> None:
+    left, right = links
+    for number in range(500):
+        left.send(b"x" * 3000)
+        if number % 100 == 0:
+            read_end, write_end = os.pipe()
+            os.write(write_end, str(number).encode())
+            left.send(b"pipe", read_end)
+            os.close(read_end)
+            os.close(write_end)
+    received: list[bytes] = []
+    contents = []
+    while len(received) < 505:
+        for frame in right.receive():
+            received.append(frame)
+            if frame == b"pipe":
+                fd = right.take_fd()
+                contents.append(os.read(fd, 16))
+                os.close(fd)
+        left.flush()
+    assert contents == [b"0", b"100", b"200", b"300", b"400"]
+    with pytest.raises(PeerError, match="without its file descriptor"):
+        right.take_fd()
+
+
+def test_descriptors_that_were_never_taken_are_closed(
+    links: tuple[HeaderLink, HeaderLink],
+) -> None:
+    left, right = links
+    read_end, write_end = os.pipe()
+    for _ in range(3):
+        left.send(b"pipe", read_end)
+    while right.receive() != []:
+        pass
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_the_end_of_the_stream_comes_after_the_last_frame(
+    links: tuple[HeaderLink, HeaderLink],
+) -> None:
+    left, right = links
+    left.send(b"last")
+    left.close()
+    assert right.receive() == [b"last"]
+    with pytest.raises(PeerDeadError, match="a closed its connection"):
+        right.receive()
+
+
+def test_a_frame_larger_than_the_limit_is_an_error(
+    links: tuple[HeaderLink, HeaderLink],
+) -> None:
+    left, right = links
+    left.sock.send(b"\xff\xff\xff\xff rest")
+    with pytest.raises(PeerError, match="frame of 4294967295 bytes"):
+        right.receive()
