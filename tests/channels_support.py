@@ -54,7 +54,7 @@ def endpoint(
         epoch=epoch,
         config=ChannelConfig(backend=backend, **config),  # type: ignore[arg-type]
         clock=clock,
-        device=torch.device("cpu"),
+        device=torch.device("cuda" if backend in ("ipc", "nccl") else "cpu"),
     )
 
 

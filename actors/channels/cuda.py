@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
+
 from contracts.errors import ChannelError
 
 INSTALL = "pip install tandem-moe[cuda]"
@@ -28,3 +30,10 @@ def require_nccl() -> Any:
     if not nccl.available:  # an empty stub where the NCCL library is missing
         raise ChannelError(f"channel.backend=nccl needs the NCCL library: {INSTALL}")
     return nccl
+
+
+def indexed(device: torch.device) -> torch.device:
+    """`device` with its number: "cuda" alone means the current one, which is a thread's own."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

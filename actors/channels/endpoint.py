@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import logging
 import os
 import secrets
 import select
@@ -41,6 +42,8 @@ from actors.channels.pulse import Pulse
 from contracts.clock import Clock, monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, HandshakeError, PeerError
+
+log = logging.getLogger(__name__)
 
 _TEND_S = 1.0
 _DATA, _PULSE = "channel-data", "channel-pulse"
@@ -197,7 +200,8 @@ class BaseEndpoint(abc.ABC):
         )
         try:
             link = self._join(joint)
-        except ChannelError:  # the peer sees its sockets close
+        except ChannelError as error:  # the peer sees its sockets close
+            log.warning("join_failed", extra={"rank": self.name, "reason": error.message})
             return
         self._beat(link)
         self._tell(link)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from actors.channels.base import Endpoint
-from actors.channels.cuda import require_cupy, require_nccl
+from actors.channels.cuda import indexed, require_cupy, require_nccl
 from actors.channels.endpoint import BaseEndpoint
 from actors.channels.ipc import IpcEndpoint
 from actors.channels.nccl import NcclEndpoint
@@ -27,7 +27,9 @@ def make_endpoint(
 ) -> Endpoint:
     """`config.backend` must be resolved by now, not "auto". Raises ChannelError."""
     backend = _backend(config.backend, device)
-    return backend(name=name, token=token, epoch=epoch, config=config, clock=clock, device=device)
+    return backend(
+        name=name, token=token, epoch=epoch, config=config, clock=clock, device=indexed(device)
+    )
 
 
 def _backend(backend: str, device: torch.device) -> type[BaseEndpoint]:

@@ -52,18 +52,15 @@ class _Raw:
 class DeviceMemory:
     """`num_bytes` at `pointer`; `free(pointer)` runs when the last tensor in it is gone."""
 
-    def __init__(
-        self,
-        fd: int,
-        pointer: int,
-        num_bytes: int,
-        device: torch.device,
-        free: Callable[[int], None],
-    ) -> None:
+    def __init__(self, fd: int, pointer: int, num_bytes: int, free: Callable[[int], None]) -> None:
+        """Made under `torch.cuda.device` of the memory. Raises ChannelError."""
         raw = _Raw(pointer, num_bytes)
         weakref.finalize(raw, free, pointer).atexit = False  # the driver frees it then
         self.flags = mmap.mmap(fd, FLAG_BYTES)
-        self.views = Views(torch.as_tensor(raw, device=device))
+        memory = torch.as_tensor(raw, device="cuda")
+        if memory.data_ptr() != pointer:
+            raise ChannelError(f"torch copied device memory at {pointer:#x} instead of using it")
+        self.views = Views(memory)
 
     def close(self) -> None:
         """Nothing: see above."""
@@ -97,8 +94,8 @@ class IpcLink(RingLink):
         try:
             with torch.cuda.device(self._device):
                 pointer = self._runtime.malloc(num_bytes)
+                memory = DeviceMemory(fd, pointer, num_bytes, self._runtime.free)
                 handle = self._runtime.ipcGetMemHandle(pointer)
-            memory = DeviceMemory(fd, pointer, num_bytes, self._device, self._runtime.free)
             self._header_link.send(encode(Announce(number, num_bytes, handle)), fd)
         except RuntimeError as error:
             raise ChannelError(f"no device memory for {num_bytes} bytes: {error}") from None
@@ -113,8 +110,8 @@ class IpcLink(RingLink):
                 raise PeerError(f"{self.peer} sent a segment that is not one", self.peer)
             with torch.cuda.device(self._device):
                 pointer = self._runtime.ipcOpenMemHandle(message.handle)
-            close = self._runtime.ipcCloseMemHandle
-            return DeviceMemory(fd, pointer, message.num_bytes, self._device, close)
+                close = self._runtime.ipcCloseMemHandle
+                return DeviceMemory(fd, pointer, message.num_bytes, close)
         except RuntimeError as error:
             raise PeerError(f"cannot open memory of {self.peer}: {error}", self.peer) from None
         finally:
