@@ -1,4 +1,4 @@
-"""What the demo sends: rows written for it, in the forms that the bundled checkpoint has learned."""
+"""What the demo sends: rows written for it, in the forms the bundled checkpoint has learned."""
 
 from __future__ import annotations
 

@@ -41,13 +41,6 @@ SPANS_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
 
 
-@serve.deployment(
-    name="Groups",
-    num_replicas=1,
-    max_ongoing_requests=64,
-    ray_actor_options={"num_cpus": 0},
-    graceful_shutdown_timeout_s=15,
-)
 class Groups:
     """Launches the ranks in the background, so that a failure can be told instead of retried."""
 
@@ -95,14 +88,6 @@ class Groups:
         await asyncio.to_thread(group.close, CLOSE_TIMEOUT_S)
 
 
-@serve.deployment(
-    name="Ingress",
-    num_replicas=1,
-    max_ongoing_requests=10_000,  # admission is the dispatcher's: 429, not Serve's 503
-    ray_actor_options={"num_cpus": 0},
-    graceful_shutdown_timeout_s=5,
-)
-@serve.ingress()
 class Ingress:
     """One HTTP front. Several replicas may run: each has its own connections to the ranks."""
 
@@ -125,9 +110,22 @@ class Ingress:
 
 def build_serve_app(config: TandemConfig) -> serve.Application:
     """The application to hand to `serve.run`."""
+    on_head = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
+    anywhere = {"num_cpus": 0}
+    groups = serve.deployment(
+        name="Groups",
+        num_replicas=1,
+        max_ongoing_requests=64,
+        ray_actor_options=anywhere,
+        graceful_shutdown_timeout_s=15,
+    )(Groups)
+    ingress = serve.deployment(
+        name="Ingress",
+        num_replicas=1,
+        max_ongoing_requests=10_000,  # admission is the dispatcher's: 429, not Serve's 503
+        # listening itself on host:port is a promise about the head node
+        ray_actor_options=on_head if config.http.front == "direct" else anywhere,
+        graceful_shutdown_timeout_s=5,
+    )(serve.ingress()(Ingress))
     body = encode_config(config)
-    ingress = Ingress
-    if config.http.front == "direct":  # host:port is then a promise about the head node
-        head = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
-        ingress = Ingress.options(ray_actor_options=head)
-    return ingress.bind(body, Groups.bind(body))
+    return ingress.bind(body, groups.bind(body))

@@ -1,0 +1,66 @@
+"""What every benchmark records besides its samples, and how it is written down."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "ray", "transformers", "msgspec", "numpy")
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """One run. `samples`: every raw measurement, by variant. `summary`: what the table shows."""
+
+    name: str
+    kind: Literal["measured", "simulated", "modelled"]
+    settings: dict[str, Any]
+    samples: dict[str, Any]
+    summary: dict[str, Any]
+    environment: dict[str, Any] = msgspec.field(default_factory=lambda: environment())
+
+
+def environment() -> dict[str, Any]:
+    """Commit, machine and versions, as found."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "commit": commit,
+        "python": platform.python_version(),
+        "machine": _processor(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "load_average": os.getloadavg(),
+        "versions": versions,
+    }
+
+
+def write_result(result: Result, path: Path | None) -> Path:
+    """Writes the result as JSON (default: benchmarks/results/NAME.json); returns the path."""
+    path = path or RESULTS / f"{result.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    body = json.dumps(msgspec.to_builtins(result), indent=1)
+    path.write_text(body + "\n", encoding="utf-8")
+    return path
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

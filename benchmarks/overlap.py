@@ -1,0 +1,175 @@
+"""One batch through 1 attention and 1 expert rank under several plans: makespan, what overlaps,
+and a Perfetto trace of the ASAS plan with r1 = 2, r2 = 2.
+
+    python -m benchmarks.overlap --trace overlap.trace.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from actors.channels.handshake import Identity
+from actors.local_group import LocalGroup
+from actors.timeline import busy_seconds, exposed_communication, write_chrome_trace
+from benchmarks.harness import Result, write_result
+from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
+from cluster.rank_client import RankClient
+from contracts.events import Stage, TaskSpan
+from contracts.loading import load_config
+from contracts.messages import Submit
+from contracts.plan import Order, Plan
+
+PLANS = {
+    "naive": Plan(order=Order.NAIVE),
+    "pppipe r1=2": Plan(order=Order.PPPIPE, r1=2),
+    "asas r1=2 r2=1": Plan(order=Order.ASAS, r1=2),
+    "asas r1=2 r2=2": Plan(order=Order.ASAS, r1=2, r2=2),
+    "asas r1=4 r2=2": Plan(order=Order.ASAS, r1=4, r2=2),
+}
+TRACED = "asas r1=2 r2=2"
+BLOCKER_TOKENS = 512
+BLOCKER_HEAD_START_S = 0.01
+
+
+def main() -> None:
+    options = _options()
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+        path = write_random_checkpoint(Path(folder) / "medium", MEDIUM)
+        config = load_config(
+            None,
+            [
+                f"model.dtype={options.dtype}",
+                f"schedule.max_batch_tokens={options.sequences * options.tokens}",
+                "kv.prefix_cache=false",
+                f"kv.pool_tokens={2 * options.sequences * options.tokens}",
+            ],
+        )
+        with LocalGroup(str(path), config, backend=options.backend) as group:
+            if os.cpu_count() == 2:  # one core each, so that the plan decides what overlaps
+                for core, process in enumerate(group.processes.values()):
+                    os.sched_setaffinity(process.pid, {core})
+            samples, traced = asyncio.run(_measure(group, options))
+    if options.trace is not None:
+        write_chrome_trace(traced, options.trace)
+    _report(samples, options)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else "")
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=512, help="per sequence")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--backend", choices=("shm", "tcp"), default="shm")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--trace", type=Path, help="write the traced batch here")
+    parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
+    return parser.parse_args()
+
+
+async def _measure(
+    group: LocalGroup, options: argparse.Namespace
+) -> tuple[dict[str, list[dict[str, float]]], list[TaskSpan]]:
+    """Per plan one dict per round, plans interleaved; and the spans of the traced batch."""
+    ((name, address),) = group.client_addresses.items()
+    client = RankClient(name, address, Identity(name="bench", token=group.token, epoch=None))
+    client.start()
+    await client.wait_until(lambda ready: ready.problem is None)
+    samples: dict[str, list[dict[str, float]]] = {label: [] for label in PLANS}
+    traced: list[TaskSpan] = []
+    for number in range(options.rounds + 1):  # the first round warms up
+        for label, plan in PLANS.items():
+            group.processes[name].call("pin_plan", plan).result(10.0)
+            spans = await _one_batch(group, client, options, seed=number)
+            if number == 0:
+                continue
+            samples[label].append(_figures(spans, options))
+            if label == TRACED:
+                traced = spans
+    await client.close()
+    return samples, traced
+
+
+async def _one_batch(
+    group: LocalGroup, client: RankClient, options: argparse.Namespace, *, seed: int
+) -> list[TaskSpan]:
+    """Runs the sequences as one batch; the spans of that batch, of both ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(1, 8192, (options.sequences, options.tokens), generator=generator)
+    submits = [
+        Submit(request_id=0, token_ids=ids, sampling=None, candidates=[0, 1])
+        for ids in ([1] * BLOCKER_TOKENS, *rows.tolist())
+    ]
+    # The first one keeps the rank busy until all others have arrived: those are then one batch.
+    streams = [await client.submit(submits[0])]
+    await asyncio.sleep(BLOCKER_HEAD_START_S)
+    streams += [await client.submit(submit) for submit in submits[1:]]
+    for stream in streams:
+        async for event in stream:
+            if not hasattr(event, "candidate_logits"):
+                raise RuntimeError(f"the batch failed: {event}")
+    spans = await asyncio.to_thread(group.spans)
+    last = max(span.batch for span in spans)
+    spans = [span for span in spans if span.batch == last and span.stage is not Stage.WAIT]
+    tokens = sum(s.tokens for s in spans if s.stage is Stage.ATTENTION and s.layer == 0)
+    if tokens != rows.numel():
+        raise RuntimeError(f"the batch had {tokens} tokens, not {rows.numel()}: raise --tokens")
+    return spans
+
+
+def _figures(spans: Sequence[TaskSpan], options: argparse.Namespace) -> dict[str, float]:
+    makespan_s = max(s.end_s for s in spans) - min(s.start_s for s in spans)
+    exposed_s, exposed_fraction = exposed_communication(spans)
+    attention = (Stage.ATTENTION, Stage.SHARED, Stage.FINISH)
+    return {
+        "makespan_s": makespan_s,
+        "tokens_per_s": options.sequences * options.tokens / makespan_s,
+        "attention_busy_fraction": busy_seconds(spans, attention) / makespan_s,
+        "expert_busy_fraction": busy_seconds(spans, (Stage.EXPERT,)) / makespan_s,
+        "exposed_communication_s": exposed_s,
+        "exposed_communication_fraction": exposed_fraction,
+    }
+
+
+def _report(samples: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> None:
+    summary: dict[str, Any] = {
+        label: {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        for label, rows in samples.items()
+    }
+    table = Table(title=f"{options.sequences} x {options.tokens} tokens, {options.dtype}")
+    for heading in ("plan", "ms", "tokens/s", "attention busy", "experts busy", "exposed comm"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    for label, row in summary.items():
+        table.add_row(
+            label,
+            f"{1e3 * row['makespan_s']:.0f}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['attention_busy_fraction']:.0%}",
+            f"{row['expert_busy_fraction']:.0%}",
+            f"{row['exposed_communication_fraction']:.1%}",
+        )
+    Console(width=100).print(table)
+    settings = {**msgspec.to_builtins(vars(options), enc_hook=str), "model": MEDIUM}
+    result = Result(
+        name=f"overlap_{options.dtype}_{options.backend}",
+        kind="measured",
+        settings=settings,
+        samples=samples,
+        summary=summary,
+    )
+    print(f"written: {write_result(result, options.output)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Checkpoints with random weights, in Hugging Face's format, of any size that fits the disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from models import layout
+from models.layout import Wanted
+from models.spec import ModelSpec, read_spec
+
+# About 120 M parameters: large enough that GEMMs dominate, small enough for two cores.
+MEDIUM: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "intermediate_size": 1024,
+    "norm_topk_prob": True,
+    "vocab_size": 8192,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 0,
+    "bos_token_id": 0,
+}
+
+
+def write_random_checkpoint(folder: Path, config: dict[str, Any], *, seed: int = 0) -> Path:
+    """A folder with config.json and one shard per layer. Norms are ones, the rest is normal."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    spec = read_spec(folder)
+    dtype = getattr(torch, config["torch_dtype"])
+    generator = torch.Generator().manual_seed(seed)
+    shards = [("outer", list(layout.outer_tensors(spec).values()))]
+    shards += [(f"layer{i}", list(_layer(spec, i))) for i in range(spec.num_layers)]
+    weight_map = {}
+    for name, wants in shards:
+        tensors = {w.names[0]: _random(w, generator).to(dtype) for w in wants}
+        file = f"model-{name}.safetensors"
+        save_file(tensors, folder / file)
+        weight_map.update(dict.fromkeys(tensors, file))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return folder
+
+
+def _layer(spec: ModelSpec, layer: int) -> Iterator[Wanted]:
+    yield from layout.attention_tensors(spec, layer).values()
+    if not spec.is_moe(layer):
+        yield from layout.dense_tensors(spec, layer).values()
+        return
+    yield from layout.router_tensors(spec, layer).values()
+    for expert in range(spec.num_experts):
+        yield from layout.expert_tensors(spec, layer, expert).values()
+
+
+def _random(wanted: Wanted, generator: torch.Generator) -> torch.Tensor:
+    if len(wanted.shape) == 1:
+        return torch.ones(wanted.shape)
+    return torch.randn(wanted.shape, generator=generator) * wanted.shape[-1] ** -0.5
