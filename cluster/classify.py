@@ -137,7 +137,7 @@ async def classify_row(scorer: Scorer, task: ClassifyTask, row: Row) -> Classifi
 
     scores = await map_bounded(score, enumerate(passes), limit=len(passes))
     totals = [
-        math.fsum(_checked(scored.token_logprobs, len(ids)))
+        math.fsum(checked_scores(scored.token_logprobs, len(ids)))
         for scored, ids in zip(scores, row.label_ids, strict=True)
     ]
     return Classified(softmax(totals), add_usage([scored.usage for scored in scores]))
@@ -154,11 +154,11 @@ async def _by_candidates(scorer: Scorer, task: ClassifyTask, row: Row) -> Classi
         ),
         patient=row.patient,
     )
-    logits = _checked(scored.candidate_logits, len(row.label_ids))
+    logits = checked_scores(scored.candidate_logits, len(row.label_ids))
     return Classified(softmax(logits), scored.usage)
 
 
-def _checked(values: Sequence[float] | None, expected: int) -> Sequence[float]:
+def checked_scores(values: Sequence[float] | None, expected: int) -> Sequence[float]:
     """`values`, if they are as many as asked for and finite."""
     if values is None or len(values) != expected or not all(map(math.isfinite, values)):
         got = "none" if values is None else str(list(values)[:8])

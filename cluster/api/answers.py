@@ -1,17 +1,19 @@
-"""What completions and chat completions share: identity of an answer, collecting its choices."""
+"""What the endpoints' answers share: identity, usage, choices collected from their deltas."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
+from cluster.classify import add_usage
 from cluster.text import Delta, ShownToken
+from contracts.requests import Usage
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
 
@@ -27,6 +29,17 @@ def header(prefix: str, kind: str, model: str) -> dict[str, Any]:
         "object": kind,
         "created": int(time.time()),
         "model": model,
+    }
+
+
+def prefill_usage(usages: Iterable[Usage]) -> dict[str, Any]:
+    """The `usage` object of an answer for which nothing was generated."""
+    total = add_usage(list(usages))
+    return {
+        "prompt_tokens": total.prompt_tokens,
+        "completion_tokens": 0,
+        "total_tokens": total.prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": total.cached_tokens},
     }
 
 

@@ -16,6 +16,7 @@ from cluster.api.classification import classify
 from cluster.api.completions import completions
 from cluster.api.errors import error_response, install_handlers, outcome_of
 from cluster.api.schemas import ServedModel
+from cluster.api.scoring import score
 from cluster.api.session import Backend, EventStream, Services, Session
 from cluster.telemetry import CONTENT_TYPE, Telemetry, merge_expositions
 from contracts import metrics
@@ -63,6 +64,7 @@ def build_app(
         ("/v1/completions", completions),
         ("/v1/chat/completions", chat_completions),
         ("/v1/classify", classify),
+        ("/v1/score", score),
     ):
         app.add_route(path, _counted(services, endpoint), methods=["POST"])
     for path, plain in (

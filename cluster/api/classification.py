@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.api.answers import header, json_response
+from cluster.api.answers import header, json_response, prefill_usage
 from cluster.api.body import read_body
 from cluster.api.checks import check_model, check_priority
 from cluster.api.schemas import ClassifyBody
@@ -19,7 +19,6 @@ from cluster.classify import (
     Classified,
     ClassifyTask,
     Row,
-    add_usage,
     check_task,
     classify_row,
     tokenize_row,
@@ -91,7 +90,6 @@ async def _run(
 
 
 def _answer(services: Services, task: ClassifyTask, results: list[Classified]) -> dict[str, Any]:
-    usage = add_usage([result.usage for result in results])
     data = [
         {
             "index": index,
@@ -104,10 +102,5 @@ def _answer(services: Services, task: ClassifyTask, results: list[Classified]) -
     return {
         **header("classify", "list", services.model.name),
         "data": data,
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": 0,
-            "total_tokens": usage.prompt_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        },
+        "usage": prefill_usage(result.usage for result in results),
     }

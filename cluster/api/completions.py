@@ -221,11 +221,13 @@ class _Run:
     def _choice(
         self, index: int, text: str, tokens: list[ShownToken], finish_reason: str | None
     ) -> dict[str, Any]:
-        wanted = self._job.options.sampling.logprobs is not None
-        tokenizer = self._services.tokenizer
+        wanted = self._job.options.sampling.logprobs
+        logprobs = None
+        if wanted is not None:
+            logprobs = completion_logprobs(self._services.tokenizer, tokens, wanted)
         return {
             "index": index,
             "text": text,
-            "logprobs": completion_logprobs(tokenizer, tokens) if wanted else None,
+            "logprobs": logprobs,
             "finish_reason": finish_reason,
         }

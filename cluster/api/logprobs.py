@@ -9,11 +9,13 @@ from cluster.text import ShownToken
 from models.tokenizer import Tokenizer
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[ShownToken]) -> dict[str, Any]:
-    """The form of /v1/completions: four parallel lists.
+def completion_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[ShownToken], wanted: int
+) -> dict[str, Any]:
+    """The form of /v1/completions: four parallel lists. wanted: alternatives asked for.
 
     The first token of a prompt has no log-probability: null. `top_logprobs` holds the chosen token
-    too, so it may have one more entry than asked for.
+    too, so it may have one more entry than asked for; null where the rank gave no alternatives.
     """
     names: list[str] = []
     values: list[float | None] = []
@@ -29,7 +31,8 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[ShownToken]) -> d
             continue
         values.append(token.logprob.logprob)
         alternatives = {token_name(tokenizer, other): p for other, p in token.logprob.top}
-        tops.append({**alternatives, name: token.logprob.logprob})
+        known = alternatives or not wanted
+        tops.append({**alternatives, name: token.logprob.logprob} if known else None)
     return {
         "tokens": names,
         "token_logprobs": values,

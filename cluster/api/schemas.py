@@ -139,6 +139,16 @@ class ClassifyBody(msgspec.Struct, kw_only=True):
     priority: str | int | None = None
 
 
+class ScoreBody(msgspec.Struct, kw_only=True):
+    query: str | list[int]
+    items: str | list[str | list[int]]
+    label_token_ids: list[int]
+    apply_softmax: bool = False
+    item_first: bool = False
+    model: str | None = None
+    priority: str | int | None = None
+
+
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A generation request's fields after checking. `sampling.max_tokens` is set per prompt;
     max_tokens None: not stated."""

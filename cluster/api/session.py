@@ -166,7 +166,6 @@ class EventStream(Response):
         try:
             async with aclosing(self._rest):
                 await self._session.run(self._pump(send))
-            self._session.finish(Outcome.OK)
         except TandemError as error:
             self._session.finish(outcome_of(error))
             if not isinstance(error, ClientGoneError):
@@ -183,6 +182,7 @@ class EventStream(Response):
         await self._send(send, self._first, more=True)
         async for frame in self._rest:
             await self._send(send, frame, more=True)
+        self._session.finish(Outcome.OK)  # before the client can see the end and ask for metrics
         await self._send(send, b"", more=False)
 
     async def _send(self, send: Send, body: bytes, *, more: bool) -> None:

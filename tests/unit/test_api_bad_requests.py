@@ -15,7 +15,7 @@ from tests.fake_rank import FakeRank
 from tests.tiny_tokenizer import write_byte_level
 
 USER = [{"role": "user", "content": "Hello"}]
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/classify")
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/classify", "/v1/score")
 MAX_BODY_BYTES = 100_000
 
 
@@ -256,7 +256,7 @@ _JSON = st.recursive(
 _FIELDS = [
     *("prompt", "messages", "input", "labels", "max_tokens", "temperature", "top_p", "top_k"),
     *("n", "seed", "stop", "logprobs", "echo", "stream", "stream_options", "priority"),
-    *("chat_template_kwargs", "template", "prefix", "tools"),
+    *("chat_template_kwargs", "template", "prefix", "tools", "query", "items", "label_token_ids"),
 ]
 
 
@@ -269,5 +269,6 @@ _FIELDS = [
 )
 def test_no_json_whatever_gives_a_5xx(api: Api, route: str, body: dict[str, Any]) -> None:
     usable = {"model": MODEL, "prompt": "a", "messages": USER, "input": "a", "labels": ["b"]}
+    usable |= {"query": "a", "items": ["b"], "label_token_ids": [60]}
     response = api.http.post(route, json={**usable, **body})
     assert response.status_code < 500, response.text

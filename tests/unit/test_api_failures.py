@@ -40,27 +40,31 @@ def test_a_client_that_leaves_a_stream_cancels_it_on_the_rank(api: Api, rank: Fa
     with api.http.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_lines())
     rank.submits.get(timeout=5)
-    assert rank.cancels.get(timeout=1) == 1
+    assert rank.cancels.get(timeout=5) == 1
 
 
 def test_a_client_that_leaves_a_plain_request_cancels_it_on_the_rank(
     api: Api, rank: FakeRank
 ) -> None:
     rank.hold_after = 0
-    with pytest.raises(openai.APITimeoutError):
-        api.openai.with_options(timeout=0.2).completions.create(model=MODEL, prompt="Hello")
-    assert rank.cancels.get(timeout=1) == 1
+    leave_once_submitted(api, "/v1/completions", 1, {"prompt": "Hello"})
+    assert rank.cancels.get(timeout=5) == 1
 
 
 def test_a_client_that_leaves_a_classification_cancels_all_of_it(api: Api, rank: FakeRank) -> None:
     rank.hold_scores = True
-    with pytest.raises(openai.APITimeoutError):
-        api.openai.with_options(timeout=0.2).post(
-            "/classify",
-            cast_to=object,
-            body={"model": MODEL, "input": ["a", "b"], "labels": ["yes indeed", "no"]},
-        )
-    assert sorted(rank.cancels.get(timeout=1) for _ in range(4)) == [1, 2, 3, 4]
+    body = {"input": ["a", "b"], "labels": ["yes indeed", "no"]}
+    leave_once_submitted(api, "/v1/classify", 4, body)
+    assert sorted(rank.cancels.get(timeout=5) for _ in range(4)) == [1, 2, 3, 4]
+
+
+def leave_once_submitted(api: Api, path: str, submits: int, body: dict[str, object]) -> None:
+    """Sends a request, and closes its connection when the rank has seen all of it."""
+    request = api.http.build_request("POST", path, json={"model": MODEL, **body})
+    sending = api.loop.start(api.send(request))
+    for _ in range(submits):
+        api.rank.submits.get(timeout=5)
+    sending.cancel()
 
 
 @pytest.mark.parametrize("hold_after", [0, 2])
@@ -157,11 +161,11 @@ def test_a_request_of_many_prompts_waits_for_room_instead_of_refusing_itself(
 @pytest.mark.parametrize("hold_after", [0, 2])
 def test_a_request_over_its_time_is_a_504(folder: Path, rank: FakeRank, hold_after: int) -> None:
     rank.hold_after = hold_after
-    with serve_api(folder, [rank], HttpConfig(request_timeout_s=0.3)) as api:
+    with serve_api(folder, [rank], HttpConfig(request_timeout_s=1.0)) as api:
         response = api.post("/v1/completions", prompt="Hello", max_tokens=5)
         assert response.status_code == 504
         assert response.json()["error"]["code"] == "timeout"
-        assert rank.cancels.get(timeout=1) == 1
+        assert rank.cancels.get(timeout=5) == 1
 
 
 def test_a_key_is_asked_for_where_keys_are_configured(folder: Path, rank: FakeRank) -> None:

@@ -1,0 +1,120 @@
+"""`POST /v1/score`: how likely each of a few tokens is to come next, for many items.
+
+A prompt is the query followed by an item (`item_first`: the other way round). The scores are the
+labels' probabilities over the whole vocabulary, or with `apply_softmax` among the labels only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.api.answers import header, json_response, prefill_usage
+from cluster.api.body import read_body
+from cluster.api.checks import check_model, check_priority, check_tokens
+from cluster.api.schemas import ScoreBody
+from cluster.api.session import Services, Session
+from cluster.bounded import map_bounded
+from cluster.classify import checked_scores, softmax
+from contracts.errors import RequestError, TooLongError
+from contracts.messages import Scored, Submit
+from contracts.metrics import Pipeline
+from contracts.requests import Priority
+
+CONCURRENT_ITEMS = 64
+MAX_LABEL_TOKENS = 1024
+
+
+class Job(msgspec.Struct, frozen=True):
+    prompts: list[list[int]]
+    label_token_ids: list[int]
+    apply_softmax: bool
+    priority: Priority
+
+
+async def score(services: Services, session: Session, request: Request) -> Response:
+    session.pipeline = Pipeline.PREFILL
+    body = await read_body(request, ScoreBody, services.http.max_body_bytes)
+    job = await session.run(_job(services, body))
+    session.priority = job.priority
+    answers = await session.run(_run(services, session, job))
+    return json_response(
+        {
+            **header("score", "scoring", services.model.name),
+            "scores": [_scores(job, scored) for scored in answers],
+            "usage": prefill_usage(scored.usage for scored in answers),
+        }
+    )
+
+
+async def _job(services: Services, body: ScoreBody) -> Job:
+    if body.model is not None:
+        check_model(body.model, services.model)
+    priority = check_priority(body.priority, default=Priority.LS)
+    labels = body.label_token_ids
+    check_tokens(labels, services.model, "label_token_ids")
+    if len(labels) > MAX_LABEL_TOKENS:
+        raise RequestError(
+            f"label_token_ids has {len(labels)} ids, at most {MAX_LABEL_TOKENS}", "label_token_ids"
+        )
+    items = [body.items] if isinstance(body.items, str) else body.items
+    limit = services.http.max_batch_items
+    if not 1 <= len(items) <= limit:
+        raise RequestError(
+            f"items has {len(items)} entries, expected 1 to {limit} (http.max_batch_items)", "items"
+        )
+    prompts = await _prompts(services, body, items)
+    for prompt in prompts:
+        check_tokens(prompt, services.model, "items")
+        context = services.model.max_context_tokens
+        if len(prompt) > context:
+            raise TooLongError(
+                f"items: query and item have {len(prompt)} tokens, the model's context holds"
+                f" {context}",
+                "items",
+            )
+    return Job(prompts, labels, body.apply_softmax, priority)
+
+
+async def _prompts(
+    services: Services, body: ScoreBody, items: Sequence[str | list[int]]
+) -> list[list[int]]:
+    """Texts are joined before they are tokenised; ids are joined as they are."""
+    query = body.query
+    texts = [item for item in items if isinstance(item, str)]
+    lists = [item for item in items if isinstance(item, list)]
+    if isinstance(query, str) and len(texts) == len(items):
+        joined = [text + query if body.item_first else query + text for text in texts]
+        return await services.tokenizer.encode_many_async(joined)
+    if isinstance(query, list) and len(lists) == len(items):
+        return [ids + query if body.item_first else query + ids for ids in lists]
+    raise RequestError("query and items must all be texts, or all be lists of token ids", "items")
+
+
+async def _run(services: Services, session: Session, job: Job) -> list[Scored]:
+    async def run(numbered: tuple[int, list[int]]) -> Scored:
+        index, prompt = numbered
+        submit = Submit(
+            request_id=0,
+            token_ids=prompt,
+            sampling=None,
+            priority=job.priority,
+            candidates=job.label_token_ids,
+        )
+        scored = await services.backend.score(submit, patient=index > 0)
+        session.on_token()
+        session.on_sequence_end(scored.usage, 0.0, 0.0)
+        return scored
+
+    return await map_bounded(run, enumerate(job.prompts), CONCURRENT_ITEMS)
+
+
+def _scores(job: Job, scored: Scored) -> list[float]:
+    count = len(job.label_token_ids)
+    if job.apply_softmax:
+        return softmax(checked_scores(scored.candidate_logits, count))
+    return [math.exp(logprob) for logprob in checked_scores(scored.candidate_logprobs, count)]
