@@ -21,6 +21,7 @@ from actors.client_server import ClientServer, FromClient
 from actors.executor import Executor, ExecutorParts
 from actors.finisher import Finisher
 from actors.memory import kv_pool_blocks
+from actors.rank_metrics import RankMetrics
 from actors.scheduler import Scheduler
 from actors.sequence import Sequence
 from actors.timeline import Timeline
@@ -51,7 +52,8 @@ class AttentionWorker:
         self.spec = spec
         self._stopping = threading.Event()
         self._loop_thread = threading.Thread(target=self._run, name=f"{spec.name}-loop")
-        self._timeline = Timeline(config.trace.spans)
+        self._metrics = RankMetrics(spec, monotonic_s)
+        self._timeline = Timeline(config.trace.spans, self._metrics.observe)
         self._reason = ""  # why this rank cannot serve; empty: it can
         self._last_state_s = 0.0
         self._started_s = 0.0
@@ -129,6 +131,7 @@ class AttentionWorker:
             waiting=self._scheduler.waiting,
             kv_blocks=self._blocks.counts,
             stage_s={stage.value: s for stage, s in self._timeline.stage_seconds.items()},
+            exposed_s=self._timeline.exposed_s,
             bytes_sent=sent,
             bytes_received=received,
             uptime_s=monotonic_s() - self._started_s if self._started_s else 0.0,
@@ -137,6 +140,10 @@ class AttentionWorker:
             kv_evictions=self._blocks.evicted_total,
             requeued=self._scheduler.requeued_total,
         )
+
+    def metrics(self) -> str:
+        """Prometheus text of this rank."""
+        return self._metrics.text(self.status())
 
     def spans(self) -> list[TaskSpan]:
         """The last recorded task spans of this rank."""

@@ -19,7 +19,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from actors.channels.base import Endpoint, Header, Kind, Packet, Part, PeerJoined, PeerLost
+from actors.channels.base import (
+    Endpoint,
+    Header,
+    Kind,
+    Packet,
+    Part,
+    PeerJoined,
+    PeerLost,
+    transfers,
+)
 from actors.dispatch import RankSlice, plan_dispatch
 from actors.scheduler import Chunk, ScheduledBatch
 from actors.timeline import Timeline
@@ -232,6 +241,7 @@ class Executor:
         start_s = self._clock()
         happenings = self._endpoint.poll(timeout_s)
         self._span(Stage.WAIT, start_s)
+        self._timeline.waited(start_s, self._clock(), transfers(happenings))
         return happenings
 
     def _take(self, happenings: Iterable[Packet | PeerJoined | PeerLost]) -> None:

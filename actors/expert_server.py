@@ -12,7 +12,16 @@ from typing import NamedTuple
 
 import torch
 
-from actors.channels.base import Endpoint, Header, Kind, Packet, Part, PeerLost
+from actors.channels.base import (
+    Endpoint,
+    Happening,
+    Header,
+    Kind,
+    Packet,
+    Part,
+    PeerLost,
+    transfers,
+)
 from actors.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import PeerError
@@ -78,13 +87,21 @@ class ExpertServer:
 
     def step(self, timeout_s: float) -> None:
         """Takes what has arrived and runs one merged call, or waits for messages."""
-        for happening in self._endpoint.poll(0.0 if self._queues else timeout_s):
+        for happening in self._poll(timeout_s):
             if isinstance(happening, Packet):
                 self._enqueue(happening)
             elif isinstance(happening, PeerLost):
                 self._forget(happening.peer)
         if self._queues:
             self._serve(self._next())
+
+    def _poll(self, timeout_s: float) -> list[Happening]:
+        if self._queues:
+            return self._endpoint.poll(0.0)
+        start_s = self._clock()
+        happenings = self._endpoint.poll(timeout_s)
+        self._timeline.waited(start_s, self._clock(), transfers(happenings))
+        return happenings
 
     def _enqueue(self, packet: Packet) -> None:
         header = packet.header

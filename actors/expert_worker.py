@@ -15,6 +15,7 @@ import torch
 
 from actors.channels.factory import make_endpoint
 from actors.expert_server import ExpertServer
+from actors.rank_metrics import RankMetrics
 from actors.timeline import Timeline
 from contracts.clock import monotonic_s
 from contracts.events import TaskSpan
@@ -45,7 +46,8 @@ class ExpertWorker:
             device=device,
             progress=progress_line(spec.name, sys.stderr),
         )
-        self._timeline = Timeline(config.trace.spans)
+        self._metrics = RankMetrics(spec, monotonic_s)
+        self._timeline = Timeline(config.trace.spans, self._metrics.observe)
         self._endpoint = make_endpoint(
             name=spec.name,
             token=spec.token,
@@ -89,11 +91,16 @@ class ExpertWorker:
             healthy=not self._reason,
             reason=self._reason,
             stage_s={stage.value: s for stage, s in self._timeline.stage_seconds.items()},
+            exposed_s=self._timeline.exposed_s,
             bytes_sent=sent,
             bytes_received=received,
             uptime_s=monotonic_s() - self._started_s if self._started_s else 0.0,
             epoch=self.spec.epoch,
         )
+
+    def metrics(self) -> str:
+        """Prometheus text of this rank."""
+        return self._metrics.text(self.status())
 
     def spans(self) -> list[TaskSpan]:
         """The last recorded task spans of this rank."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from contracts.events import Stage, TaskSpan
@@ -14,11 +14,17 @@ _COMMUNICATION = (Stage.A2E, Stage.E2A)
 
 
 class Timeline:
-    """Keeps the last `capacity` spans, and the seconds of each stage since the start."""
+    """Keeps the last `capacity` spans, and the seconds of each stage since the start.
 
-    def __init__(self, capacity: int) -> None:
+    `observe` sees every span (for metrics). `exposed_s`: seconds so far in which the rank waited
+    while a payload for it was under way.
+    """
+
+    def __init__(self, capacity: int, observe: Callable[[TaskSpan], None] | None = None) -> None:
         self._spans: deque[TaskSpan] = deque(maxlen=capacity)
         self._keep = capacity > 0
+        self._observe = observe
+        self.exposed_s = 0.0
         self.stage_seconds: dict[Stage, float] = dict.fromkeys(Stage, 0.0)
         self.stage_counts: dict[Stage, int] = dict.fromkeys(Stage, 0)
 
@@ -27,12 +33,18 @@ class Timeline:
         self.stage_counts[span.stage] += 1
         if self._keep:
             self._spans.append(span)
+        if self._observe is not None:
+            self._observe(span)
+
+    def waited(
+        self, start_s: float, end_s: float, transfers: Iterable[tuple[float, float]]
+    ) -> None:
+        """The rank waited from start_s to end_s, and `transfers` arrived in that time."""
+        inside = [(max(start_s, sent), min(end_s, arrived)) for sent, arrived in transfers]
+        self.exposed_s += _length(_union([(a, b) for a, b in inside if b > a]))
 
     def spans(self) -> list[TaskSpan]:
         return list(self._spans)
-
-    def clear(self) -> None:
-        self._spans.clear()
 
 
 def busy_seconds(spans: Iterable[TaskSpan], stages: Sequence[Stage]) -> float:

@@ -74,8 +74,8 @@ class Groups:
 
     async def metrics(self) -> list[str]:
         """Each rank's own metrics in Prometheus text format."""
-        await self._group()
-        return []
+        group = await self._group()
+        return await asyncio.to_thread(group.metrics, STATUS_TIMEOUT_S)
 
     async def spans(self) -> list[TaskSpan]:
         """The recorded task spans of all ranks."""

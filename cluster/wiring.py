@@ -16,6 +16,7 @@ from cluster.codec import Directory
 from cluster.dispatcher import Dispatcher, DispatcherConfig
 from cluster.model_folder import resolve_model_folder
 from cluster.rank_client import RankClient
+from cluster.telemetry import merge_expositions
 from contracts.config import TandemConfig
 from models.checkpoint import check_checkpoint
 from models.tokenizer import Tokenizer
@@ -58,7 +59,7 @@ async def build_ingress_app(
         await dispatcher.wait_ready()
 
     async def extra() -> str:
-        return "".join(await rank_metrics())
+        return merge_expositions(await rank_metrics())
 
     app = build_app(dispatcher, tokenizer, model, config.http, extra=extra)
 

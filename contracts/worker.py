@@ -57,7 +57,8 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True):
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What `status` answers at any time.
 
-    stage_s: seconds in each stage since the loop started. batches: how many ran under which plan.
+    stage_s: seconds in each stage since the loop started. exposed_s: seconds in which the rank
+    waited while a payload for it was under way. batches: how many ran under which plan.
     """
 
     name: str
@@ -67,6 +68,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     kv_blocks: dict[str, int] = {}
     stage_s: dict[str, float] = {}
+    exposed_s: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
     uptime_s: float = 0.0

@@ -129,6 +129,11 @@ class PeerLost:
 Happening = Packet | PeerJoined | PeerLost
 
 
+def transfers(happenings: Sequence[Happening]) -> list[tuple[float, float]]:
+    """(sent_s, arrived_s) of each packet among `happenings`, on the node's monotonic clock."""
+    return [(h.header.sent_s, h.arrived_s) for h in happenings if isinstance(h, Packet)]
+
+
 class Endpoint(Protocol):
     """One rank's end of all its links. Owned by one thread, except `wake` and `Packet.release`.
 

@@ -1,0 +1,49 @@
+"""A rank's own Prometheus metrics, under the names of contracts/metrics.py."""
+
+from __future__ import annotations
+
+from actors.telemetry import Telemetry
+from contracts import metrics
+from contracts.clock import Clock
+from contracts.events import Stage, TaskSpan
+from contracts.worker import Group, RankStatus, WorkerSpec
+
+_EXPORTED = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.A2E, Stage.E2A)
+_BUSY = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.FINISH)
+
+
+class RankMetrics:
+    """`observe` is called by the loop thread for each span, `text` by whoever scrapes."""
+
+    def __init__(self, spec: WorkerSpec, clock: Clock) -> None:
+        self._spec = spec
+        self._clock = clock
+        self._telemetry = Telemetry()
+        self._bytes_sent = 0
+        self._busy_s = 0.0
+        self._scraped_s = clock()
+
+    def observe(self, span: TaskSpan) -> None:
+        if span.stage in _EXPORTED:
+            seconds = max(0.0, span.end_s - span.start_s)
+            self._telemetry.observe(metrics.STAGE, span.stage, self._spec.name, value=seconds)
+
+    def text(self, status: RankStatus) -> str:
+        """Prometheus text. The busy fraction is that of the time since the last call."""
+        spec, telemetry = self._spec, self._telemetry
+        direction = "a2e" if spec.group is Group.ATTENTION else "e2a"
+        grown, self._bytes_sent = status.bytes_sent - self._bytes_sent, status.bytes_sent
+        telemetry.count(metrics.CHANNEL_BYTES, direction, spec.backend, by=grown)
+        telemetry.set(metrics.EXPOSED_COMMUNICATION, spec.name, to=status.exposed_s)
+        telemetry.set(metrics.RANK_BUSY, spec.group, spec.name, to=self._busy_fraction(status))
+        telemetry.set(metrics.GROUP_EPOCH, "attention_expert", to=status.epoch)
+        for state, blocks in status.kv_blocks.items():
+            telemetry.set(metrics.KV_BLOCKS, spec.name, state, to=blocks)
+        return telemetry.exposition()
+
+    def _busy_fraction(self, status: RankStatus) -> float:
+        now_s, busy_s = self._clock(), sum(status.stage_s.get(stage, 0.0) for stage in _BUSY)
+        elapsed_s = now_s - self._scraped_s
+        fraction = (busy_s - self._busy_s) / elapsed_s if elapsed_s > 0 else 0.0
+        self._scraped_s, self._busy_s = now_s, busy_s
+        return min(1.0, fraction)
