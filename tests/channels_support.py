@@ -189,6 +189,8 @@ def nothing_leaks() -> Iterator[None]:
     threads, fds, files = set(threading.enumerate()), open_fds(), shm_files()
     yield
     gc.collect()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(5.0)  # it may be about to end
     left = [thread.name for thread in set(threading.enumerate()) - threads]
     assert not left, f"threads left: {left}"
     new = {fd: target for fd, target in open_fds().items() if fds.get(fd) != target}

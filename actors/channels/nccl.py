@@ -33,12 +33,14 @@ from actors.channels.listener import listen_tcp
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError, PeerHungError
 
+UniqueId = bytes | tuple[int, ...]  # of 128: bytes in cupy 14, a tuple of chars before
+
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    """Unique ids of the communicators, as cupy gives them: tuples of 128 small integers."""
+    """Unique ids of the communicators, as this version of cupy gives and takes them."""
 
-    from_initiator: tuple[int, ...]
-    to_initiator: tuple[int, ...]
+    from_initiator: UniqueId
+    to_initiator: UniqueId
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True):

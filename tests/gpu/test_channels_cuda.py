@@ -39,7 +39,7 @@ def test_one_gpu_sends_to_itself_in_exact_sizes() -> None:
     """NCCL refuses two ranks on one GPU, so the one rank is both ends, within one group."""
     nccl = require_nccl()
     communicator = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     shapes = [("bfloat16", (513, 64)), ("int32", (513, 4)), ("float32", (0, 7)), ("uint8", (1,))]
     sent = [random_tensor(dtype, shape, n).cuda() for n, (dtype, shape) in enumerate(shapes)]
     received = [torch.empty_like(tensor) for tensor in sent]
@@ -62,7 +62,8 @@ def test_a_send_waits_for_the_work_that_fills_its_tensor() -> None:
         work = (work @ work).clamp(0, 1)
     source.copy_(work.flatten()[: 1 << 22]).add_(1.0)
     calls = [(communicator.send, 0, source), (communicator.recv, 0, target)]
-    torch.cuda.current_stream().wait_event(transfer(nccl, torch.cuda.Stream(), calls))
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.current_stream().wait_event(transfer(nccl, stream, calls))
     assert torch.equal(source, target)
     assert float(target.min()) >= 1.0
     communicator.abort()

@@ -157,10 +157,11 @@ FIRST_FRAMES = {
 
 @pytest.mark.parametrize("first", FIRST_FRAMES.values(), ids=FIRST_FRAMES.keys())
 def test_a_first_frame_that_is_no_handshake_is_refused(first: bytes) -> None:
-    for side in (
+    sides: list[Callable[[socket.socket], Remote]] = [
         lambda s: handshake.accept(s, RIGHT, deadline_s=5.0),
         lambda s: handshake.initiate(s, LEFT, purpose="test", to=None, deadline_s=5.0),
-    ):
+    ]
+    for side in sides:
         a, b = socket.socketpair()
         with a, b:
             a.sendall(first)

@@ -10,7 +10,16 @@ import msgspec
 import pytest
 import torch
 
-from actors.channels.base import Endpoint, Header, Kind, Packet, Part, PeerJoined, PeerLost
+from actors.channels.base import (
+    Endpoint,
+    Happening,
+    Header,
+    Kind,
+    Packet,
+    Part,
+    PeerJoined,
+    PeerLost,
+)
 from contracts.clock import monotonic_s
 from contracts.errors import (
     ChannelError,
@@ -217,7 +226,7 @@ def test_a_peer_that_closes_is_lost_after_its_last_packet(backend: str) -> None:
         for number in range(10):
             send(left, "right", [torch.full((100,), number)], header(number))
         left.close()
-        happenings = []
+        happenings: list[Happening] = []
         while not happenings or not isinstance(happenings[-1], PeerLost):
             happenings += right.poll(5.0)
         *packets, lost = happenings
