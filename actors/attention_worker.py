@@ -36,6 +36,7 @@ from models.decoder import AttentionHalf
 from models.kv_pool import KvPool
 from models.loading import progress_line
 from models.spec import ModelSpec
+from planner.default_plan import default_plan
 from planner.placement import ExpertPlacement
 
 STATE_PERIOD_S = 0.05
@@ -57,7 +58,7 @@ class AttentionWorker:
         self._reason = ""  # why this rank cannot serve; empty: it can
         self._last_state_s = 0.0
         self._started_s = 0.0
-        self._plan = config.schedule.plan()
+        self._pinned: Plan | None = None
         self._batches: Counter[str] = Counter()
         self._load(spec)
         self._endpoint = make_endpoint(
@@ -108,9 +109,9 @@ class AttentionWorker:
         self._started_s = monotonic_s()
         self._loop_thread.start()
 
-    def pin_plan(self, plan: Plan) -> None:
-        """Batches formed from now on run under `plan`."""
-        self._plan = plan
+    def pin_plan(self, plan: Plan | None) -> None:
+        """Batches formed from now on run under `plan` (None: under one chosen for each)."""
+        self._pinned = plan
 
     def stop(self) -> None:
         """Ends the loop, every thread and every link. Waiting requests get an error."""
@@ -181,8 +182,9 @@ class AttentionWorker:
         if not self._executor.in_flight and not self._reason:
             batch = self._scheduler.next_batch()
             if batch is not None:
-                self._executor.submit(batch, self._plan)
-                self._batches[self._plan.label] += 1
+                plan = self._pinned or default_plan(self.spec.config.schedule, batch.tokens)
+                self._executor.submit(batch, plan)
+                self._batches[plan.label] += 1
         for done in self._executor.step(IDLE_POLL_S):
             self._scheduler.complete(done)
         if self._executor.lost is not None and not self._reason:

@@ -26,7 +26,11 @@ from contracts.worker import RankReady, RankStatus, WorkerSpec
 
 log = logging.getLogger(__name__)
 
-_ARGUMENTS: dict[str, type] = {"prepare": WorkerSpec, "connect": dict[str, str], "pin_plan": Plan}
+_ARGUMENTS: dict[str, Any] = {
+    "prepare": WorkerSpec,
+    "connect": dict[str, str],
+    "pin_plan": Plan | None,
+}
 _RESULTS: dict[str, Any] = {"prepare": RankReady, "status": RankStatus, "spans": list[TaskSpan]}
 
 

@@ -34,7 +34,7 @@ class WorkerShell:
     def spans(self) -> list[TaskSpan]:
         return self._made.spans()
 
-    def pin_plan(self, plan: Plan) -> None:
+    def pin_plan(self, plan: Plan | None) -> None:
         """Attention ranks only: the plan of all batches from now on."""
         worker = self._made
         if isinstance(worker, AttentionWorker):

@@ -100,8 +100,8 @@ def launch_group(config: TandemConfig, model_folder: str, *, epoch: int = 1) -> 
     Raises ResourceError if the cluster lacks what is asked for, the first error of a rank, or
     LaunchError at groups.ready_timeout_s; nothing is left running then.
     """
-    device = resolve_device(config.groups, ray.cluster_resources())
-    requests = rank_requests(config.groups, device)
+    device = resolve_device(config, ray.cluster_resources())
+    requests = rank_requests(config, device)
     check_resources(requests, ray.cluster_resources())
     placement = _place(requests, config.groups)
     ranks: list[RayRank] = []
@@ -124,12 +124,21 @@ def launch_group(config: TandemConfig, model_folder: str, *, epoch: int = 1) -> 
         raise
 
 
-def resolve_device(groups: GroupsConfig, available: dict[str, float]) -> str:
-    """ "cuda" or "cpu": "auto" takes GPUs if there is one for each rank."""
+def resolve_device(config: TandemConfig, available: dict[str, float]) -> str:
+    """ "cuda" or "cpu": "auto" takes GPUs if there are enough for the ranks."""
+    groups = config.groups
     if groups.device != "auto":
         return groups.device
     ranks = groups.attention_ranks + groups.expert_ranks
-    return "cuda" if available.get("GPU", 0) >= ranks else "cpu"
+    return "cuda" if available.get("GPU", 0) >= ranks * gpus_per_rank(config) else "cpu"
+
+
+def gpus_per_rank(config: TandemConfig) -> float:
+    """1, or with CUDA IPC channels, whose ranks all share one GPU, an equal part of it."""
+    groups = config.groups
+    if config.channel.backend == "ipc":
+        return 1.0 / (groups.attention_ranks + groups.expert_ranks)
+    return 1.0
 
 
 def resolve_backend(config: TandemConfig, device: str, hosts: Sequence[str]) -> str:
@@ -141,11 +150,12 @@ def resolve_backend(config: TandemConfig, device: str, hosts: Sequence[str]) -> 
     return "shm" if len(set(hosts)) == 1 else "tcp"
 
 
-def rank_requests(groups: GroupsConfig, device: str) -> list[RankRequest]:
+def rank_requests(config: TandemConfig, device: str) -> list[RankRequest]:
     """All ranks, attention ranks first, each with its resources."""
+    groups = config.groups
     base = {"CPU": groups.cpus_per_rank} if groups.cpus_per_rank else {}
     if device == "cuda":
-        base["GPU"] = 1.0
+        base["GPU"] = gpus_per_rank(config)
     return [
         RankRequest(group, rank, {**base, **extra})
         for group, count, extra in (

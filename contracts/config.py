@@ -84,20 +84,19 @@ class KvConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ScheduleConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The plan used where no planner answers, and the limits of a batch."""
+    """The plan used where no planner answers (a batch with fewer than min_split_tokens per
+    micro-batch is cut into fewer), and the limits of a batch."""
 
     order: Order = Order.ASAS
     r1: Count = 2
     r2: Count = 1
+    min_split_tokens: Count = 32
     max_batch_tokens: Count = 4096
     max_batch_sequences: Count = 256
     max_waiting: Count = 1024
 
     def __post_init__(self) -> None:
-        self.plan()
-
-    def plan(self) -> Plan:
-        return Plan(r1=self.r1, r2=self.r2, order=self.order)
+        Plan(r1=self.r1, r2=self.r2, order=self.order)  # raises if they do not fit together
 
 
 class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
