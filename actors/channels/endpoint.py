@@ -1,12 +1,9 @@
 """Everything of an endpoint that does not depend on how a payload moves: joining, polling, losing.
 
-    owner's thread      listen connect reserve commit poll close
-    accept thread       takes connections          ┐ hand their findings to the owner
-    handshake threads   prove strangers, join      │ through `_inbox` (a deque) and an eventfd
-    pulse thread        heartbeats, silence        ┘
-
-A link is two sockets, each opened with a handshake: "data" first, then "pulse" (heartbeats), tied
-together by a random id.
+owner's thread      listen connect reserve commit poll close
+accept thread       takes connections          ┐ hand their findings to the owner
+handshake threads   prove strangers, join      │ through `_inbox` (a deque) and an eventfd
+pulse thread        heartbeats, silence        ┘
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import abc
 import contextlib
 import logging
 import os
-import secrets
 import select
 import socket
 import threading
@@ -25,7 +21,6 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from actors.channels import handshake
 from actors.channels.base import (
     Happening,
     Header,
@@ -35,40 +30,22 @@ from actors.channels.base import (
     PeerLost,
     Reservation,
 )
-from actors.channels.handshake import Identity, Remote
+from actors.channels.handshake import Identity
+from actors.channels.joiner import Joiner
 from actors.channels.link import Joint, Link
-from actors.channels.listener import Listener, dial
 from actors.channels.pulse import Pulse
-from contracts.clock import Clock, monotonic_s
+from contracts.clock import Clock
 from contracts.config import ChannelConfig
-from contracts.errors import ChannelError, HandshakeError, PeerError
+from contracts.errors import ChannelError, PeerError
 
 log = logging.getLogger(__name__)
 
 _TEND_S = 1.0
-_DATA, _PULSE = "channel-data", "channel-pulse"
-
-
-class _Extra(msgspec.Struct, frozen=True, array_like=True):
-    """What a link's two handshakes carry."""
-
-    backend: str
-    link_id: bytes
-    offer: bytes = b""
 
 
 class _Loss(msgspec.Struct, frozen=True):
     link: Link
     error: PeerError
-
-
-class _Half(msgspec.Struct, frozen=True):
-    """A data socket that waits for its pulse socket."""
-
-    sock: socket.socket
-    remote: Remote
-    offer: bytes
-    since_s: float
 
 
 class BaseEndpoint(abc.ABC):
@@ -91,14 +68,18 @@ class BaseEndpoint(abc.ABC):
         self.config = config
         self.clock = clock
         self.device = device
-        self._me = Identity(name=name, token=token, epoch=epoch)
         self._links: dict[str, Link] = {}
         self._by_fd: dict[int, Link] = {}
         self._lost: dict[str, PeerError] = {}
         self._inbox: deque[Packet | Link | _Loss] = deque()
-        self._halves: dict[bytes, _Half] = {}
-        self._lock = threading.Lock()  # guards _halves, _pulse, _closed and the wake descriptor
-        self._listener: Listener | None = None
+        self._lock = threading.Lock()  # guards _pulse, _closed and the wake descriptor
+        self._joiner = Joiner(
+            Identity(name=name, token=token, epoch=epoch),
+            self.backend,
+            config.deadline_s,
+            linked=self._links.__contains__,
+            joined=self._accepted,
+        )
         self._pulse: Pulse[Link] | None = None
         self._closed = False
         self._moved = [0, 0]  # by links that are gone
@@ -125,79 +106,21 @@ class BaseEndpoint(abc.ABC):
     # --- joining
 
     def listen(self, host: str = "127.0.0.1") -> str:
-        if self._listener is not None:
+        if self._joiner.listening:
             raise ChannelError(f"{self.name} listens already")
         sock, address = self._listen(host)
-        self._listener = Listener(sock, self._me, answer=self._judge, accepted=self._accepted)
+        self._joiner.listen(sock)
         return address
 
     def connect(self, peer: str, address: str) -> None:
         if peer in self._links:
             raise ChannelError(f"{self.name} is linked to {peer} already")
-        end_s = monotonic_s() + self.config.deadline_s
-        extra = _Extra(self.backend, secrets.token_bytes(16), self._offer())
-        data = self._dial(peer, address, _DATA, extra, end_s)
-        try:
-            pulse = self._dial(peer, address, _PULSE, extra, end_s)
-        except ChannelError:
-            data.close()
-            raise
-        joint = Joint(peer=peer, data=data, pulse=pulse, initiator=True, offer=extra.offer)
-        link = self._join(joint)
+        link = self._join(self._joiner.connect(peer, address, self._offer()))
         self._beat(link)
         self._adopt(link)
 
-    def _dial(
-        self, peer: str, address: str, purpose: str, extra: _Extra, end_s: float
-    ) -> socket.socket:
-        sock = dial(address, max(end_s - monotonic_s(), 1e-3))
-        try:
-            handshake.initiate(
-                sock,
-                self._me,
-                purpose=purpose,
-                to=peer,
-                extra=msgspec.msgpack.encode(extra),
-                deadline_s=max(end_s - monotonic_s(), 1e-3),
-            )
-        except HandshakeError:
-            sock.close()
-            raise
-        return sock
-
-    def _judge(self, remote: Remote) -> bytes:
-        """Refuses a proven peer that nevertheless does not fit (handshake thread)."""
-        extra = _extra(remote)
-        if extra.backend != self.backend:
-            raise HandshakeError(
-                f"it uses backend {extra.backend}, {self.name} uses {self.backend}: "
-                "set channel.backend to one of them"
-            )
-        if remote.name in self._links:
-            raise HandshakeError(f"{remote.name} is linked to {self.name} already")
-        return b""
-
-    def _accepted(self, sock: socket.socket, remote: Remote) -> None:
-        """Keeps the first socket of a link, joins with the second (handshake thread)."""
-        extra = _extra(remote)
-        now_s = monotonic_s()
-        with self._lock:
-            for link_id, half in list(self._halves.items()):
-                if now_s - half.since_s > self.config.deadline_s:
-                    self._halves.pop(link_id).sock.close()
-            if self._closed:
-                sock.close()
-                return
-            if remote.purpose == _DATA:
-                self._halves[extra.link_id] = _Half(sock, remote, extra.offer, now_s)
-                return
-            first = self._halves.pop(extra.link_id, None)
-        if first is None or first.remote.name != remote.name or remote.purpose != _PULSE:
-            sock.close()
-            return
-        joint = Joint(
-            peer=remote.name, data=first.sock, pulse=sock, initiator=False, offer=first.offer
-        )
+    def _accepted(self, joint: Joint) -> None:
+        """Joins a peer that has connected (handshake thread)."""
         try:
             link = self._join(joint)
         except ChannelError as error:  # the peer sees its sockets close
@@ -356,13 +279,9 @@ class BaseEndpoint(abc.ABC):
             if self._closed:
                 return
             self._closed = True
-            halves, self._halves = list(self._halves.values()), {}
-        if self._listener is not None:
-            self._listener.close(self.config.deadline_s)
+        self._joiner.close()
         if self._pulse is not None:
             self._pulse.close(self.config.deadline_s)
-        for half in halves:
-            half.sock.close()
         waiting = [item for item in self._inbox if isinstance(item, Link)]
         for link in (*self._links.values(), *waiting):
             self._forget(link)
@@ -370,10 +289,3 @@ class BaseEndpoint(abc.ABC):
         self._inbox.clear()
         self._epoll.close()
         os.close(self._wake_fd)
-
-
-def _extra(remote: Remote) -> _Extra:
-    try:
-        return msgspec.msgpack.decode(remote.extra, type=_Extra)
-    except msgspec.MsgspecError:
-        raise HandshakeError(f"{remote.name} did not come for a channel") from None

@@ -26,7 +26,7 @@ import psutil
 import torch
 
 from actors.channels.allocator import FirstFit
-from actors.channels.link import Views
+from actors.channels.link import ALIGNMENT_BYTES, Views
 from contracts.errors import ChannelError, PeerError
 
 FLAG_BYTES: Final = 4096  # one byte per slot
@@ -189,7 +189,7 @@ class Arena:
         self._segments.clear()
 
     def _add(self, at_least_bytes: int) -> _Segment:
-        size = self._segment_bytes
+        size = -(-self._segment_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES  # of any dtype
         while size < at_least_bytes:
             size *= 2
         number, self._next = self._next, self._next + 1

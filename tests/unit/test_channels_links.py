@@ -370,7 +370,7 @@ def test_an_unknown_dtype_from_a_peer_is_its_loss_not_ours(backend: str) -> None
 
 def _address(end: Endpoint) -> str:
     """Of an endpoint that listens already."""
-    listener = end._listener  # type: ignore[attr-defined]
+    listener = end._joiner._listener  # type: ignore[attr-defined]
     name = listener._sock.getsockname()
     if isinstance(name, bytes):
         return "unix:@" + name[1:].decode()

@@ -67,6 +67,14 @@ def test_a_full_segment_adds_another_and_a_large_payload_gets_its_own() -> None:
             packet.release()
 
 
+def test_an_empty_tensor_may_follow_one_that_ends_with_the_segment() -> None:
+    with linked("shm", segment_bytes=5000) as (left, right):
+        send(left, "right", [torch.ones(79 * 64 // 8, dtype=torch.int64), torch.ones(0)], header())
+        packet = first_packet(right)
+        assert [t.numel() for t in packet.tensors] == [632, 0]
+        packet.release()
+
+
 def test_released_memory_is_used_again_instead_of_more() -> None:
     before = segments()
     with linked("shm", segment_bytes=SEGMENT_BYTES) as (left, right):
