@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from actors.sampler import sample
+from actors.sampler import sample, token_logprob
 from actors.scheduler import Chunk
 from actors.sequence import Sequence
 from contracts.messages import Event, Finished, Scored, TokenLogprob, Tokens
@@ -50,8 +50,8 @@ class Finisher:
         for row, (sequence, position, _) in enumerate(piece):
             last = position == len(sequence.token_ids) - 1
             if sequence.submit.score_from is not None and not last:
-                logprobs_V = logits_RV[row].log_softmax(-1)
-                sequence.scored.append(float(logprobs_V[sequence.token_ids[position + 1]]))
+                token, wanted = sequence.token_ids[position + 1], sequence.submit.score_top
+                sequence.scored.append(token_logprob(logits_RV[row], token, wanted))
             if last and sequence.submit.sampling is None:
                 self._finish_scoring(sequence, logits_RV[row])
             elif last:
@@ -66,14 +66,16 @@ class Finisher:
         if candidates is not None:
             logits = logits_V[candidates].tolist()
             logprobs = logits_V.log_softmax(-1)[candidates].tolist()
-        scores = None if sequence.submit.score_from is None else list(sequence.scored)
+        scored = None if sequence.submit.score_from is None else sequence.scored
+        tops = scored if sequence.submit.score_top else None
         sequence.done = True
         answer = Scored(
             sequence.submit.request_id,
             sequence.usage(),
             candidate_logits=logits,
             candidate_logprobs=logprobs,
-            token_logprobs=scores,
+            token_logprobs=None if scored is None else [token.logprob for token in scored],
+            token_tops=None if tops is None else [token.top for token in tops],
         )
         self.answers.append((sequence, answer))
 
@@ -88,7 +90,9 @@ class Finisher:
         sequence.token_ids.append(token)
         request_id = submit.request_id
         logprobs = None if logprob is None else [logprob]
-        self.answers.append((sequence, Tokens(request_id, [token], logprobs)))
+        cached_tokens = sequence.num_cached if sequence.generated == 1 else None
+        event = Tokens(request_id, [token], logprobs, cached_tokens)
+        self.answers.append((sequence, event))
         stopped = token in submit.eos_token_ids and not submit.sampling.ignore_eos
         full = (
             sequence.generated >= submit.sampling.max_tokens

@@ -29,7 +29,7 @@ def sample(
             token = _draw(logits_V, sampling, _generator(sequence, logits_V.device))
         tokens.append(token)
         wanted = sampling.logprobs
-        logprobs.append(None if wanted is None else _logprob(logits_V, token, wanted))
+        logprobs.append(None if wanted is None else token_logprob(logits_V, token, wanted))
     return tokens, logprobs
 
 
@@ -56,8 +56,11 @@ def _draw(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator
     return int(ids_K[torch.multinomial(probs_K, 1, generator=generator)])
 
 
-def _logprob(logits_V: torch.Tensor, token: int, wanted: int) -> TokenLogprob:
+def token_logprob(logits_V: torch.Tensor, token: int, wanted: int) -> TokenLogprob:
+    """The token's log-probability and those of the `wanted` most probable ones."""
     logprobs_V = logits_V.log_softmax(-1)
+    if wanted == 0:
+        return TokenLogprob(float(logprobs_V[token]))
     values, ids = logprobs_V.topk(min(wanted, len(logprobs_V)))
     top = list(zip(ids.tolist(), values.tolist(), strict=True))
     return TokenLogprob(float(logprobs_V[token]), top)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from contracts.block_hash import chain_hashes
-from contracts.messages import Submit
+from contracts.messages import Submit, TokenLogprob
 from contracts.requests import Priority, Usage
 
 SequenceKey = tuple[int, int]  # client, request id: unique on a rank
@@ -30,7 +30,7 @@ class Sequence:
         self.num_cached: int | None = None  # set when it first starts
         self.in_flight = False
         self.done = False  # finished or cancelled: ends when its batch does
-        self.scored: list[float] = []
+        self.scored: list[TokenLogprob] = []
         self.generator: torch.Generator | None = None
         self._hashes: list[bytes] = []
 

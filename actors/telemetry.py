@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -12,6 +14,8 @@ from prometheus_client import (
 )
 
 from contracts.metrics import Kind, Metric
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Telemetry:
@@ -67,3 +71,26 @@ def _make(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Hist
     return Histogram(
         metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets
     )
+
+
+def merge_expositions(texts: Iterable[str]) -> str:
+    """One exposition from several: each family once, with the samples of all (Prometheus's parser
+    refuses a family that is declared twice). Order of first appearance."""
+    headers: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for text in texts:
+        family = ""
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                family = line.split(" ", 3)[2]
+                known = headers.setdefault(family, [])
+                if not any(line.split(" ", 3)[1] == old.split(" ", 3)[1] for old in known):
+                    known.append(line)
+            elif line and not line.startswith("#"):
+                samples.setdefault(family, []).append(line)
+    lines = [
+        line
+        for family in {**headers, **samples}
+        for line in (*headers.get(family, ()), *samples.get(family, ()))
+    ]
+    return "".join(f"{line}\n" for line in lines)

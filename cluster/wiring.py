@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from ray.exceptions import RayError
 from starlette.applications import Starlette
 
 from actors.channels.handshake import Identity
+from actors.telemetry import merge_expositions
 from cluster.api.app import build_app
 from cluster.api.schemas import ServedModel
 from cluster.codec import Directory
 from cluster.dispatcher import Dispatcher, DispatcherConfig
 from cluster.model_folder import resolve_model_folder
-from cluster.rank_client import RankClient
-from cluster.telemetry import merge_expositions
+from cluster.rank_client import RankClient, RankClientConfig
 from contracts.config import TandemConfig
 from models.checkpoint import check_checkpoint
 from models.tokenizer import Tokenizer
 
+log = logging.getLogger("tandem.ingress")
+
 CONNECT_DEADLINE_S = 30.0
+SILENCE_S = 1.5  # a rank says something every 0.25 s; its loss must be told within 2 s
 
 
 def served_model(config: TandemConfig) -> tuple[ServedModel, Tokenizer]:
@@ -42,7 +47,10 @@ def served_model(config: TandemConfig) -> tuple[ServedModel, Tokenizer]:
 def rank_clients(directory: Directory) -> list[RankClient]:
     """One client per attention rank, each proving the group's token."""
     me = Identity(name="ingress", token=directory.token, epoch=None)
-    return [RankClient(name, address, me) for name, address in directory.client_addresses.items()]
+    return [
+        RankClient(name, address, me, RankClientConfig(silence_s=SILENCE_S))
+        for name, address in directory.client_addresses.items()
+    ]
 
 
 async def build_ingress_app(
@@ -59,7 +67,11 @@ async def build_ingress_app(
         await dispatcher.wait_ready()
 
     async def extra() -> str:
-        return merge_expositions(await rank_metrics())
+        try:
+            return merge_expositions(await rank_metrics())
+        except RayError as error:  # the ingress's own metrics are still worth a scrape
+            log.warning("rank_metrics_failed error=%s", error)
+            return ""
 
     app = build_app(dispatcher, tokenizer, model, config.http, extra=extra)
 

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from actors.telemetry import CONTENT_TYPE, Telemetry, merge_expositions
 from cluster.api.answers import json_response
 from cluster.api.chat import chat_completions
 from cluster.api.classification import classify
@@ -18,7 +19,6 @@ from cluster.api.errors import error_response, install_handlers, outcome_of
 from cluster.api.schemas import ServedModel
 from cluster.api.scoring import score
 from cluster.api.session import Backend, EventStream, Services, Session
-from cluster.telemetry import CONTENT_TYPE, Telemetry, merge_expositions
 from contracts import metrics
 from contracts.clock import Clock, monotonic_s
 from contracts.config import HttpConfig

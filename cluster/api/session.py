@@ -11,9 +11,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from actors.telemetry import Telemetry
 from cluster.api.errors import error_body, outcome_of
 from cluster.api.schemas import ServedModel
-from cluster.telemetry import Telemetry
 from contracts import metrics
 from contracts.clock import Clock
 from contracts.config import HttpConfig
