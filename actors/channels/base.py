@@ -77,7 +77,8 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 class Reservation(Protocol):
-    """Memory to fill, in place, before `Endpoint.commit`. Commit each reservation exactly once."""
+    """Memory to fill, in place, before `Endpoint.commit`. Commit each reservation exactly once;
+    `tensors` is empty afterwards."""
 
     peer: str
     tensors: Sequence[torch.Tensor]
