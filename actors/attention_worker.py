@@ -6,6 +6,7 @@ it. Three threads: the loop (everything with tensors), the clients' I/O, the cha
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -38,6 +39,8 @@ from models.loading import progress_line
 from models.spec import ModelSpec
 from planner.default_plan import default_plan
 from planner.placement import ExpertPlacement
+
+log = logging.getLogger("tandem.attention")
 
 STATE_PERIOD_S = 0.05
 IDLE_POLL_S = 0.1
@@ -233,6 +236,7 @@ class AttentionWorker:
     def _lose(self, error: PeerError) -> None:
         """An expert rank is lost: every request on this rank ends with an error that names it."""
         self._reason = error.message
+        log.error("peer_lost rank=%s reason=%s", self.spec.name, error)
         self._fail_everything(error)
         self._tell_state(force=True)
 

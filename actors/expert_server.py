@@ -7,6 +7,7 @@ barrier across attention ranks: an idle or dead one costs the others nothing.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ from contracts.errors import PeerError
 from contracts.events import Stage, TaskSpan
 from models.moe import ExpertHalf
 from planner.expert_queues import QueueHead, QueuePolicy, oldest_of_best_class
+
+log = logging.getLogger("tandem.expert")
 
 
 class MergedGroups(NamedTuple):
@@ -91,7 +94,7 @@ class ExpertServer:
             if isinstance(happening, Packet):
                 self._enqueue(happening)
             elif isinstance(happening, PeerLost):
-                self._forget(happening.peer)
+                self._forget(happening)
         if self._queues:
             self._serve(self._next())
 
@@ -120,8 +123,10 @@ class ExpertServer:
             )
         )
 
-    def _forget(self, peer: str) -> None:
+    def _forget(self, lost: PeerLost) -> None:
         """Drops what a lost attention rank still waits for."""
+        peer = lost.peer
+        log.warning("peer_lost rank=%s reason=%s", self._endpoint.name, lost.error)
         for key, packets in list(self._queues.items()):
             kept = [packet for packet in packets if packet.peer != peer]
             for packet in packets:

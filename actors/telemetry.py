@@ -74,23 +74,31 @@ def _make(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Hist
 
 
 def merge_expositions(texts: Iterable[str]) -> str:
-    """One exposition from several: each family once, with the samples of all (Prometheus's parser
-    refuses a family that is declared twice). Order of first appearance."""
-    headers: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
+    """One exposition from several: each family and each series once, since Prometheus refuses a
+    page that declares one twice. Series with equal labels are added up, gauges keep the largest.
+    Families and series stand in the order of their first appearance.
+    """
+    headers: dict[str, dict[str, str]] = {}
+    series: dict[str, dict[str, float]] = {}
     for text in texts:
         family = ""
         for line in text.splitlines():
             if line.startswith(("# HELP ", "# TYPE ")):
-                family = line.split(" ", 3)[2]
-                known = headers.setdefault(family, [])
-                if not any(line.split(" ", 3)[1] == old.split(" ", 3)[1] for old in known):
-                    known.append(line)
+                _, keyword, family, *_ = line.split(" ", 3)
+                headers.setdefault(family, {}).setdefault(keyword, line)
             elif line and not line.startswith("#"):
-                samples.setdefault(family, []).append(line)
-    lines = [
-        line
-        for family in {**headers, **samples}
-        for line in (*headers.get(family, ()), *samples.get(family, ()))
-    ]
+                name, _, value = line.rpartition(" ")
+                values = series.setdefault(family, {})
+                is_gauge = headers.get(family, {}).get("TYPE", "").endswith(" gauge")
+                values[name] = _combined(values.get(name), float(value), is_gauge)
+    lines: list[str] = []
+    for family in {**headers, **series}:
+        lines.extend(headers.get(family, {}).values())
+        lines.extend(f"{name} {value}" for name, value in series.get(family, {}).items())
     return "".join(f"{line}\n" for line in lines)
+
+
+def _combined(before: float | None, value: float, is_gauge: bool) -> float:
+    if before is None:
+        return value
+    return max(before, value) if is_gauge else before + value

@@ -33,6 +33,9 @@ def group_config(attention_ranks: int = 1, expert_ranks: int = 1, **sections: An
         "model": {"dtype": "float32"},
         "groups": {"attention_ranks": attention_ranks, "expert_ranks": expert_ranks},
         "kv": {"pool_tokens": 16 * 512},
+        # All ranks share one interpreter lock here, and the machine may be busy: liveness has tests
+        # of its own, with a process for each rank.
+        "channel": {"silence_s": 20.0},
     }
     for section, values in sections.items():
         tree.setdefault(section, {}).update(values)
@@ -47,9 +50,7 @@ class ThreadGroup:
         self.token = secrets.token_bytes(32)
         formation = Formation(config, str(folder), self.token, 1, backend)
         seat = Seat("cpu", "127.0.0.1", groups.attention_ranks)
-        specs = make_specs(
-            formation, [seat] * groups.attention_ranks, [seat] * groups.expert_ranks
-        )
+        specs = make_specs(formation, [seat] * groups.attention_ranks, [seat] * groups.expert_ranks)
         self.experts = [ExpertWorker(s) for s in specs if s.group is Group.EXPERT]
         self.attention = [AttentionWorker(s) for s in specs if s.group is Group.ATTENTION]
         addresses = {w.ready.name: w.ready.channel_address for w in self.experts}

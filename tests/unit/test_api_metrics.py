@@ -63,3 +63,13 @@ def test_two_telemetries_in_one_process_do_not_share_numbers() -> None:
     other.count(metrics.PREEMPTIONS)
     assert "tandem_preemptions_total 3.0" in one.exposition()
     assert "tandem_preemptions_total 1.0" in other.exposition()
+
+
+def test_series_with_equal_labels_are_added_up_when_merged_and_gauges_keep_the_largest() -> None:
+    one, other = Telemetry(), Telemetry()
+    for telemetry, sent, epoch in ((one, 3, 1), (other, 4, 2)):
+        telemetry.count(metrics.CHANNEL_BYTES, "a2e", "shm", by=sent)
+        telemetry.set(metrics.GROUP_EPOCH, "attention_expert", to=epoch)
+    merged = merge_expositions([one.exposition(), other.exposition()])
+    values = [s.value for family in text_string_to_metric_families(merged) for s in family.samples]
+    assert values == [7.0, 2.0]
