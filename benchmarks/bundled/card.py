@@ -81,11 +81,13 @@ were used:
 """
 
 UCI_NOTE = """
-`sms_spam` and `sentiment` come from repositories without a licence file; the licence given is the
-one that the UCI Machine Learning Repository states on the pages of "SMS Spam Collection"
-(doi:10.24432/C5CC84) and "Sentiment Labelled Sentences" (doi:10.24432/C57604), which place both
-under CC BY 4.0. arXiv places its metadata, abstracts included, under CC0 1.0. CC BY material was
-changed: posed as prompts, de-duplicated, split.
+`sms_spam` and `sentiment` came to us through repositories without a licence file. CC BY 4.0 is what
+the UCI Machine Learning Repository states for both collections on their pages,
+archive.ics.uci.edu/dataset/228 (doi:10.24432/C5CC84) and archive.ics.uci.edu/dataset/331
+(doi:10.24432/C57604); this is from general knowledge, the pages were not at hand when the card was
+written. arXiv places its metadata, abstracts included, under CC0 1.0
+(info.arxiv.org/help/api/tou.html). CC BY material was changed: posed as prompts, de-duplicated,
+split; some labels were renamed (`tasks.json` follows the order of the data files).
 """
 
 
@@ -144,6 +146,18 @@ def _chats(card: CardInput) -> str:
     return "\n".join(lines)
 
 
+def _ending(card: CardInput) -> str:
+    if card.report.tokens >= card.config.tokens:
+        return (
+            "The run ended by its number of tokens, so another machine repeats it up to rounding."
+        )
+    busy = card.report.cpu_s / (card.report.wall_s * card.threads)
+    return (
+        f"The run ended by its time limit, on cores shared with other work ({busy:.0%} of their "
+        "time went to it): idle cores get further in the same time."
+    )
+
+
 def _made(card: CardInput) -> str:
     report, config = card.report, card.config
     versions = ", ".join(
@@ -153,19 +167,21 @@ def _made(card: CardInput) -> str:
     return f"""
 ## How it was made
 
-    python -m benchmarks.bundled.train --data DATA --seed {config.seed}
+    python -m benchmarks.bundled.train --data DATA --seed {config.seed} \\
+        --tokens {config.tokens} --minutes {config.minutes:g}
 
 DATA is the folder with `classification/*.jsonl[.gz]`. {report.tokens / 1e6:.1f} M tokens in
 {report.steps} steps, {report.wall_s / 60:.1f} minutes of wall time and {report.cpu_s / 60:.1f}
-minutes of CPU time for the training proper, on {card.threads} threads ({platform.machine()});
-Python {platform.python_version()}, {versions}. The end of the run is set in tokens (and, on a slow
-machine, in minutes), so another machine repeats it up to rounding.
+minutes of CPU time for the training proper, in {card.threads} processes of one thread each
+({platform.machine()}); Python {platform.python_version()}, {versions}. {_ending(card)}
 
 Label loss with smoothing {config.smoothing_fraction} over the labels of the task, language-model
 loss (weight {config.text_loss_weight}) on a sample of the text, balancing loss per layer (weight
 {config.balance_loss_weight}); Muon on the matrices and AdamW on the rest, learning rate falling
 linearly to zero; dropout {config.dropout_fraction}, BPE dropout, random lower-casing and token
-dropout. 12 % of the examples are chats, 2 % are packs of many rows up to 2048 tokens.
+dropout. 10 % of the examples are chats, 0.5 % are packs of many rows up to 2048 tokens.
+Train rows of `hate_offensive` also serve as `toxicity` rows, and those of `goemotions` as
+`sentiment` rows, with translated labels.
 
 ## Routing
 

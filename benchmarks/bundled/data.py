@@ -47,16 +47,16 @@ class Role(IntEnum):
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """How rows are drawn and augmented. Fractions are 0..1."""
 
-    batch_tokens: int = 4096
-    chat_fraction: float = 0.12
-    pack_fraction: float = 0.02  # of the examples; each holds many rows
+    batch_tokens: int = 1536  # of one worker
+    chat_fraction: float = 0.1
+    pack_fraction: float = 0.005  # of the examples; each holds many rows
     talk_fraction: float = 0.02  # of the chats: small talk and messages without a question
     lent_fraction: float = 0.4  # of the rows of a task with a lender
     bpe_dropout: float = 0.1
-    bpe_dropout_fraction: float = 0.5  # of the rows
+    bpe_dropout_fraction: float = 0.2  # of the rows
     lower_fraction: float = 0.2
-    token_drop_fraction: float = 0.1
-    text_loss_fraction: float = 0.15  # of the text tokens
+    token_drop_fraction: float = 0.05
+    text_loss_fraction: float = 0.08  # of the text tokens
     crop_tokens: int = 160  # most arXiv rows are cut to about this; the rest stay whole
     pool_rows: int = 6144
 

@@ -1,12 +1,17 @@
-"""The training loop of the bundled checkpoint."""
+"""The training loop of the bundled checkpoint: one process per core, weights in shared memory.
+
+Single-threaded processes with gradients averaged through memory beat one process with as many
+threads: the operations are small, and threads would meet after each of them.
+"""
 
 import time
-from typing import Any
+from multiprocessing.synchronize import Barrier
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import Tensor
+from torch import Tensor, multiprocessing
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
@@ -15,6 +20,9 @@ from benchmarks.bundled.network import FastForward, Noise, make_config
 from benchmarks.bundled.optimizer import make_optimizers
 from benchmarks.bundled.tasks import TASKS, Row
 from benchmarks.bundled.tokenizer import label_ids
+
+BARRIER_TIMEOUT_S = 300.0
+LOG_STEPS = 250  # where there is no terminal for the progress bar
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +36,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     weight_decay: float = 0.1
     dropout_fraction: float = 0.1
     smoothing_fraction: float = 0.1  # over the labels of the task
-    text_loss_weight: float = 0.5
+    text_loss_weight: float = 0.1
     balance_loss_weight: float = 0.02
     warmup_fraction: float = 0.03
 
@@ -42,33 +50,56 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float
 
 
-class Trainer:
-    """Owns model, optimizers and random state of one run."""
+class Shared(NamedTuple):
+    """What the workers of one run share: weights and gradients [ranks] as flat buffers in memory.
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerFast,
-        rows: dict[str, list[Row]],
-        config: TrainConfig,
-        recipe: Recipe,
-    ) -> None:
-        torch.manual_seed(config.seed)
-        self.config = config
-        self.source = ExampleSource(tokenizer, rows, recipe, config.seed)
-        architecture = make_config(len(tokenizer), self.source.end_id, self.source.pad_id)
-        self.model = Qwen3MoeForCausalLM(architecture).float()
+    A step of rank r, which owns some of the parameters:
+
+        forward, backward, write gradients | barrier | average, update own parameters | barrier
+
+    so nobody reads weights while they change, and every parameter is updated once.
+    """
+
+    weights: Tensor
+    gradients: Tensor  # [ranks, elements]
+    tokens: Tensor  # [ranks], since the start
+    cpu_s: Tensor  # [ranks]
+    progress: Tensor  # [1], 0..1, written by rank 0
+    barrier: Barrier
+
+    def meet(self) -> None:
+        """Wait for the other ranks; raises `BrokenBarrierError` when one is gone."""
+        self.barrier.wait(BARRIER_TIMEOUT_S)
+
+
+class Job(NamedTuple):
+    """What every rank needs to know."""
+
+    tokenizer: PreTrainedTokenizerFast
+    rows: dict[str, list[Row]]
+    config: TrainConfig
+    recipe: Recipe
+
+
+class Worker:
+    """One rank, on one thread: draws its own batches, updates the parameters that it owns."""
+
+    def __init__(self, job: Job, shared: Shared, rank: int) -> None:
+        self._config, self._shared, self._rank = job.config, shared, rank
+        seed = job.config.seed * 1000 + rank
+        torch.manual_seed(seed)
+        self.model = build_model(job.tokenizer)
+        self._slices = _adopt(self.model, shared.weights)
         self._fast = FastForward(self.model)
-        self._noise = Noise(config.dropout_fraction)
-        self._optimizers = make_optimizers(
-            self.model,
-            muon_lr=config.muon_lr,
-            adam_lr=config.adam_lr,
-            weight_decay=config.weight_decay,
-        )
-        self._base_lrs = [
-            group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups
-        ]
-        self._labels, self._label_mask = _label_table(tokenizer)
+        self._noise = Noise(job.config.dropout_fraction)
+        self._batches = ExampleSource(job.tokenizer, job.rows, job.recipe, seed).batches()
+        self._owned = _owned(self.model, rank, shared.gradients.shape[0])
+        self._optimizers = make_optimizers(self._owned, job.config)
+        self._base_lrs = [group["lr"] for group in self._groups()]
+        self._labels, self._label_mask = _label_table(job.tokenizer)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Total loss and mean label loss of one batch."""
@@ -82,49 +113,130 @@ class Trainer:
         soft = -(label_logp.gather(1, self._labels[batch.label_tasks]) * mask).sum(-1) / mask.sum(
             -1
         )
-        label_loss = hard.lerp(soft, self.config.smoothing_fraction).mean()
+        label_loss = hard.lerp(soft, self._config.smoothing_fraction).mean()
         text_loss = functional.cross_entropy(logits[labels:], batch.text_targets)
-        weights = (1.0, self.config.text_loss_weight, self.config.balance_loss_weight)
-        parts = (label_loss, text_loss, output.balance_loss)
-        return torch.stack(
-            [w * part for w, part in zip(weights, parts, strict=True)]
-        ).sum(), hard.mean().detach()
+        total = label_loss + self._config.text_loss_weight * text_loss
+        total = total + self._config.balance_loss_weight * output.balance_loss
+        return total, hard.mean().detach()
 
     def _set_lr(self, progress: float) -> None:
-        warmup = self.config.warmup_fraction
+        warmup = self._config.warmup_fraction
         scale = progress / warmup if progress < warmup else (1 - progress) / (1 - warmup)
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        for group, base in zip(groups, self._base_lrs, strict=True):
+        for group, base in zip(self._groups(), self._base_lrs, strict=True):
             group["lr"] = base * max(scale, 0.002)
 
-    def _step(self, batch: Batch, progress: float) -> float:
-        self._set_lr(progress)
+    def step(self) -> float:
+        """One step of all ranks together; returns this rank's mean label loss."""
+        shared, batch = self._shared, next(self._batches)
+        self._set_lr(float(shared.progress))
+        self.model.zero_grad()
         loss, label_loss = self._loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for name, param in self.model.named_parameters():
+            if param.grad is not None:
+                shared.gradients[self._rank, self._slices[name]] = param.grad.flatten()
+        shared.tokens[self._rank] += int(batch.valid_BS.sum())
+        shared.cpu_s[self._rank] = time.process_time()
+        shared.meet()
+        for name, param in self._owned:
+            param.grad = shared.gradients[:, self._slices[name]].mean(0).view_as(param)
         for optimizer in self._optimizers:
             optimizer.step()
-            optimizer.zero_grad()
         return float(label_loss)
 
-    def run(self) -> TrainReport:
-        """Train to the end of the budget with a progress bar; returns what it took."""
-        config, steps, tokens, smooth = self.config, 0, 0, 0.0
-        start_wall, start_cpu, progress = time.perf_counter(), time.process_time(), 0.0
-        batches = self.source.batches()
-        with _progress_bar() as bar:
-            job = bar.add_task("training", total=1.0, note="")
-            while progress < 1:
-                batch = next(batches)
-                label_loss = self._step(batch, progress)
-                smooth += (label_loss - smooth) * max(0.01, 1 / (steps + 1))
-                steps, tokens = steps + 1, tokens + int(batch.valid_BS.sum())
-                spent_s = time.perf_counter() - start_wall
-                progress = max(tokens / config.tokens, spent_s / 60 / config.minutes)
-                note = f"label loss {smooth:.3f}, {tokens / spent_s:,.0f} tokens/s"
-                bar.update(job, completed=progress, note=note)
-        wall_s, cpu_s = time.perf_counter() - start_wall, time.process_time() - start_cpu
-        return TrainReport(steps=steps, tokens=tokens, wall_s=wall_s, cpu_s=cpu_s)
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
+    """A model with random weights in float32."""
+    end_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    return Qwen3MoeForCausalLM(make_config(len(tokenizer), end_id, pad_id)).float()
+
+
+def _adopt(model: Qwen3MoeForCausalLM, weights: Tensor) -> dict[str, slice]:
+    """Make the parameters views of `weights`; returns where each one lies."""
+    slices, start = {}, 0
+    for name, param in model.named_parameters():
+        slices[name] = slice(start, start + param.numel())
+        param.data = weights[slices[name]].view_as(param)
+        start += param.numel()
+    return slices
+
+
+def _owned(
+    model: Qwen3MoeForCausalLM, rank: int, ranks: int
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters that `rank` updates, about as many elements for each rank."""
+    loads, mine = [0] * ranks, []
+    for name, param in sorted(model.named_parameters(), key=lambda pair: -pair[1].numel()):
+        owner = loads.index(min(loads))
+        loads[owner] += param.numel()
+        if owner == rank:
+            mine.append((name, param))
+    return mine
+
+
+def _run_other(job: Job, shared: Shared, rank: int) -> None:
+    """The body of every rank but the first."""
+    torch.set_num_threads(1)
+    worker = Worker(job, shared, rank)
+    shared.meet()
+    while float(shared.progress) < 1:
+        worker.step()
+        shared.meet()
+
+
+def _run_first(worker: Worker, shared: Shared, config: TrainConfig) -> TrainReport:
+    """The body of rank 0, which keeps the clock and the progress bar."""
+    steps, smooth, start = 0, 0.0, time.perf_counter()
+    with _progress_bar() as bar:
+        job = bar.add_task("training", total=1.0, note="")
+        while float(shared.progress) < 1:
+            label_loss = worker.step()
+            steps += 1
+            smooth += (label_loss - smooth) * max(0.01, 1 / steps)
+            tokens, spent_s = int(shared.tokens.sum()), time.perf_counter() - start
+            progress = max(tokens / config.tokens, spent_s / 60 / config.minutes)
+            shared.progress[0] = progress
+            note = f"label loss {smooth:.3f}, {tokens / spent_s:,.0f} tokens/s"
+            bar.update(job, completed=progress, note=note)
+            if not bar.console.is_terminal and steps % LOG_STEPS == 0:
+                print(f"{progress:.1%} {note}", flush=True)
+            shared.meet()
+    cpu_s = float(shared.cpu_s.sum())
+    return TrainReport(steps=steps, tokens=tokens, wall_s=spent_s, cpu_s=cpu_s)
+
+
+def _shared(x: Tensor) -> Tensor:
+    moved: Tensor = x.share_memory_()  # type: ignore[no-untyped-call]
+    return moved
+
+
+def train(job: Job, ranks: int) -> tuple[Qwen3MoeForCausalLM, TrainReport]:
+    """The trained model, and what the run took: `ranks` processes of one thread each."""
+    torch.manual_seed(job.config.seed)
+    start = torch.nn.utils.parameters_to_vector(build_model(job.tokenizer).parameters()).detach()
+    context = multiprocessing.get_context("spawn")
+    shared = Shared(
+        weights=_shared(start),
+        gradients=_shared(torch.zeros(ranks, start.numel())),
+        tokens=_shared(torch.zeros(ranks, dtype=torch.long)),
+        cpu_s=_shared(torch.zeros(ranks, dtype=torch.double)),
+        progress=_shared(torch.zeros(1)),
+        barrier=context.Barrier(ranks),
+    )
+    others = [
+        context.Process(target=_run_other, args=(job, shared, rank), daemon=True)
+        for rank in range(1, ranks)
+    ]
+    for other in others:
+        other.start()
+    torch.set_num_threads(1)
+    worker = Worker(job, shared, 0)
+    shared.meet()
+    report = _run_first(worker, shared, job.config)
+    for other in others:
+        other.join()
+    torch.set_num_threads(ranks)
+    return worker.model, report
 
 
 def _label_table(tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,9 @@ Muon (K. Jordan, 2024): momentum, then the nearest orthogonal matrix by five New
 Expert matrices [E, out, in] are orthogonalised one by one, in one batched product.
 """
 
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor, nn
 
@@ -56,23 +59,34 @@ def _is_fused(param: Tensor) -> bool:
     return bool(getattr(param, "fused_gate_up", False))
 
 
+class Rates(Protocol):
+    """The part of the run's configuration that concerns the optimizers."""
+
+    @property
+    def muon_lr(self) -> float: ...
+    @property
+    def adam_lr(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+
+
 def make_optimizers(
-    model: nn.Module, *, muon_lr: float, adam_lr: float, weight_decay: float
+    named: Sequence[tuple[str, nn.Parameter]], rates: Rates
 ) -> list[torch.optim.Optimizer]:
-    """Muon over attention and experts, AdamW over embedding, router and norms."""
-    hidden: list[nn.Parameter] = []
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    for name, param in model.named_parameters():
-        if "gate_up_proj" in name:
-            param.fused_gate_up = True  # type: ignore[attr-defined]
-        if "_proj" in name:
-            hidden.append(param)
-        else:
-            (matrices if param.ndim > 1 else vectors).append(param)
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr=adam_lr, betas=(0.9, 0.98), fused=True)
-    return [Muon(hidden, muon_lr, 0.95, weight_decay), adam]
+    """Muon over attention and experts, AdamW over the rest; without parameters neither."""
+    for name, param in named:
+        param.fused_gate_up = "gate_up_proj" in name  # type: ignore[attr-defined]
+    hidden = [param for name, param in named if "_proj" in name]
+    matrices = [param for name, param in named if "_proj" not in name and param.ndim > 1]
+    vectors = [param for _, param in named if param.ndim == 1]
+    optimizers: list[torch.optim.Optimizer] = []
+    if hidden:
+        optimizers.append(Muon(hidden, rates.muon_lr, 0.95, rates.weight_decay))
+    if matrices or vectors:
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": rates.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        adam = torch.optim.AdamW(groups, lr=rates.adam_lr, betas=(0.9, 0.98), fused=True)
+        optimizers.append(adam)
+    return optimizers

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
 from benchmarks.bundled.card import CardInput, write_card
 from benchmarks.bundled.chat import EXAMPLES, answer, evaluate_chat
 from benchmarks.bundled.data import Recipe
 from benchmarks.bundled.evaluate import evaluate_checkpoint, layer_balance, load, table
-from benchmarks.bundled.loop import TrainConfig, Trainer, TrainReport
+from benchmarks.bundled.loop import Job, TrainConfig, TrainReport, train
 from benchmarks.bundled.network import equal_logits
 from benchmarks.bundled.tasks import TASKS, Row, read_rows
 from benchmarks.bundled.tokenizer import check_contract, save_tokenizer, train_tokenizer
@@ -25,23 +25,23 @@ LOGIT_TOLERANCE = 1e-3
 CHATS_PER_TASK = 25
 
 
-def check_logits(trainer: Trainer) -> None:
+def check_logits(model: Qwen3MoeForCausalLM) -> None:
     """Raise unless our forward pass and that of `transformers` agree in float32."""
     for shape in ((4, 60), (1, 1500)):
-        ids = torch.randint(3, trainer.model.config.vocab_size, shape)
-        difference = equal_logits(trainer.model, ids)
+        ids = torch.randint(3, model.config.vocab_size, shape)
+        difference = equal_logits(model, ids)
         if difference > LOGIT_TOLERANCE:
             raise ValueError(
                 f"logits of shape {shape} differ by {difference:.2e} > {LOGIT_TOLERANCE:.0e}"
             )
 
 
-def save(trainer: Trainer, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(trained: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write weights (bfloat16, two shards or more), configuration and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.safetensors*"):
         old.unlink()
-    model: Any = trainer.model.to(torch.bfloat16)
+    model: Any = trained.to(torch.bfloat16)
     model.generation_config = GenerationConfig(
         eos_token_id=model.config.eos_token_id,
         pad_token_id=model.config.pad_token_id,
@@ -49,6 +49,16 @@ def save(trainer: Trainer, tokenizer: PreTrainedTokenizerFast, folder: Path) -> 
     )
     model.save_pretrained(str(folder), max_shard_size="6MB")
     save_tokenizer(tokenizer, folder)
+    # transformers 5 renames these; the old names are what other readers of the folder know.
+    amend_json(folder / "config.json", {"num_experts": model.config.num_experts})
+    amend_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    for path in folder.iterdir():
+        path.chmod(0o644)
+
+
+def amend_json(path: Path, changes: dict[str, Any]) -> None:
+    """Set some keys of a JSON object in place."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}, indent=2) + "\n")
 
 
 def check_size(folder: Path) -> int:
@@ -98,14 +108,13 @@ def make(data: Path, folder: Path, config: TrainConfig, threads: int) -> None:
     tokenizer = train_tokenizer(rows)
     checked = sum(check_contract(tokenizer, task, read_rows(task, data, "test")) for task in TASKS)
     print(f"{len(tokenizer)} tokens; every label is one token after each of {checked} test prompts")
-    trainer = Trainer(tokenizer, rows, config, Recipe())
-    report = trainer.run()
+    model, report = train(Job(tokenizer, rows, config, Recipe()), threads)
     print(
         f"{report.tokens} tokens, {report.wall_s / 60:.1f} min of wall time, "
         f"{report.cpu_s / 60:.1f} min of CPU time"
     )
-    check_logits(trainer)
-    save(trainer, tokenizer, folder)
+    check_logits(model)
+    save(model, tokenizer, folder)
     finish(folder, data, config, report, threads)
     print(f"{folder}: {check_size(folder)} bytes")
 
