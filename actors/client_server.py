@@ -116,9 +116,7 @@ class ClientServer:
             self._server.close()
         self._heart.cancel()
         for writer in self._open:
-            if not writer.is_closing():
-                writer.write_eof()  # what has been answered goes out first
-                writer.close()
+            writer.close()  # what has been answered goes out first
         tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         await asyncio.wait(tasks, timeout=STOP_DEADLINE_S)
 

@@ -1,6 +1,6 @@
 """How two endpoints become a link: two sockets, each opened with a handshake.
 
-"data" first, then "pulse" (heartbeats), tied together by a random id      -> Joint
+"data" and "pulse" (heartbeats), tied together by a random id      -> Joint
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class _Extra(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Half(msgspec.Struct, frozen=True):
-    """A data socket that waits for its pulse socket."""
+    """The socket of a link that came first. The initiator dials the data socket first, but each
+    handshake ends on a thread of its own: here the pulse socket may be first."""
 
     sock: socket.socket
     name: str
-    offer: bytes
+    purpose: str
     since_s: float
 
 
@@ -124,23 +125,31 @@ class Joiner:
     def _accepted(self, sock: socket.socket, remote: Remote) -> None:
         """Keeps the first socket of a link, joins with the second (handshake thread)."""
         extra = _extra(remote)
+        mine = _Half(sock, remote.name, remote.purpose, monotonic_s())
         with self._lock:
             self._drop_late()
-            if remote.purpose == _DATA and not self._closed:
-                self._halves[extra.link_id] = _Half(sock, remote.name, extra.offer, monotonic_s())
+            other = self._halves.pop(extra.link_id, None)
+            if other is None and not self._closed:
+                self._halves[extra.link_id] = mine
                 return
-            half = self._halves.pop(extra.link_id, None)
-        if half is None or half.name != remote.name or remote.purpose != _PULSE:
-            sock.close()
-            if half is not None:
-                half.sock.close()
+        sockets = {half.purpose: half.sock for half in (mine, other) if half is not None}
+        if other is None or other.name != mine.name or sockets.keys() != {_DATA, _PULSE}:
+            for half in (mine, other):
+                if half is not None:
+                    half.sock.close()
             return
         self._joined(
-            Joint(peer=half.name, data=half.sock, pulse=sock, initiator=False, offer=half.offer)
+            Joint(
+                peer=mine.name,
+                data=sockets[_DATA],
+                pulse=sockets[_PULSE],
+                initiator=False,
+                offer=extra.offer,
+            )
         )
 
     def _drop_late(self) -> None:
-        """Forgets data sockets whose pulse socket never came."""
+        """Forgets sockets whose other half never came."""
         before_s = monotonic_s() - self._deadline_s
         for link_id, half in list(self._halves.items()):
             if half.since_s < before_s:
