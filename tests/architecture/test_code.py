@@ -1,0 +1,110 @@
+"""Rules that hold for all code: who imports whom, who reads the environment, what errors carry."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.metadata
+import io
+import os
+import pickle
+from collections.abc import Iterator
+
+import pytest
+from importlinter import cli as import_linter
+
+import cluster.api.errors  # noqa: F401 - its errors count too
+import kernels
+from contracts.errors import OverloadError, PeerError, RankError, RequestError, TandemError
+from tests.architecture.support import ROOT, modules
+
+# Where a process begins: these may look at the environment, everything below is told.
+ENTRY_POINTS = {"cluster/cli.py", "cluster/serving.py", "cluster/ray_session.py"}
+
+
+def test_imports_go_one_way() -> None:
+    before = os.getcwd()
+    os.chdir(ROOT)
+    try:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            status = import_linter.lint_imports(config_filename="pyproject.toml", no_cache=True)
+    finally:
+        os.chdir(before)
+    assert status == 0, said.getvalue()
+
+
+def test_only_entry_points_read_the_environment() -> None:
+    readers = {name for name, tree in modules().items() if any(_environment_reads(tree))}
+    assert readers <= ENTRY_POINTS
+
+
+def test_packages_re_export_nothing() -> None:
+    for name, tree in modules().items():
+        if name.endswith("__init__.py"):
+            code = [node for node in tree.body if not _is_docstring(node)]
+            assert not code, f"{name} holds more than its docstring"
+
+
+def test_kernels_cannot_be_taken_for_the_package_of_that_name() -> None:
+    """`transformers` probes for a PyPI package `kernels`, by import and by version."""
+    assert not hasattr(kernels, "__version__")
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("kernels")
+
+
+@pytest.mark.parametrize("kind", [TandemError, *TandemError.__subclasses__()])
+def test_errors_survive_the_way_between_actors(kind: type[TandemError]) -> None:
+    for error_type in _family(kind):
+        error = error_type("what went wrong", *_more_arguments(error_type))
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is error_type
+        assert (copy.args, copy.message) == (error.args, "what went wrong")
+        assert (copy.code, copy.status, copy.retryable) == (
+            error.code,
+            error.status,
+            error.retryable,
+        )
+
+
+def test_error_codes_are_words_and_statuses_are_errors() -> None:
+    for kind in _family(TandemError):
+        assert kind.code.replace("_", "").isalpha()
+        assert 400 <= kind.status < 600
+
+
+def _environment_reads(tree: ast.Module) -> Iterator[ast.AST]:
+    names = {"environ", "getenv", "environb", "putenv"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            if isinstance(node.value, ast.Name) and node.value.id == "os":
+                yield node
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and names & {alias.name for alias in node.names}
+        ):
+            yield node
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _family(kind: type[TandemError]) -> Iterator[type[TandemError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _family(child)
+
+
+def _more_arguments(kind: type[TandemError]) -> tuple[object, ...]:
+    """The arguments after the message, as each class's docstring names them."""
+    for base, arguments in (
+        (RankError, ("some_code", 503)),
+        (PeerError, ("expert-1",)),
+        (OverloadError, (2.5,)),
+        (RequestError, ("prompt",)),
+    ):
+        if issubclass(kind, base):
+            return arguments
+    return ()

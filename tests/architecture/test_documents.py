@@ -1,0 +1,138 @@
+"""What documents, dashboards and deployment files say must exist."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from contracts import metrics
+from contracts.metrics import Kind, Metric
+from dashboards.generate import TARGET, dashboard
+from deploy.args import serve_config
+from tests.architecture.support import ROOT, modules, tracked_files
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".cfg", ".sh", ".svg", ""}
+SUFFIXES = {"bucket", "sum", "count"}
+KNOWN = {metric.name: metric for metric in metrics.ALL}
+
+# `planner/orders.py`, `docs/`, [words](docs/structure.md)
+_TICKED = re.compile(r"`([\w./-]+)`")
+_LINKED = re.compile(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"")
+_ELSEWHERE = ("http:", "https:", "mailto:")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_file_that_a_document_names_exists(document: Path) -> None:
+    missing = [
+        name
+        for name in _named_files(document)
+        if not any(p.exists() for p in _places(document, name))
+    ]
+    assert not missing, f"{document.name} names what does not exist: {missing}"
+
+
+def test_no_tracked_file_names_a_place_of_one_machine() -> None:
+    folders = "|".join(("work", "home", "Users"))
+    pattern = re.compile(rf"(?<![\w.}}$])/({folders})/\w")
+    found = []
+    for path in tracked_files():
+        if path.suffix in TEXT and path.stat().st_size < 1 << 20 and path.name != "LICENSE":
+            text = path.read_text(encoding="utf-8", errors="ignore")
+            found.extend(f"{path.relative_to(ROOT)}: {m[0]}" for m in pattern.finditer(text))
+    assert not found
+
+
+def test_the_stored_dashboard_is_the_generated_one() -> None:
+    stored = json.loads(TARGET.read_text(encoding="utf-8"))
+    assert stored == dashboard(), "run `python -m dashboards.generate`"
+
+
+def test_dashboards_show_only_metrics_that_are_declared_and_exported() -> None:
+    exported = _exported_metrics()
+    for expression in _expressions(dashboard()):
+        used = [_metric(name) for name in re.findall(r"tandem_\w+", expression)]
+        assert used, expression
+        for metric in used:
+            assert metric.name in exported, f"{metric.name} is declared, but nothing sets it"
+        known = {"le", *(label for metric in used for label in metric.labels)}
+        grouped = {
+            label for by in re.findall(r"by \(([^)]*)\)", expression) for label in by.split(", ")
+        }
+        assert grouped <= known, expression
+
+
+def test_serve_files_hold_configurations_that_load() -> None:
+    trees = []
+    for path in sorted((ROOT / "deploy").glob("*.yaml")):
+        for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
+            spec = document.get("spec", {})
+            inner = yaml.safe_load(spec["serveConfigV2"]) if "serveConfigV2" in spec else document
+            trees.extend(application["args"] for application in inner.get("applications", []))
+    assert len(trees) >= 2
+    for tree in trees:
+        assert serve_config(tree).http.front == "serve"
+
+
+def test_the_readme_shows_a_configuration_that_loads(tmp_path: Path) -> None:
+    from contracts.loading import load_config
+
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        path = tmp_path / "tandem.yaml"
+        path.write_text(block)
+        load_config(path)
+
+
+def _named_files(document: Path) -> list[str]:
+    text = document.read_text(encoding="utf-8")
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    ticked = [name for name in _TICKED.findall(prose) if _is_a_file_of_ours(name)]
+    linked = [a or b for a, b in _LINKED.findall(text)]
+    return ticked + [name for name in linked if not name.startswith(_ELSEWHERE)]
+
+
+def _is_a_file_of_ours(name: str) -> bool:
+    """A path below one of our folders; or a bare file name of the root."""
+    first, slash, _ = name.partition("/")
+    tops = {path.relative_to(ROOT).parts[0] for path in tracked_files()}
+    return (bool(slash) and first in tops) or name in {"Makefile", "LICENSE", "pyproject.toml"}
+
+
+def _places(document: Path, name: str) -> tuple[Path, Path]:
+    return ROOT / name, document.parent / name
+
+
+def _expressions(board: dict[str, Any]) -> list[str]:
+    return [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+
+
+def _metric(name: str) -> Metric:
+    """The declared metric behind a series name; a histogram's series have a suffix."""
+    stem, _, suffix = name.rpartition("_")
+    if suffix in SUFFIXES and stem in KNOWN and KNOWN[stem].kind is Kind.HISTOGRAM:
+        return KNOWN[stem]
+    assert name in KNOWN, f"{name} is not in contracts/metrics.py"
+    assert KNOWN[name].kind is not Kind.HISTOGRAM, f"{name} is a histogram: it has no such series"
+    return KNOWN[name]
+
+
+def _exported_metrics() -> set[str]:
+    """Metrics that code in actors/ or cluster/ mentions as `metrics.NAME`."""
+    found = set()
+    for path, tree in modules().items():
+        if not path.startswith(("actors/", "cluster/")):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                value = getattr(metrics, node.attr, None)
+                if node.value.id == "metrics" and isinstance(value, Metric):
+                    found.add(value.name)
+    return found
