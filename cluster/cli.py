@@ -138,9 +138,9 @@ def _serve(options: argparse.Namespace) -> int:
 
     config = _config(options)
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
     with serving(config) as served:
+        for number in (signal.SIGINT, signal.SIGTERM):  # not earlier: ray.init sets its own
+            signal.signal(number, lambda *_: stop.set())
         print(f"ready in {served.ready_s:.1f} s: {served.url}/v1", flush=True)
         for rank in served.directory.ranks:
             print(f"  {rank.name:<14} pid {rank.pid}", flush=True)

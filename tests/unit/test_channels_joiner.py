@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import socket
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ def half(purpose: str, link_id: bytes, name: str = "attention-0") -> tuple[socke
     return socket.socketpair()[0], Remote(name=name, epoch=1, purpose=purpose, extra=extra)
 
 
-@pytest.mark.parametrize("order", itertools.permutations([_DATA, _PULSE]))
+@pytest.mark.parametrize("order", [(_DATA, _PULSE), (_PULSE, _DATA)])
 def test_data_and_pulse_join_in_either_order(
     joiner: Joiner, joined: list[Joint], order: tuple[str, str]
 ) -> None:
