@@ -93,15 +93,20 @@ def _config() -> TandemConfig:
 def _classification(served: Served) -> Table:
     path = resolve_model_folder(BUNDLED) / "tasks.json"
     known = {t.name: t for t in msgspec.json.decode(path.read_bytes(), type=_TaskFile).tasks}
-    table = Table(title="Classification (POST /v1/classify)", title_justify="left")
+    table = Table(
+        title="Classification, one request per task, all at once (POST /v1/classify)",
+        title_justify="left",
+    )
     for heading in ("task", "text", "answer"):
         table.add_column(heading)
     for heading in ("probability", "labels", "request ms"):
         table.add_column(heading, justify="right")
-    with httpx.Client(base_url=served.url, timeout=TIMEOUT_S) as client:
-        for task in TASKS:
-            labels = known[task.task]
-            answer, milliseconds = _classify(client, task, labels)
+    with (
+        httpx.Client(base_url=served.url, timeout=TIMEOUT_S) as client,
+        ThreadPoolExecutor(len(TASKS)) as threads,
+    ):
+        answers = threads.map(lambda task: _classify(client, task, known[task.task]), TASKS)
+        for task, (answer, milliseconds) in zip(TASKS, answers, strict=True):
             for (text, expected), item in zip(task.rows, answer["data"], strict=True):
                 mark = "[green]✓[/]" if item["label"] == expected else f"[yellow]≠{expected}[/]"
                 table.add_row(

@@ -65,6 +65,7 @@ def preflight(config: TandemConfig) -> None:
 
 def _deploy(config: TandemConfig) -> tuple[Directory, DeploymentHandle]:
     """Starts Serve without a proxy of its own, and waits for the ranks."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled", logging_config={"enable_access_log": False})
     target = serve.RunTarget(build_serve_app(config), name=APP_NAME, route_prefix="/")
     serve.run_many([target], wait_for_applications_running=False)
