@@ -41,7 +41,7 @@ def test_every_file_that_a_document_names_exists(document: Path) -> None:
 def test_no_tracked_file_names_a_place_of_one_machine() -> None:
     folders = "|".join(("work", "home", "Users"))
     pattern = re.compile(rf"(?<![\w.}}$])/({folders})/\w")
-    found = []
+    found: list[str] = []
     for path in tracked_files():
         if path.suffix in TEXT and path.stat().st_size < 1 << 20 and path.name != "LICENSE":
             text = path.read_text(encoding="utf-8", errors="ignore")
@@ -69,7 +69,7 @@ def test_dashboards_show_only_metrics_that_are_declared_and_exported() -> None:
 
 
 def test_serve_files_hold_configurations_that_load() -> None:
-    trees = []
+    trees: list[dict[str, Any]] = []
     for path in sorted((ROOT / "deploy").glob("*.yaml")):
         for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
             spec = document.get("spec", {})
