@@ -249,7 +249,7 @@ class Executor:
             if isinstance(happening, Packet):
                 self._take_packet(happening)
             elif isinstance(happening, PeerLost) and happening.peer in self._rank_of:
-                self.lost = happening
+                self.lost = self.lost or happening  # the first one is the cause
 
     def _take_packet(self, packet: Packet) -> None:
         header = packet.header

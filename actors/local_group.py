@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from concurrent.futures import wait
 from types import TracebackType
 
 from actors.process import RankProcess
@@ -12,6 +13,7 @@ from contracts.events import TaskSpan
 from contracts.worker import Group, RankReady, RankStatus
 
 TOKEN_BYTES = 32
+STOP_TIMEOUT_S = 5.0
 
 
 class LocalGroup:
@@ -72,5 +74,8 @@ class LocalGroup:
         return sorted(spans, key=lambda span: span.start_s)
 
     def close(self) -> None:
+        """Stops all ranks at once, so that none takes the others for lost; then ends them."""
+        stopping = [process.call("stop") for process in self.processes.values()]
+        wait(stopping, timeout=STOP_TIMEOUT_S)
         for process in self.processes.values():
             process.close()

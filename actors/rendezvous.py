@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, NamedTuple, Protocol
 
 from contracts.config import TandemConfig
-from contracts.errors import LaunchError
+from contracts.errors import ChannelError, LaunchError
 from contracts.worker import Group, RankReady, WorkerSpec
 
 
@@ -102,4 +102,6 @@ def _gather(futures: Sequence[tuple[str, Future[Any]]], what: str, deadline_s: f
             raise LaunchError(
                 f"{name} did not {what} in time; see its log, or raise groups.ready_timeout_s"
             ) from None
+        except ChannelError as error:
+            raise LaunchError(f"{name} could not {what}: {error.message}") from None
     return answers

@@ -63,6 +63,11 @@ def main() -> None:
             samples, traced = asyncio.run(_measure(group, options))
     if options.trace is not None:
         write_chrome_trace(traced, options.trace)
+    if options.picture is not None:
+        from benchmarks.gantt import draw_gantt  # matplotlib is in the bench extra only
+
+        title = f"Measured: {TRACED}, layers 2 to 4 of 8, {options.dtype}, one core per rank"
+        draw_gantt(traced, range(2, 5), title, options.picture)
     _report(samples, options)
 
 
@@ -74,6 +79,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--backend", choices=("shm", "tcp"), default="shm")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--trace", type=Path, help="write the traced batch here")
+    parser.add_argument("--picture", type=Path, help="draw the traced batch here (.svg, .png)")
     parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
     return parser.parse_args()
 

@@ -25,7 +25,7 @@ from contracts.errors import ChannelError, HandshakeError
 log = logging.getLogger(__name__)
 
 MAX_HANDSHAKES: Final = 32
-HANDSHAKE_S: Final = 3.0
+HANDSHAKE_S: Final = 5.0
 _BACKLOG: Final = 128
 _CREDENTIALS = struct.Struct("3i")
 
