@@ -27,7 +27,15 @@ from actors.scheduler import Scheduler
 from actors.sequence import Sequence
 from actors.timeline import Timeline
 from contracts.clock import monotonic_s
-from contracts.errors import NotReadyError, OverloadError, PeerError, TandemError, TooLongError
+from contracts.errors import (
+    ChannelError,
+    NotReadyError,
+    OverloadError,
+    PeerError,
+    RequestError,
+    TandemError,
+    TooLongError,
+)
 from contracts.events import TaskSpan
 from contracts.messages import Cancel, Event, Events, Failed, RankState, Submit
 from contracts.plan import Plan
@@ -106,7 +114,11 @@ class AttentionWorker:
     def connect(self, addresses: dict[str, str]) -> None:
         """Joins the expert ranks: name -> channel address."""
         for peer, address in addresses.items():
-            self._endpoint.connect(peer, address)
+            try:
+                self._endpoint.connect(peer, address)
+            except ChannelError as error:  # says what happened, but not always to whom
+                message = f"cannot join {peer}: {error.message}"
+                raise type(error)(message, *error.args[1:]) from None
 
     def start(self) -> None:
         self._started_s = monotonic_s()
@@ -175,9 +187,17 @@ class AttentionWorker:
             self._fail_everything(NotReadyError(f"{self.spec.name} is shutting down"))
         except BaseException as error:
             self._reason = f"{self.spec.name} failed: {type(error).__name__}: {error}"
+            log.critical("rank_failed reason=%s", self._reason, exc_info=True)
             self._fail_everything(NotReadyError(self._reason))
             self._tell_state(force=True)
-            raise
+            self._endpoint.close()
+            self._refuse_until_stopped()
+
+    def _refuse_until_stopped(self) -> None:
+        """Answers what comes in after a failure: nobody waits for a loop that has ended."""
+        while not self._stopping.wait(IDLE_POLL_S):
+            for received in self._clients.receive():
+                self._take(received)
 
     def _turn(self) -> None:
         for received in self._clients.receive():
@@ -208,17 +228,19 @@ class AttentionWorker:
 
     def _admit(self, client: int, submit: Submit) -> None:
         try:
-            self._check(submit)
+            self._check(client, submit)
         except TandemError as error:
             self._send(client, [_failure(submit.request_id, error)])
             return
         block_tokens = self.spec.config.kv.block_tokens
         self._scheduler.add(Sequence((client, submit.request_id), submit, block_tokens))
 
-    def _check(self, submit: Submit) -> None:
+    def _check(self, client: int, submit: Submit) -> None:
         """Raises what is wrong with a request that only the rank can know."""
         if self._reason:
             raise NotReadyError(self._reason)
+        if self._scheduler.has((client, submit.request_id)):
+            raise RequestError(f"request_id {submit.request_id} is in use", "request_id")
         if self._scheduler.waiting >= self.spec.config.schedule.max_waiting:
             raise OverloadError(f"{self.spec.name}: {self._scheduler.waiting} requests wait", 1.0)
         tokens = len(submit.token_ids)
@@ -236,7 +258,7 @@ class AttentionWorker:
     def _lose(self, error: PeerError) -> None:
         """An expert rank is lost: every request on this rank ends with an error that names it."""
         self._reason = error.message
-        log.error("peer_lost rank=%s reason=%s", self.spec.name, error)
+        log.error("peer_lost rank=%s reason=%s", self.spec.name, error.message)
         self._fail_everything(error)
         self._tell_state(force=True)
 

@@ -126,7 +126,7 @@ class ExpertServer:
     def _forget(self, lost: PeerLost) -> None:
         """Drops what a lost attention rank still waits for."""
         peer = lost.peer
-        log.warning("peer_lost rank=%s reason=%s", self._endpoint.name, lost.error)
+        log.warning("peer_lost rank=%s reason=%s", self._endpoint.name, lost.error.message)
         for key, packets in list(self._queues.items()):
             kept = [packet for packet in packets if packet.peer != peer]
             for packet in packets:

@@ -20,12 +20,19 @@ def kv_pool_blocks(
     ranks_on_node: int,
 ) -> int:
     """Blocks of the pool: what `kv.pool_tokens` says, else what the memory allows, but no more than
-    the largest batch could use. Raises ResourceError if one block does not fit."""
+    the largest batch could use. Raises ResourceError if that (or one block) does not fit."""
     block_tokens = config.kv.block_tokens
     block_bytes = kv_bytes_per_token(model, dtype) * block_tokens
+    free_bytes = _free_bytes(device)
     if config.kv.pool_tokens is not None:
-        return max(1, -(-config.kv.pool_tokens // block_tokens))
-    usable_bytes = int(_free_bytes(device) * config.kv.memory_fraction / max(1, ranks_on_node))
+        blocks = max(1, -(-config.kv.pool_tokens // block_tokens))
+        if blocks * block_bytes > free_bytes:
+            raise ResourceError(
+                f"kv.pool_tokens={config.kv.pool_tokens} needs {blocks * block_bytes} bytes, "
+                f"{free_bytes} are free; lower it"
+            )
+        return blocks
+    usable_bytes = int(free_bytes * config.kv.memory_fraction / max(1, ranks_on_node))
     useful = -(-model.max_context_tokens // block_tokens) * config.schedule.max_batch_sequences
     blocks = min(usable_bytes // block_bytes, useful)
     if blocks < 1:

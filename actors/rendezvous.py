@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, NamedTuple, Protocol
 
 from contracts.config import TandemConfig
-from contracts.errors import ChannelError, LaunchError
+from contracts.errors import ChannelError, LaunchError, TandemError
 from contracts.worker import Group, RankReady, WorkerSpec
 
 
@@ -104,4 +104,8 @@ def _gather(futures: Sequence[tuple[str, Future[Any]]], what: str, deadline_s: f
             ) from None
         except ChannelError as error:
             raise LaunchError(f"{name} could not {what}: {error.message}") from None
+        except TandemError as error:
+            if name in error.message:
+                raise
+            raise type(error)(f"{name}: {error.message}", *error.args[1:]) from None
     return answers

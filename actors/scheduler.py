@@ -64,6 +64,9 @@ class Scheduler:
     def sequences(self) -> list[Sequence]:
         return list(self._by_key.values())
 
+    def has(self, key: SequenceKey) -> bool:
+        return key in self._by_key
+
     def add(self, sequence: Sequence) -> None:
         self._by_key[sequence.key] = sequence
         self._waiting[sequence.priority].append(sequence)
