@@ -52,6 +52,7 @@ log = logging.getLogger("tandem.attention")
 
 STATE_PERIOD_S = 0.05
 IDLE_POLL_S = 0.1
+CHECK_PERIOD_S = 10.0
 
 
 class AttentionWorker:
@@ -68,6 +69,7 @@ class AttentionWorker:
         self._timeline = Timeline(config.trace.spans, self._metrics.observe)
         self._reason = ""  # why this rank cannot serve; empty: it can
         self._last_state_s = 0.0
+        self._checked_s = monotonic_s()
         self._started_s = 0.0
         self._pinned: Plan | None = None
         self._batches: Counter[str] = Counter()
@@ -214,6 +216,14 @@ class AttentionWorker:
             self._lose(self._executor.lost.error)
         self._send_answers()
         self._tell_state()
+        self._check_when_idle()
+
+    def _check_when_idle(self) -> None:
+        """Holds the KV books against themselves, now and then, when there is nothing to do."""
+        now_s = monotonic_s()
+        if len(self._scheduler) == 0 and now_s - self._checked_s > CHECK_PERIOD_S:
+            self._checked_s = now_s
+            self._blocks.check([])
 
     def _take(self, received: FromClient) -> None:
         client, message = received

@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=logging.WARNING, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
     logging.getLogger("tandem").setLevel(logging.INFO)
+    # Else a call that comes after the end of a cluster would quietly start another one.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
@@ -138,7 +140,7 @@ def _serve(options: argparse.Namespace) -> int:
 
     config = _config(options)
     stop = threading.Event()
-    with serving(config) as served:
+    with serving(config, show_rank_logs=True) as served:
         for number in (signal.SIGINT, signal.SIGTERM):  # not earlier: ray.init sets its own
             signal.signal(number, lambda *_: stop.set())
         print(f"ready in {served.ready_s:.1f} s: {served.url}/v1", flush=True)

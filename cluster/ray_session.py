@@ -22,25 +22,28 @@ LOCAL_ENVIRONMENT = {
 
 
 @contextlib.contextmanager
-def ray_session(config: TandemConfig, environment: Mapping[str, str]) -> Iterator[None]:
+def ray_session(
+    config: TandemConfig, environment: Mapping[str, str], *, show_rank_logs: bool
+) -> Iterator[None]:
     """Inside, this process is connected to Ray. A local cluster ends with it, an existing one not.
 
+    show_rank_logs: what ranks write to standard error (loading progress, warnings) appears here.
     Raises ResourceError if the cluster at groups.address (or RAY_ADDRESS) does not answer.
     """
     address = config.groups.address or environment.get("RAY_ADDRESS")
     if address:
-        _connect(address)
+        _connect(address, show_rank_logs)
     else:
-        _start_local(config)
+        _start_local(config, show_rank_logs)
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _connect(address: str) -> None:
+def _connect(address: str, show_rank_logs: bool) -> None:
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=show_rank_logs, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         first = str(error).strip().partition("\n")[0]
         raise ResourceError(
@@ -49,7 +52,7 @@ def _connect(address: str) -> None:
         ) from None
 
 
-def _start_local(config: TandemConfig) -> None:
+def _start_local(config: TandemConfig, show_rank_logs: bool) -> None:
     for name, value in LOCAL_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     folder = tempfile.mkdtemp(prefix="tandem-", dir="/tmp") if os.path.isdir("/tmp") else None
@@ -67,7 +70,7 @@ def _start_local(config: TandemConfig) -> None:
         address="local",
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
-        log_to_driver=False,
+        log_to_driver=show_rank_logs,
         logging_level="ERROR",
         _temp_dir=folder,
         _node_ip_address="127.0.0.1",

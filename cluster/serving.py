@@ -25,7 +25,8 @@ from models.checkpoint import check_checkpoint
 
 log = logging.getLogger("tandem.serving")
 
-STOP_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 6.0
+QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 
 
 class Served(NamedTuple):
@@ -38,11 +39,11 @@ class Served(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(config: TandemConfig) -> Iterator[Served]:
+def serving(config: TandemConfig, *, show_rank_logs: bool = False) -> Iterator[Served]:
     """The whole server, ready inside and gone afterwards. Raises TandemError, one line each."""
     started_s = time.monotonic()
     preflight(config)
-    with ray_session(config, os.environ):
+    with ray_session(config, os.environ, show_rank_logs=show_rank_logs):
         try:
             directory, groups = _deploy(config)
             url = f"http://{_url_host(config.http.host)}:{config.http.port}"
@@ -66,8 +67,13 @@ def preflight(config: TandemConfig) -> None:
 def _deploy(config: TandemConfig) -> tuple[Directory, DeploymentHandle]:
     """Starts Serve without a proxy of its own, and waits for the ranks."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    serve.start(proxy_location="Disabled", logging_config={"enable_access_log": False})
-    target = serve.RunTarget(build_serve_app(config), name=APP_NAME, route_prefix="/")
+    serve.start(
+        proxy_location="Disabled",
+        logging_config=QUIET,
+    )
+    target = serve.RunTarget(
+        build_serve_app(config), name=APP_NAME, route_prefix="/", logging_config=QUIET
+    )
     serve.run_many([target], wait_for_applications_running=False)
     groups = serve.get_deployment_handle("Groups", APP_NAME)
     try:

@@ -85,9 +85,9 @@ def progress_line(
             return
         last_s = clock()
         fraction = loaded_bytes / whole_bytes if whole_bytes else 1.0
-        stream.write(
-            f"\r{label}: {loaded_bytes / 1e9:.2f} of {whole_bytes / 1e9:.2f} GB ({fraction:.0%})"
-        )
+        unit, size = ("GB", 1e9) if whole_bytes >= 1e9 else ("MB", 1e6)
+        loaded, whole = loaded_bytes / size, whole_bytes / size
+        stream.write(f"\r{label}: {loaded:.1f} of {whole:.1f} {unit} loaded ({fraction:.0%})")
         stream.write("\n" if done else "")
         stream.flush()
 

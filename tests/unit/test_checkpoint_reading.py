@@ -214,9 +214,9 @@ def test_the_progress_line_is_rewritten_now_and_then_and_ended_once() -> None:
         clock.advance(0.3)
     lines = stream.getvalue().split("\r")[1:]
     assert lines == [
-        "attention-0: 1.00 of 4.00 GB (25%)",
-        "attention-0: 3.00 of 4.00 GB (75%)",
-        "attention-0: 4.00 of 4.00 GB (100%)\n",
+        "attention-0: 1.0 of 4.0 GB loaded (25%)",
+        "attention-0: 3.0 of 4.0 GB loaded (75%)",
+        "attention-0: 4.0 of 4.0 GB loaded (100%)\n",
     ]
 
 
