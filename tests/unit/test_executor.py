@@ -1,0 +1,428 @@
+"""The executor's event loop, with a fake model half (that has shared experts) and a fake endpoint:
+order of tasks, waiting, failing. Real channels and models: tests/oracle/test_group_fidelity.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from actors.channels.base import Header, Kind, Packet, Part, PeerLost
+from actors.executor import Executor, ExecutorParts
+from actors.scheduler import Chunk, ScheduledBatch
+from actors.sequence import Sequence as TokenSequence
+from actors.timeline import Timeline
+from contracts.clock import ManualClock
+from contracts.errors import PeerDeadError
+from contracts.events import Stage
+from contracts.messages import Submit
+from contracts.plan import Order, Plan
+from contracts.requests import Priority
+from models.batch import AttentionBatch
+from models.decoder import Attended, Routed
+from planner.placement import ExpertPlacement
+
+LAYERS, EXPERTS, TOP_K, DIM = 2, 4, 2, 6
+RANKS = ["expert-0", "expert-1"]
+BLOCK = 16
+TOKENS = 5  # of each sequence
+Event = tuple[str, int, int]  # what, layer, whose (-1: a shared expert does not know)
+
+
+def expert(number: int, x_TD: torch.Tensor) -> torch.Tensor:
+    return x_TD * (number + 1)
+
+
+class FakeHalf:
+    """Every layer: hidden += 1, then experts and a shared expert on hidden / 2. A token's id is
+    10 * sequence + position, so that `log` can tell whose turn it was."""
+
+    def __init__(self, log: list[Event], *, shared: bool) -> None:
+        self.spec = SimpleNamespace(num_layers=LAYERS)
+        self._log = log
+        self._with_shared = shared
+        self._sequence = -1
+        self._layer = -1
+
+    def embed(self, batch: AttentionBatch) -> torch.Tensor:
+        return batch.token_ids_T[:, None].float().repeat(1, DIM)
+
+    def attend(
+        self, layer: int, hidden_TD: torch.Tensor, batch: AttentionBatch, kv: object
+    ) -> Attended:
+        self._sequence = int(batch.token_ids_T[0]) // 10
+        self._log.append(("attend", layer, self._sequence))
+        hidden_TD += 1.0
+        ids_TK, weights_TK = route(batch.token_ids_T, layer)
+        return Attended(hidden_TD, Routed(hidden_TD / 2, ids_TK, weights_TK))
+
+    def has_shared(self, layer: int) -> bool:
+        return self._with_shared
+
+    def shared(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
+        self._log.append(("shared", layer, -1))
+        return x_TD * 10.0
+
+
+def route(token_ids_T: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    first = (token_ids_T + layer) % EXPERTS
+    ids_TK = torch.stack([first, (first + 1 + token_ids_T % 2) % EXPERTS], 1)
+    return ids_TK, torch.stack([first * 0.25 + 0.1, first * 0.5 + 0.2], 1).float()
+
+
+def reference(token_ids: list[int], *, shared: bool) -> torch.Tensor:
+    """The same layers, computed plainly."""
+    ids_T = torch.tensor(token_ids)
+    hidden_TD = ids_T[:, None].float().repeat(1, DIM)
+    for layer in range(LAYERS):
+        hidden_TD = hidden_TD + 1.0
+        x_TD = hidden_TD / 2
+        ids_TK, weights_TK = route(ids_T, layer)
+        out_TD = x_TD * 10.0 if shared else torch.zeros_like(x_TD)
+        for token in range(len(token_ids)):
+            for k in range(TOP_K):
+                number = int(ids_TK[token, k])
+                out_TD[token] += weights_TK[token, k] * expert(number, x_TD[token])
+        hidden_TD = hidden_TD + out_TD
+    return hidden_TD
+
+
+class FakeEndpoint:
+    """Keeps what is sent in `sent`; `reply` answers it as the expert ranks would."""
+
+    name, epoch, backend = "attention-0", 1, "fake"
+
+    def __init__(self, log: list[Event], placement: ExpertPlacement) -> None:
+        self.sent: list[tuple[Header, str, list[torch.Tensor]]] = []
+        self.sent_total = 0
+        self.arrived: list[Any] = []
+        self.released: list[Header] = []
+        self.lost: PeerDeadError | None = None
+        self._log = log
+        self._placement = placement
+
+    def reserve(self, peer: str, parts: Sequence[Part]) -> Any:
+        if self.lost is not None and self.lost.peer == peer:
+            raise self.lost
+        tensors = [torch.empty(part.shape, dtype=part.torch_dtype) for part in parts]
+        return SimpleNamespace(peer=peer, tensors=tensors)
+
+    def commit(self, reservation: Any, header: Header) -> None:
+        self.sent_total += 1
+        self._log.append(("a2e", header.layer, header.micro_batch))
+        self.sent.append((header, reservation.peer, reservation.tensors))
+
+    def poll(self, timeout_s: float) -> list[Any]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def reply(self, wanted: Callable[[Header], bool] = lambda header: True) -> None:
+        """Answers what has been sent and is `wanted`, last first."""
+        answers = [item for item in self.sent if wanted(item[0])]
+        self.sent = [item for item in self.sent if not wanted(item[0])]
+        for header, peer, (x_UD, index_N, weights_N, counts_e) in reversed(answers):
+            first = int(self._placement.first_slot[RANKS.index(peer)])
+            y_UD, pair = torch.zeros_like(x_UD), 0
+            for local, count in enumerate(counts_e.tolist()):
+                for _ in range(count):
+                    row = int(index_N[pair])
+                    y_UD[row] += weights_N[pair] * expert(first + local, x_UD[row])
+                    pair += 1
+            back = Header(
+                Kind.E2A,
+                header.epoch,
+                header.batch,
+                header.layer,
+                header.micro_batch,
+                header.token_group,
+                header.priority,
+            )
+            release = lambda head=back: self.released.append(head)  # noqa: E731
+            self.arrived.append(Packet(peer, back, [y_UD], 0.0, release))
+
+
+class Rig:
+    """An executor on fakes. `log`: tasks and sends in order. `finished`: hidden states."""
+
+    def __init__(self, *, shared: bool = True) -> None:
+        self.log: list[Event] = []
+        placement = ExpertPlacement.contiguous(EXPERTS, len(RANKS))
+        self.endpoint = FakeEndpoint(self.log, placement)
+        self.finished: dict[int, torch.Tensor] = {}
+        self.timeline = Timeline(1000)
+        half: Any = FakeHalf(self.log, shared=shared)
+        kv: Any = SimpleNamespace(block_tokens=BLOCK, device=torch.device("cpu"))
+        endpoint: Any = self.endpoint
+        parts = ExecutorParts(
+            half, kv, endpoint, placement, RANKS, self._sink, self.timeline, ManualClock()
+        )
+        self.executor = Executor(parts, chunk_cost=lambda start, stop: stop - start)
+
+    def _sink(self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor) -> None:
+        row = 0
+        for chunk in chunks:
+            count = chunk.stop - chunk.start
+            self.finished[chunk.sequence.key[1]] = hidden_TD[row : row + count].clone()
+            self.log.append(("finish", LAYERS, chunk.sequence.key[1]))
+            row += count
+
+    def submit(
+        self,
+        plan: Plan,
+        sequences: Sequence[int],
+        *,
+        number: int = 0,
+        priority: Priority = Priority.LS,
+        after: dict[int, set[int]] | None = None,
+    ) -> None:
+        chunks = [
+            Chunk(sequence(index), 0, TOKENS, frozenset((after or {}).get(position, set())))
+            for position, index in enumerate(sequences)
+        ]
+        self.executor.submit(ScheduledBatch(number, priority, chunks), plan)
+
+    def run_ready(self) -> list[ScheduledBatch]:
+        """Steps until nothing can run without a reply."""
+        done: list[ScheduledBatch] = []
+        while True:
+            before = len(self.log), len(self.endpoint.arrived)
+            done.extend(self.executor.step(0.0))
+            if (len(self.log), len(self.endpoint.arrived)) == before:
+                return done
+
+    def run_all(self) -> list[ScheduledBatch]:
+        done: list[ScheduledBatch] = []
+        while self.executor.in_flight:
+            done.extend(self.run_ready())
+            assert self.endpoint.sent or not self.executor.in_flight, "nothing can run any more"
+            self.endpoint.reply()
+        return done
+
+    def take_log(self) -> list[tuple[str, int]]:
+        """(what, whose) since the last call; packets of one micro-batch count once."""
+        taken, self.log[:] = list(self.log), []
+        short: list[tuple[str, int]] = []
+        for what, _, number in taken:
+            item = (what, number)
+            if not (what == "a2e" and short and short[-1] == item):
+                short.append(item)
+        return short
+
+
+def sequence(index: int) -> TokenSequence:
+    token_ids = [10 * index + position for position in range(TOKENS)]
+    submit = Submit(request_id=index, token_ids=token_ids, sampling=None)
+    made = TokenSequence((0, index), submit, BLOCK)
+    made.block_table = [index]
+    return made
+
+
+def stages(rig: Rig, layer: int) -> list[tuple[Stage, int]]:
+    kinds = (Stage.ATTENTION, Stage.SHARED)
+    spans = [s for s in rig.timeline.spans() if s.stage in kinds and s.layer == layer]
+    return [(span.stage, span.micro_batch) for span in spans]
+
+
+A, S = Stage.ATTENTION, Stage.SHARED
+
+
+# --- FinDEP, Figure 3
+
+
+def test_asas_runs_the_shared_expert_of_a_micro_batch_right_after_its_attention() -> None:
+    rig = Rig()
+    rig.submit(Plan(ma=1, r1=3, order=Order.ASAS), [0, 1, 2])
+    for layer in range(LAYERS):
+        rig.run_ready()
+        assert stages(rig, layer) == [(A, 0), (S, 0), (A, 1), (S, 1), (A, 2), (S, 2)]
+        kinds = [what for what, _ in rig.take_log()]
+        assert kinds == ["attend", "a2e", "shared"] * 3, "A2E leaves before the shared expert runs"
+        rig.endpoint.reply()
+
+
+def test_aass_runs_all_attention_of_a_layer_first() -> None:
+    rig = Rig()
+    rig.submit(Plan(ma=1, r1=3, order=Order.AASS), [0, 1, 2])
+    for layer in range(LAYERS):
+        rig.run_ready()
+        assert stages(rig, layer) == [(A, 0), (A, 1), (A, 2), (S, 0), (S, 1), (S, 2)]
+        kinds = [what for what, _ in rig.take_log()]
+        assert kinds == ["attend", "a2e"] * 3 + ["shared"] * 3
+        rig.endpoint.reply()
+
+
+@pytest.mark.parametrize("plan", [Plan(order=Order.NAIVE), Plan(ma=1, r1=3, order=Order.PPPIPE)])
+def test_naive_and_pppipe_run_the_shared_expert_inside_attention_before_a2e(plan: Plan) -> None:
+    rig = Rig()
+    rig.submit(plan, [0, 1, 2])
+    micro_batches = 1 if plan.ma is None else 3
+    for layer in range(LAYERS):
+        rig.run_ready()
+        assert stages(rig, layer) == [(A, number) for number in range(micro_batches)]
+        kinds = [what for what, _ in rig.take_log()]
+        assert kinds == ["attend", "shared", "a2e"] * micro_batches
+        headers = [header for header, _, _ in rig.endpoint.sent]
+        assert {header.layer for header in headers} == {layer}
+        rig.endpoint.reply()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(order=Order.NAIVE),
+        Plan(ma=2, r1=2, order=Order.PPPIPE),
+        *(
+            Plan(r1=r1, r2=r2, order=o)
+            for o in (Order.ASAS, Order.AASS)
+            for r1, r2 in ((1, 3), (3, 2))
+        ),
+    ],
+    ids=lambda value: value.label if isinstance(value, Plan) else str(value),
+)
+def test_every_order_gives_the_plainly_computed_hidden_states(plan: Plan, shared: bool) -> None:
+    rig = Rig(shared=shared)
+    rig.submit(plan, [0, 1, 2, 3])
+    (done,) = rig.run_all()
+    assert done.number == 0
+    for index in range(4):
+        expected = reference(sequence(index).token_ids, shared=shared)
+        torch.testing.assert_close(rig.finished[index], expected)
+    assert not rig.endpoint.sent
+    assert len(rig.endpoint.released) == rig.endpoint.sent_total, "each reply, once"
+
+
+def test_the_shared_expert_runs_while_the_experts_reply_is_still_under_way() -> None:
+    rig = Rig()
+    rig.submit(Plan(order=Order.ASAS), [0])
+    rig.executor.step(0.0)
+    assert rig.take_log() == [("attend", 0), ("a2e", 0)]
+    rig.endpoint.reply()
+    rig.executor.step(0.0)
+    assert stages(rig, 0) == [(A, 0), (S, 0)]
+    rig.executor.step(0.0)
+    assert stages(rig, 1) == [(A, 0)]
+
+
+# --- the ready set
+
+
+def test_a_late_reply_of_one_micro_batch_does_not_hold_up_another() -> None:
+    rig = Rig(shared=False)
+    rig.submit(Plan(ma=1, r1=2), [0, 1])
+    rig.run_ready()
+    rig.take_log()
+    rig.endpoint.reply(lambda header: header.micro_batch == 1)
+    rig.run_ready()
+    assert rig.take_log() == [("attend", 1), ("a2e", 1)]
+
+
+def test_a_micro_batch_waits_for_the_attention_of_the_one_whose_blocks_it_shares() -> None:
+    rig = Rig(shared=False)
+    rig.submit(Plan(ma=1, r1=3), [0, 1, 2], after={1: {0}})
+    rig.run_ready()
+    rig.take_log()
+    rig.endpoint.reply(lambda header: header.micro_batch != 0)
+    rig.run_ready()
+    assert rig.take_log() == [("attend", 2), ("a2e", 2)], "1 has its replies, but needs 0's K and V"
+    rig.endpoint.reply(lambda header: header.micro_batch == 0)
+    rig.run_ready()
+    assert rig.take_log() == [("attend", 0), ("a2e", 0), ("attend", 1), ("a2e", 1)]
+
+
+def test_the_last_step_of_a_micro_batch_waits_for_its_own_replies_only() -> None:
+    rig = Rig(shared=False)
+    rig.submit(Plan(ma=1, r1=2), [0, 1], after={1: {0}})
+    rig.run_ready()
+    rig.endpoint.reply()
+    rig.run_ready()
+    rig.take_log()
+    rig.endpoint.reply(lambda header: header.micro_batch == 1)
+    rig.run_ready()
+    assert rig.take_log() == [("finish", 1)]
+
+
+@pytest.mark.parametrize("order", [Order.ASAS, Order.AASS])
+def test_latency_sensitive_work_is_picked_at_the_next_task(order: Order) -> None:
+    rig = Rig()
+    rig.submit(Plan(ma=1, r1=4, order=order), [0, 1, 2, 3], number=0, priority=Priority.BE)
+    rig.executor.step(0.0)
+    assert rig.take_log()[0] == ("attend", 0)
+    rig.submit(Plan(order=order), [7], number=1, priority=Priority.LS)
+    rig.executor.step(0.0)
+    assert rig.take_log()[0] == ("attend", 7)
+    rig.executor.step(0.0)
+    assert stages(rig, 0)[-1] == (S, 0)
+    spans = rig.timeline.spans()
+    assert [span.batch for span in spans[-2:]] == [1, 1]
+    rig.run_all()
+    finished = [number for what, _, number in rig.log if what == "finish"]
+    assert finished[0] == 7
+    for index in (0, 1, 2, 3, 7):
+        expected = reference(sequence(index).token_ids, shared=True)
+        torch.testing.assert_close(rig.finished[index], expected)
+
+
+def test_an_older_batch_of_the_same_class_goes_first() -> None:
+    rig = Rig(shared=False)
+    rig.submit(Plan(), [0], number=0)
+    rig.submit(Plan(), [1], number=1)
+    rig.run_ready()
+    assert [number for what, number in rig.take_log() if what == "attend"] == [0, 1]
+
+
+# --- failing
+
+
+def test_a_failed_batch_releases_the_replies_it_holds_and_those_that_come_late() -> None:
+    rig = Rig(shared=False)
+    rig.submit(Plan(ma=1, r1=2), [0, 1])
+    rig.run_ready()
+    first_peer = rig.endpoint.sent[0][1]
+    sent = len(rig.endpoint.sent)
+    held = [item for item in rig.endpoint.sent if item[1] == first_peer]
+    late = [item for item in rig.endpoint.sent if item[1] != first_peer]
+    rig.endpoint.sent = held
+    rig.endpoint.reply()
+    rig.run_ready()
+    assert not rig.endpoint.released
+    assert [batch.number for batch in rig.executor.fail_all()] == [0]
+    assert len(rig.endpoint.released) == len(held)
+    rig.endpoint.sent = late
+    rig.endpoint.reply()
+    rig.submit(Plan(), [5], number=1)
+    rig.run_all()
+    late_released = [header for header in rig.endpoint.released if header.batch == 0]
+    assert len(late_released) == sent
+    torch.testing.assert_close(rig.finished[5], reference(sequence(5).token_ids, shared=False))
+    assert set(rig.finished) == {5}
+
+
+def test_a_lost_expert_rank_is_named_whether_told_or_met_on_sending() -> None:
+    error = PeerDeadError("expert-1 closed its connection", "expert-1")
+    told = Rig()
+    told.submit(Plan(), [0])
+    told.endpoint.arrived.append(PeerLost("expert-1", error))
+    assert told.executor.step(0.0) == []
+    assert not told.log, "nothing runs for a group that is broken"
+    met = Rig()
+    met.endpoint.lost = error
+    met.submit(Plan(), [0])
+    met.executor.step(0.0)
+    for rig in (told, met):
+        assert rig.executor.lost is not None
+        assert rig.executor.lost.peer == "expert-1"
+        assert len(rig.executor.fail_all()) == 1
+        assert rig.executor.in_flight == 0
+
+
+def test_a_stranger_that_is_lost_is_none_of_our_business() -> None:
+    rig = Rig()
+    gone = PeerDeadError("attention-9 closed its connection", "attention-9")
+    rig.submit(Plan(), [0])
+    rig.endpoint.arrived.append(PeerLost("attention-9", gone))
+    assert len(rig.run_all()) == 1
+    assert rig.executor.lost is None
