@@ -1,0 +1,333 @@
+"""Continuous batching against its promises, under random arrivals, cancellations and pool pressure.
+
+The simulation runs batches as the worker does, and keeps what the KV pool would hold: each slot
+must hold the K and V of exactly the tokens up to its position when a chunk reads it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as SequenceOf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from actors.block_manager import BlockManager
+from actors.scheduler import ScheduledBatch, Scheduler
+from actors.sequence import Sequence
+from contracts.config import ScheduleConfig
+from contracts.messages import Submit
+from contracts.requests import Priority, Sampling
+
+BLOCK = 4
+POOL_BLOCKS = 10
+POOL_TOKENS = BLOCK * POOL_BLOCKS
+
+
+class Simulation:
+    """A scheduler and what would happen around it."""
+
+    def __init__(
+        self,
+        *,
+        max_batch_tokens: int = 12,
+        max_batch_sequences: int = 4,
+        pool_blocks: int = POOL_BLOCKS,
+        prefix_cache: bool = True,
+    ) -> None:
+        config = ScheduleConfig(
+            max_batch_tokens=max_batch_tokens, max_batch_sequences=max_batch_sequences
+        )
+        self.config = config
+        self.blocks = BlockManager(pool_blocks, prefix_cache=prefix_cache)
+        self.scheduler = Scheduler(config, self.blocks)
+        self.running: ScheduledBatch | None = None
+        self.ended: list[Sequence] = []
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> tokens so far
+        self._ids = itertools.count()
+
+    def add(
+        self,
+        prompt: SequenceOf[int],
+        max_tokens: int = 0,
+        priority: Priority = Priority.LS,
+        score_from: int | None = None,
+    ) -> Sequence:
+        """max_tokens 0: a scoring."""
+        sampling = Sampling(max_tokens=max_tokens) if max_tokens else None
+        submit = Submit(
+            request_id=next(self._ids),
+            token_ids=list(prompt),
+            sampling=sampling,
+            priority=priority,
+            score_from=score_from,
+        )
+        made = Sequence((0, submit.request_id), submit, BLOCK)
+        self.scheduler.add(made)
+        return made
+
+    def start(self) -> ScheduledBatch | None:
+        """Forms the next batch and checks what must hold of every batch."""
+        before = {s.key for s in self.scheduler.sequences if s.block_table}
+        batch = self.running = self.scheduler.next_batch()
+        if batch is None:
+            return None
+        tokens = sum(chunk.stop - chunk.start for chunk in batch.chunks)
+        assert 0 < tokens <= self.config.max_batch_tokens
+        assert len(batch.chunks) <= self.config.max_batch_sequences
+        assert len({chunk.sequence.key for chunk in batch.chunks}) == len(batch.chunks)
+        assert batch.priority == min(chunk.sequence.priority for chunk in batch.chunks)
+        new = [c.sequence for c in batch.chunks if c.sequence.key not in before]
+        ls_waits = any(
+            s.priority is Priority.LS and not s.block_table for s in self.scheduler.sequences
+        )
+        if ls_waits:
+            assert all(s.priority is Priority.LS for s in new), "BE slipped past waiting LS work"
+        self._run(batch)
+        return batch
+
+    def _run(self, batch: ScheduledBatch) -> None:
+        writer: dict[tuple[int, int], int] = {}
+        for index, chunk in enumerate(batch.chunks):
+            for position in range(chunk.start, chunk.stop):
+                slot = self._slot(chunk.sequence, position)
+                assert slot not in writer, "two chunks write one slot"
+                self.slots[slot] = tuple(chunk.sequence.token_ids[: position + 1])
+                writer[slot] = index
+        for index, chunk in enumerate(batch.chunks):
+            for position in range(chunk.stop):
+                slot = self._slot(chunk.sequence, position)
+                assert self.slots[slot] == tuple(chunk.sequence.token_ids[: position + 1])
+                by = writer.get(slot, index)
+                assert by == index or by in chunk.after, "it shares a block and does not wait"
+
+    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
+        return sequence.block_table[position // BLOCK], position % BLOCK
+
+    def finish(self) -> None:
+        """Ends the batch as the finisher would."""
+        assert self.running is not None
+        batch, self.running = self.running, None
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            if sequence.done or chunk.stop < len(sequence.token_ids):
+                continue
+            sampling = sequence.submit.sampling
+            if sampling is not None:
+                sequence.token_ids.append(len(sequence.token_ids) % 3)
+            if sampling is None or sequence.generated >= sampling.max_tokens:
+                sequence.done = True
+                self.ended.append(sequence)
+        self.scheduler.complete(batch)
+
+    def check(self) -> None:
+        self.blocks.check([s.block_table for s in self.scheduler.sequences])
+
+    def drain(self, limit: int = 2000) -> int:
+        """Runs until every sequence has ended; how many batches it took."""
+        if self.running is not None:
+            self.finish()
+        for batches in range(limit):
+            if not len(self.scheduler):
+                return batches
+            assert self.start() is not None, "sequences wait and nothing runs"
+            self.finish()
+            self.check()
+        raise AssertionError(f"not done after {limit} batches: livelock")
+
+
+priorities = st.sampled_from(list(Priority))
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=POOL_TOKENS - 8)
+
+
+class Batching(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sim = Simulation()
+        self.added: list[Sequence] = []
+        self.cancelled: set[tuple[int, int]] = set()
+
+    @rule(prompt=prompts, max_tokens=st.integers(0, 8), priority=priorities, score=st.booleans())
+    def arrive(self, prompt: list[int], max_tokens: int, priority: Priority, score: bool) -> None:
+        score_from = 1 + len(prompt) // 2 if score and not max_tokens and len(prompt) > 1 else None
+        self.added.append(self.sim.add(prompt, max_tokens, priority, score_from))
+
+    @precondition(lambda self: self.sim.running is None)
+    @rule()
+    def start(self) -> None:
+        waits = len(self.sim.scheduler) > 0
+        assert (self.sim.start() is not None) == waits, "work waits and nothing runs"
+
+    @precondition(lambda self: self.sim.running is not None)
+    @rule()
+    def finish(self) -> None:
+        self.sim.finish()
+
+    @precondition(lambda self: self.added)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.added))
+        if not sequence.done:
+            self.cancelled.add(sequence.key)
+        self.sim.scheduler.cancel(sequence.key)
+        if not sequence.in_flight:
+            assert not sequence.block_table
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        self.sim.check()
+
+    def teardown(self) -> None:
+        self.sim.drain()
+        assert self.sim.blocks.counts["used"] == 0
+        ended = {sequence.key for sequence in self.sim.ended}
+        assert ended | self.cancelled == {sequence.key for sequence in self.added}
+
+
+TestBatching = Batching.TestCase
+TestBatching.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    jobs=st.lists(st.tuples(prompts, st.integers(0, 8), priorities), min_size=1, max_size=12),
+    max_batch_tokens=st.integers(1, 50),
+    max_batch_sequences=st.integers(1, 6),
+    prefix_cache=st.booleans(),
+)
+def test_every_sequence_ends_whatever_the_limits(
+    jobs: list[tuple[list[int], int, Priority]],
+    max_batch_tokens: int,
+    max_batch_sequences: int,
+    prefix_cache: bool,
+) -> None:
+    sim = Simulation(
+        max_batch_tokens=max_batch_tokens,
+        max_batch_sequences=max_batch_sequences,
+        prefix_cache=prefix_cache,
+    )
+    for prompt, max_tokens, priority in jobs:
+        sim.add(prompt, max_tokens, priority)
+    sim.drain()
+    assert len(sim.ended) == len(jobs)
+    for sequence in sim.ended:
+        sampling = sequence.submit.sampling
+        assert sequence.generated == (sampling.max_tokens if sampling else 0)
+    assert sim.blocks.counts["used"] == 0
+
+
+def test_a_sequence_that_is_longer_than_the_free_pool_waits_and_then_runs() -> None:
+    sim = Simulation(max_batch_tokens=100)
+    first = sim.add(range(24), 4)  # 7 of 10 blocks
+    long = sim.add(range(100, 120))  # 5 blocks
+    assert [c.sequence for c in sim.start().chunks] == [first]  # type: ignore[union-attr]
+    assert (sim.scheduler.running, sim.scheduler.waiting) == (1, 1)
+    sim.drain()
+    assert sim.ended == [first, long]
+    assert sim.scheduler.requeued_total == 0
+
+
+def test_nobody_slips_past_a_sequence_that_waits_for_room() -> None:
+    sim = Simulation(max_batch_tokens=100)
+    first = sim.add(range(24), 4)
+    sim.start()
+    long, short = sim.add(range(100, 120)), sim.add([1], priority=Priority.BE)
+    sim.drain()
+    assert sim.ended == [first, long, short]
+
+
+def test_pool_pressure_sends_the_youngest_of_the_lowest_class_back_to_wait() -> None:
+    sim = Simulation(max_batch_tokens=100, prefix_cache=False)
+    old_be = sim.add(range(12), 16, Priority.BE)
+    young_be = sim.add(range(50, 62), 16, Priority.BE)
+    sim.start()
+    sim.finish()
+    ls = sim.add(range(100, 112), 16)
+    while not sim.scheduler.requeued_total:
+        assert sim.start() is not None
+        sim.finish()
+    assert not young_be.block_table
+    assert old_be.block_table
+    assert ls.block_table
+    sim.drain()
+    assert set(sim.ended) == {old_be, young_be, ls}
+    assert all(sequence.generated == 16 for sequence in sim.ended)
+
+
+def test_a_requeued_generation_keeps_its_tokens_and_its_count_of_cached_ones() -> None:
+    sim = Simulation(max_batch_tokens=100)
+    first, second = sim.add(range(16), 20), sim.add(range(50, 66), 20)
+    while not sim.scheduler.requeued_total:
+        assert sim.start() is not None
+        sim.finish()
+    generated = second.generated
+    assert generated > 0
+    assert not second.in_flight
+    sim.drain()
+    assert (first.generated, second.generated) == (20, 20)
+    assert second.usage().cached_tokens == 0, "cached when it first started, not when it came back"
+
+
+def test_decodes_run_before_prompts_and_latency_sensitive_prompts_before_best_effort() -> None:
+    sim = Simulation(max_batch_tokens=10)
+    decoding = sim.add(range(4), 8, Priority.BE)
+    sim.start()
+    sim.finish()
+    be, ls = sim.add(range(20, 30), priority=Priority.BE), sim.add(range(40, 46))
+    batch = sim.start()
+    assert batch is not None
+    spans = [(chunk.sequence, chunk.stop - chunk.start) for chunk in batch.chunks]
+    assert spans == [(decoding, 1), (ls, 6), (be, 3)], "the rest of be's prompt comes later"
+    assert batch.priority is Priority.LS
+
+
+def test_a_sequence_cancelled_in_flight_keeps_its_blocks_until_its_batch_ends() -> None:
+    sim = Simulation()
+    sequence = sim.add(range(8), 4)
+    sim.start()
+    sim.scheduler.cancel(sequence.key)
+    assert sequence.block_table, "the batch still writes there"
+    sim.check()
+    sim.finish()
+    assert not sequence.block_table
+    assert len(sim.scheduler) == 0
+    assert sim.ended == []
+
+
+def test_cancelling_what_is_not_there_is_harmless() -> None:
+    sim = Simulation()
+    sim.scheduler.cancel((3, 4))
+    sequence = sim.add([1, 2])
+    sim.scheduler.cancel(sequence.key)
+    sim.scheduler.cancel(sequence.key)
+    assert sim.start() is None
+
+
+def test_what_an_abandoned_batch_would_have_filled_is_not_found_again() -> None:
+    sim = Simulation()
+    sequence = sim.add(range(9))
+    batch = sim.start()
+    assert batch is not None
+    sim.scheduler.abandon(batch)
+    sim.scheduler.remove(sequence)
+    sim.running = None
+    sim.slots.clear()  # nothing was written
+    sim.check()
+    again = sim.add(range(9))
+    sim.drain()
+    assert again.usage().cached_tokens == 0
+
+
+@pytest.mark.parametrize("priority", list(Priority))
+def test_equal_prompts_share_blocks_within_a_batch_and_across_batches(priority: Priority) -> None:
+    sim = Simulation(max_batch_tokens=100)
+    twins = [sim.add(range(13), 1, priority) for _ in range(3)]
+    batch = sim.start()
+    assert batch is not None
+    assert [(c.start, set(c.after)) for c in batch.chunks] == [(0, set()), (12, {0}), (12, {0})]
+    sim.finish()
+    later = sim.add(range(13), 1, priority)
+    sim.drain()
+    assert [s.usage().cached_tokens for s in (*twins, later)] == [0, 12, 12, 12]

@@ -1,0 +1,139 @@
+"""Recorded spans: seconds per stage, what of the communication was exposed, Chrome traces."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.timeline import Timeline, busy_seconds, exposed_communication, write_chrome_trace
+from contracts.events import Stage, TaskSpan
+
+
+def span(stage: Stage, start_s: float, end_s: float, resource: str = "attention-0") -> TaskSpan:
+    return TaskSpan(resource, stage, start_s, end_s, 3, 1, 2, 0, 40)
+
+
+def test_communication_under_computation_is_not_exposed() -> None:
+    spans = [
+        span(Stage.ATTENTION, 0.0, 10.0),
+        span(Stage.A2E, 2.0, 6.0, "attention-0>expert-0"),
+        span(Stage.EXPERT, 8.0, 20.0, "expert-0"),
+    ]
+    assert exposed_communication(spans) == (0.0, 0.0)
+
+
+def test_exposed_seconds_are_those_in_which_payloads_move_and_nobody_computes() -> None:
+    """attention 0-4        8-9              finish 16-17
+    a2e           3--6  5---8                              exposed 4-8: 4 s
+    expert                   9-12
+    e2a                         11----15                   exposed 12-15: 3 s
+    """
+    spans = [
+        span(Stage.ATTENTION, 0.0, 4.0),
+        span(Stage.A2E, 3.0, 6.0, "attention-0>expert-0"),
+        span(Stage.A2E, 5.0, 8.0, "attention-0>expert-1"),
+        span(Stage.SHARED, 8.0, 9.0),
+        span(Stage.EXPERT, 9.0, 12.0, "expert-0"),
+        span(Stage.E2A, 11.0, 15.0, "expert-0>attention-0"),
+        span(Stage.WAIT, 9.0, 16.0),
+        span(Stage.FINISH, 16.0, 17.0),
+    ]
+    exposed_s, fraction = exposed_communication(spans)
+    assert exposed_s == pytest.approx(7.0)
+    assert fraction == pytest.approx(7.0 / 17.0)
+
+
+def test_no_spans_and_spans_of_no_length_expose_nothing() -> None:
+    assert exposed_communication([]) == (0.0, 0.0)
+    assert exposed_communication([span(Stage.A2E, 1.0, 1.0)]) == (0.0, 0.0)
+
+
+intervals = st.tuples(st.integers(0, 30), st.integers(0, 10)).map(lambda t: (t[0], t[0] + t[1]))
+stages = st.sampled_from([s for s in Stage if s is not Stage.WAIT])
+
+
+@given(st.lists(st.tuples(stages, intervals), min_size=1, max_size=15))
+def test_exposed_seconds_equal_those_counted_second_by_second(
+    drawn: list[tuple[Stage, tuple[int, int]]],
+) -> None:
+    spans = [span(stage, float(start), float(end)) for stage, (start, end) in drawn]
+    moving = (Stage.A2E, Stage.E2A)
+
+    def covered(second: int, communicating: bool) -> bool:
+        return any(
+            s.start_s <= second < s.end_s for s in spans if (s.stage in moving) == communicating
+        )
+
+    expected = sum(covered(t, True) and not covered(t, False) for t in range(41))
+    exposed_s, fraction = exposed_communication(spans)
+    assert exposed_s == pytest.approx(expected)
+    assert 0.0 <= fraction <= 1.0
+    busy = sum(covered(t, False) for t in range(41))
+    compute = [stage for stage in Stage if stage not in moving]
+    assert busy_seconds(spans, compute) == pytest.approx(busy)
+
+
+def test_a_timeline_keeps_the_last_spans_and_all_seconds() -> None:
+    seen: list[TaskSpan] = []
+    timeline = Timeline(2, seen.append)
+    for number in range(5):
+        timeline.add(span(Stage.ATTENTION, number, number + 0.5))
+    timeline.add(span(Stage.EXPERT, 9.0, 11.0))
+    assert [s.start_s for s in timeline.spans()] == [4, 9.0]
+    assert timeline.stage_seconds[Stage.ATTENTION] == pytest.approx(2.5)
+    assert timeline.stage_seconds[Stage.EXPERT] == pytest.approx(2.0)
+    assert timeline.stage_counts[Stage.ATTENTION] == 5
+    assert len(seen) == 6
+
+
+def test_capacity_zero_records_no_span_but_still_counts() -> None:
+    timeline = Timeline(0)
+    timeline.add(span(Stage.ATTENTION, 1.0, 2.0))
+    assert timeline.spans() == []
+    assert timeline.stage_seconds[Stage.ATTENTION] == pytest.approx(1.0)
+
+
+def test_only_the_part_of_a_transfer_within_a_wait_counts_as_exposed() -> None:
+    timeline = Timeline(10)
+    timeline.waited(10.0, 20.0, [(5.0, 12.0), (11.0, 13.0), (19.0, 25.0), (1.0, 2.0)])
+    assert timeline.exposed_s == pytest.approx(4.0)
+    timeline.waited(30.0, 31.0, [])
+    assert timeline.exposed_s == pytest.approx(4.0)
+
+
+def test_a_trace_has_complete_events_for_ranks_and_matching_pairs_for_links(tmp_path: Path) -> None:
+    spans = [
+        span(Stage.ATTENTION, 100.0, 100.5),
+        span(Stage.WAIT, 100.5, 101.0),
+        span(Stage.A2E, 100.5, 100.75, "attention-0>expert-0"),
+        span(Stage.A2E, 100.6, 100.7, "attention-0>expert-0"),  # overlaps the one before
+        span(Stage.E2A, 100.8, 100.9, "expert-0>attention-0"),
+        span(Stage.EXPERT, 100.7, 100.8, "expert-0"),
+    ]
+    path = tmp_path / "trace.json"
+    write_chrome_trace(spans, path)
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    by_phase = Counter(event["ph"] for event in events)
+    assert (by_phase["X"], by_phase["b"], by_phase["e"]) == (3, 3, 3)
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(names.values()) == sorted({s.resource for s in spans})
+    begins = {(e["cat"], e["id"], e["name"]): e["ts"] for e in events if e["ph"] == "b"}
+    ends = {(e["cat"], e["id"], e["name"]): e["ts"] for e in events if e["ph"] == "e"}
+    assert begins.keys() == ends.keys()
+    assert len(begins) == 3
+    assert all(begins[key] <= ends[key] for key in begins)
+    complete = {e["name"]: (e["ts"], e["dur"], names[e["tid"]]) for e in events if e["ph"] == "X"}
+    ts, dur, resource = complete["expert L1 m2 g0"]
+    assert (ts, dur) == (pytest.approx(0.7e6), pytest.approx(0.1e6))
+    assert resource == "expert-0"
+
+
+def test_a_trace_of_nothing_is_still_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_chrome_trace([], path)
+    assert json.loads(path.read_text())["traceEvents"]
