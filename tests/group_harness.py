@@ -1,5 +1,6 @@
-"""A whole attention/expert group inside the test's own process: the real workers, each with its loop
-thread, joined by real channels; and a client that speaks the real frames over a real socket."""
+"""A whole attention/expert group inside the test's own process: the real workers, each with its
+loop thread, joined by real channels; and a client that speaks the real frames over a real socket.
+"""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from tests.group_harness import ThreadGroup, greedy, group_config
 Checkpoints = Callable[..., Path]
 VOCABULARY = list(range(131))
 
-# Three odd configurations per family: uneven expert counts, head_dim != D/H, tied and untied, a dense
-# layer, sliding windows shorter than the prompts.
+# Three odd configurations per family: uneven expert counts, head_dim != D/H, tied and untied, a
+# dense layer, sliding windows shorter than the prompts.
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("qwen3_moe", {"num_experts": 5, "tie_word_embeddings": True, "norm_topk_prob": False}),
@@ -94,7 +94,7 @@ def test_greedy_tokens_equal_transformers_over_64_decode_steps(
 def test_every_plan_gives_the_logits_of_the_single_process_path(
     tiny_checkpoint: Checkpoints, family: str, backend: str
 ) -> None:
-    """Ragged batches, with prefix hits and in-batch sharing, over 2 attention and 3 expert ranks."""
+    """Ragged batches, prefix hits and in-batch sharing, over 2 attention and 3 expert ranks."""
     folder = tiny_checkpoint(family)
     local = LocalModel.load(folder, dtype="float32")
     head = prompts(3, [35])[0]

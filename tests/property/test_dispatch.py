@@ -43,9 +43,7 @@ def test_every_pair_travels_once_in_expert_order_and_every_token_once_per_rank(
         assert len(set(rows.tolist())) == len(rows) == piece.num_rows
         assert set(rows[piece.index_N].tolist()) == set(rows.tolist())  # nothing padded
         experts = np.repeat(placement.experts_of(piece.rank), piece.counts_e)
-        for row, expert, weight in zip(
-            rows[piece.index_N], experts, piece.weights_N, strict=True
-        ):
+        for row, expert, weight in zip(rows[piece.index_N], experts, piece.weights_N, strict=True):
             assert (int(row), int(expert)) not in seen
             seen[int(row), int(expert)] = float(weight)
     expected = {
@@ -70,10 +68,7 @@ def _least_largest_sum(costs: list[float], parts: int) -> float:
     best = [0.0, *(float("inf") for _ in costs)]
     for _ in range(parts):
         best = [
-            min(
-                [best[stop]]
-                + [max(best[start], sum(costs[start:stop])) for start in range(stop)]
-            )
+            min([best[stop]] + [max(best[start], sum(costs[start:stop])) for start in range(stop)])
             for stop in range(len(costs) + 1)
         ]
     return best[-1]
