@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 
@@ -13,6 +15,7 @@ from contracts.config import TandemConfig
 from contracts.errors import ResourceError
 
 OBJECT_STORE_BYTES = 256 << 20  # nothing large goes through it
+PROBE_TIMEOUT_S = 3.0
 LOCAL_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # Ray's default is 15: on a busy machine ranks would starve
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -30,19 +33,40 @@ def ray_session(
     show_rank_logs: what ranks write to standard error (loading progress, warnings) appears here.
     Raises ResourceError if the cluster at groups.address (or RAY_ADDRESS) does not answer.
     """
-    address = config.groups.address or environment.get("RAY_ADDRESS")
-    if address:
+    address = cluster_address(config, environment)
+    if address is not None:
         _connect(address, show_rank_logs)
-    else:
-        _start_local(config, show_rank_logs)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    check_cores(config)
+    folder = tempfile.mkdtemp(prefix="tandem-", dir="/tmp" if os.path.isdir("/tmp") else None)
     try:
+        _start_local(folder, show_rank_logs)
         yield
     finally:
         ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)  # Ray's sockets and logs
+
+
+def cluster_address(config: TandemConfig, environment: Mapping[str, str]) -> str | None:
+    """The existing cluster to join; None: a local one is to be started."""
+    address = config.groups.address or environment.get("RAY_ADDRESS")
+    return None if address == "local" else address or None
+
+
+def _probe(address: str) -> None:
+    """Raises OSError unless something listens at host:port. Ray itself tries for minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if colon and port.isdigit():  # else a name such as "auto"
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
 
 
 def _connect(address: str, show_rank_logs: bool) -> None:
     try:
+        _probe(address)
         ray.init(address=address, log_to_driver=show_rank_logs, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         first = str(error).strip().partition("\n")[0]
@@ -52,20 +76,22 @@ def _connect(address: str, show_rank_logs: bool) -> None:
         ) from None
 
 
-def _start_local(config: TandemConfig, show_rank_logs: bool) -> None:
-    for name, value in LOCAL_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    folder = tempfile.mkdtemp(prefix="tandem-", dir="/tmp") if os.path.isdir("/tmp") else None
-    needed = config.groups.cpus_per_rank * (
-        config.groups.attention_ranks + config.groups.expert_ranks
-    )
+def check_cores(config: TandemConfig) -> None:
+    """Raises ResourceError if a local cluster could not hold the ranks."""
+    groups = config.groups
+    needed = groups.cpus_per_rank * (groups.attention_ranks + groups.expert_ranks)
     cores = os.cpu_count() or 1
     if needed > cores:
         raise ResourceError(
-            f"groups: {config.groups.attention_ranks} attention and {config.groups.expert_ranks} "
-            f"expert ranks of {config.groups.cpus_per_rank:g} CPUs need {needed:g}, this machine "
-            f"has {cores}; use fewer ranks or lower groups.cpus_per_rank"
+            f"groups: {groups.attention_ranks} attention and {groups.expert_ranks} expert ranks "
+            f"of {groups.cpus_per_rank:g} CPUs need {needed:g}, this machine has {cores}; "
+            "use fewer ranks or lower groups.cpus_per_rank"
         )
+
+
+def _start_local(folder: str, show_rank_logs: bool) -> None:
+    for name, value in LOCAL_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     ray.init(
         address="local",
         include_dashboard=False,

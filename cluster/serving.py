@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.codec import Directory, decode_directory
 from cluster.front import bind
 from cluster.model_folder import resolve_model_folder
-from cluster.ray_session import ray_session
+from cluster.ray_session import cluster_address, ray_session
 from cluster.serve_app import APP_NAME, build_serve_app
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError, TandemError
@@ -50,7 +50,7 @@ def serving(config: TandemConfig, *, show_rank_logs: bool = False) -> Iterator[S
             _wait_healthy(url, config.groups.ready_timeout_s)
             yield Served(url, directory, groups, time.monotonic() - started_s)
         finally:
-            _stop()
+            _stop(is_ours=cluster_address(config, os.environ) is None)
 
 
 def preflight(config: TandemConfig) -> None:
@@ -60,7 +60,19 @@ def preflight(config: TandemConfig) -> None:
             f"groups.prefill_ranks={config.groups.prefill_ranks}: there are no prefill workers; "
             "use 0, attention and expert ranks answer prefill-only requests too"
         )
-    check_checkpoint(resolve_model_folder(config.model.path))
+    if config.http.front != "direct":
+        raise ConfigError(
+            f"http.front={config.http.front} is for `serve run`; tandem serve listens itself: "
+            "use direct"
+        )
+    if config.http.port == 0:
+        raise ConfigError("http.port=0: clients must know the port; choose one (--port)")
+    model = check_checkpoint(resolve_model_folder(config.model.path))
+    if config.groups.expert_ranks > model.num_experts:
+        raise ConfigError(
+            f"groups.expert_ranks={config.groups.expert_ranks}: the model has "
+            f"{model.num_experts} experts per layer; use at most that many ranks"
+        )
     bind(config.http.host, config.http.port, reuse_port=False).close()
 
 
@@ -109,10 +121,17 @@ def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _stop() -> None:
-    """Ends the ranks in order; Ray then ends what is left."""
+def _stop(*, is_ours: bool) -> None:
+    """Ends the ranks in order. Our own cluster ends next, with all that is left in it; on an
+    existing one the application is deleted, and Serve stays, with what others run there."""
     try:
         groups = serve.get_deployment_handle("Groups", APP_NAME)
         groups.close.remote().result(timeout_s=STOP_TIMEOUT_S)
-    except Exception as error:  # noqa: BLE001 - the cluster ends next, whatever this says
+    except Exception as error:  # noqa: BLE001 - what it left is ended next, whatever this says
         log.warning("orderly_stop_failed error=%s", error)
+    if is_ours:
+        return
+    try:
+        serve.delete(APP_NAME)
+    except Exception as error:  # noqa: BLE001 - the error that brought us here must get through
+        log.warning("application_not_deleted name=%s error=%s", APP_NAME, error)
