@@ -1,0 +1,285 @@
+"""Everything a user can get wrong on the command line: one line on standard error, exit status 2,
+and nothing started. What only a running Ray cluster can refuse is in tests/ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from safetensors.torch import load_file, save_file
+
+from cluster.cli import main
+
+Checkpoints = Callable[..., Path]
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """run("serve", ...) -> the one line of the error."""
+
+    def no_ray(*_: object, **__: object) -> None:
+        pytest.fail("Ray was started for a configuration that cannot work")
+
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]  # somebody may be serving on the default one
+
+    def call(command: str, *arguments: str) -> str:
+        capsys.readouterr()
+        assert main([command, "--set", f"http.port={port}", *arguments]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.endswith("\n")
+        assert err.count("\n") == 1, err
+        assert err.startswith(f"tandem {command}: ")
+        assert "Traceback" not in err
+        return err
+
+    monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", no_ray)
+    return call
+
+
+@pytest.mark.parametrize(
+    ("setting", "parts"),
+    [
+        ("groups.expert_rank=2", ["groups.expert_rank;", "did you mean groups.expert_ranks?"]),
+        ("group.expert_ranks=2", ["unknown key group;", "did you mean groups?"]),
+        ("zzz.a=1", ["unknown key zzz", "known: model, groups, channel"]),
+        ("groups.expert_ranks=many", ["groups.expert_ranks", "int", "str"]),
+        ("groups.expert_ranks=1.5", ["groups.expert_ranks", "int", "float"]),
+        ("groups.attention_ranks=0", ["groups.attention_ranks", ">= 1"]),
+        ("schedule=3", ["schedule", "object"]),
+        ("schedule.r1=0", ["schedule.r1", ">= 1"]),
+        ("schedule.order=zigzag", ["schedule.order", "zigzag"]),
+        ("http.port=99999", ["http.port", "65535"]),
+        ("http.port=0", ["http.port=0", "--port"]),
+        ("http.front=serve", ["http.front=serve", "direct"]),
+        ("channel.silence_s=0.1", ["silence_s=0.1", "heartbeat_s=0.2", "channel"]),
+        ("kv.memory_fraction=1.5", ["kv.memory_fraction", "0.9"]),
+        ("model.dtype=int8", ["model.dtype", "int8"]),
+        ("schedule.r1", ["--set schedule.r1", "section.key=value"]),
+        ("=3", ["--set =3", "section.key=value"]),
+        ("model.path.deeper=1", ["model.path", "str"]),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named(run: Run, setting: str, parts: list[str]) -> None:
+    for command in ("serve", "doctor"):
+        if command == "doctor" and setting.startswith(("http.port=0", "http.front")):
+            continue  # good configurations, but not for `tandem serve`
+        line = run(command, "--set", setting)
+        for part in parts:
+            assert part in line
+
+
+def test_order_naive_with_two_micro_batches_says_what_naive_means(run: Run) -> None:
+    line = run("serve", "--set", "schedule.order=naive", "--set", "schedule.r1=2")
+    assert "order naive means r1=1, r2=1, got r1=2" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("a.yaml", b"groups:\n  expert_ranks: [1\n", ["a.yaml", "line"]),
+        ("a.yaml", b"model: \xff\xfe", ["a.yaml", "not UTF-8 at byte 7"]),
+        ("a.yaml", b"- groups\n- model\n", ["a.yaml", "sections with keys", "list"]),
+        ("a.yaml", b"just words", ["a.yaml", "sections with keys", "str"]),
+        ("a.yaml", b"grups:\n  expert_ranks: 2\n", ["a.yaml", "grups", "did you mean groups?"]),
+        ("a.yaml", b"1: 2\n", ["a.yaml", "unknown key 1"]),
+        ("a.toml", b"[groups\n", ["a.toml"]),
+        ("a.toml", b"[groups]\nexpert_ranks = '2'\n", ["a.toml", "groups.expert_ranks", "str"]),
+    ],
+)
+def test_a_configuration_file_that_cannot_be_used_is_named(
+    run: Run, tmp_path: Path, name: str, content: bytes, parts: list[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    line = run("serve", "--config", str(tmp_path / name))
+    for part in parts:
+        assert part in line
+
+
+def test_a_configuration_file_that_cannot_be_read_is_named(run: Run, tmp_path: Path) -> None:
+    assert "No such file" in run("serve", "--config", str(tmp_path / "none.yaml"))
+    assert "Is a directory" in run("serve", "--config", str(tmp_path))
+
+
+# --- models
+
+
+@pytest.fixture
+def model(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "model")
+
+
+def set_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_a_missing_model_folder(run: Run, tmp_path: Path) -> None:
+    assert "no such folder" in run("serve", "--model", str(tmp_path / "none"))
+
+
+def test_a_folder_without_a_model(run: Run, tmp_path: Path) -> None:
+    assert "config.json" in run("serve", "--model", str(tmp_path))
+
+
+def test_a_missing_shard(run: Run, tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    folder = tiny_checkpoint("mixtral", max_shard_size="40KB")
+    model = shutil.copytree(folder, tmp_path / "model")
+    shard = sorted(model.glob("*.safetensors"))[1]
+    shard.unlink()
+    assert shard.name in run("serve", "--model", str(model))
+
+
+def test_a_truncated_shard(run: Run, model: Path) -> None:
+    shard = model / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    line = run("serve", "--model", str(model))
+    assert "model.safetensors" in line
+    assert "truncated" in line
+
+
+def test_a_tensor_of_the_wrong_shape(run: Run, model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    tensors[name] = tensors[name][:-2].contiguous()
+    save_file(tensors, model / "model.safetensors")
+    line = run("serve", "--model", str(model))
+    assert name in line
+    assert "70" in line, "what it is"
+    assert "72" in line, "what it should be"
+
+
+def test_an_unknown_architecture(run: Run, model: Path) -> None:
+    set_config(model, model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    line = run("serve", "--model", str(model))
+    assert "gpt2" in line
+    assert "qwen3_moe" in line
+
+
+def test_unsupported_quantisation(run: Run, model: Path) -> None:
+    set_config(model, quantization_config={"quant_method": "awq"})
+    assert "awq" in run("serve", "--model", str(model))
+
+
+# --- this machine and the cluster
+
+
+def test_a_busy_port(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = run("serve", "--port", str(port))
+    assert f"http.port={port}" in line
+    assert "in use" in line
+    assert "--port" in line
+
+
+def test_a_host_that_is_not_ours(run: Run) -> None:
+    assert "http.host=203.0.113.7" in run("serve", "--host", "203.0.113.7")
+
+
+def test_more_ranks_than_this_machine_has_cores_for(run: Run) -> None:
+    cpus = 4 * (os.cpu_count() or 1)
+    line = run("serve", "--set", f"groups.cpus_per_rank={cpus}")
+    assert f"need {2 * cpus}" in line
+    assert "groups.cpus_per_rank" in line
+
+
+def test_more_expert_ranks_than_experts(run: Run) -> None:
+    line = run("serve", "--expert-ranks", "17", "--set", "groups.cpus_per_rank=0")
+    assert "groups.expert_ranks=17" in line
+    assert "16 experts" in line
+
+
+def test_prefill_ranks_are_refused_with_what_to_do(run: Run) -> None:
+    line = run("serve", "--prefill-ranks", "1")
+    assert "groups.prefill_ranks=1" in line
+    assert "use 0" in line
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port: int = unused.getsockname()[1]
+        return port
+
+
+def test_a_ray_address_where_nothing_listens(
+    run: Run, closed_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"127.0.0.1:{closed_port}"
+    line = run("serve", "--set", f"groups.address={address}")
+    assert address in line
+    assert "refused" in line
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert address in run("serve")
+    monkeypatch.setenv("RAY_ADDRESS", f"ray://{address}")
+    assert address in run("serve")
+
+
+def test_a_ray_host_that_does_not_exist(run: Run) -> None:
+    assert "no.such.host.invalid:6379" in run(
+        "serve", "--set", "groups.address=no.such.host.invalid:6379"
+    )
+
+
+# --- commands
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["serve", "--help"], ["doctor", "--help"]])
+def test_help_ends_without_a_traceback(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == (0 if arguments else 2)
+    out, err = capsys.readouterr()
+    assert "tandem" in out + err
+    if len(arguments) == 2:
+        assert "example:" in out
+
+
+@pytest.mark.parametrize("arguments", [["sevre"], ["serve", "--port", "abc"], ["serve", "--nope"]])
+def test_wrong_arguments_exit_with_status_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_doctor_tells_an_error_as_json_and_by_its_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
+    assert main(["doctor", "--model", str(tmp_path), "--json"]) == 2
+    findings = {f["check"]: f for f in json.loads(capsys.readouterr().out)}
+    assert findings["model"]["level"] == "error"
+    assert "config.json" in findings["model"]["found"]
+    assert findings["python"]["level"] == "ok"
+
+
+def test_options_override_settings_and_settings_override_the_file(tmp_path: Path) -> None:
+    from cluster.cli import _config, _parser
+
+    path = tmp_path / "a.yaml"
+    path.write_text("groups: {attention_ranks: 5, expert_ranks: 5}\nhttp: {port: 5}\n")
+    settings = ["--set", "groups.attention_ranks=6", "--set", "groups.expert_ranks=6"]
+    options = ["--config", str(path), *settings, "--expert-ranks", "7"]
+    config = _config(_parser().parse_args(["serve", *options]))
+    assert (config.http.port, config.groups.attention_ranks, config.groups.expert_ranks) == (
+        5,
+        6,
+        7,
+    )

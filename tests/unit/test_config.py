@@ -1,0 +1,93 @@
+"""Configuration files and overrides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cluster.codec import decode_config, encode_config
+from contracts.config import TandemConfig
+from contracts.errors import ConfigError
+from contracts.loading import config_from, load_config
+from contracts.plan import Order
+
+
+def test_no_file_and_no_override_are_the_defaults() -> None:
+    assert load_config() == TandemConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "schedule:\n  order: aass\n  r1: 3\nmodel: {dtype: float32}\n"),
+        ("a.toml", '[schedule]\norder = "aass"\nr1 = 3\n[model]\ndtype = "float32"\n'),
+    ],
+)
+def test_yaml_and_toml_say_the_same(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    config = load_config(tmp_path / name)
+    assert (config.schedule.order, config.schedule.r1) == (Order.AASS, 3)
+    assert config.model.dtype == "float32"
+    assert config.kv == TandemConfig().kv
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("# nothing yet\n")
+    assert load_config(tmp_path / "a.yaml") == TandemConfig()
+
+
+def test_later_overrides_win_and_values_are_yaml() -> None:
+    config = load_config(
+        None,
+        [
+            "schedule.r1=2",
+            "schedule.r1=4",
+            "kv.prefix_cache=false",
+            "http.api_keys=[a, b]",
+            "model.max_context_tokens=null",
+            "model.name=a=b",
+            "groups.attention_resources={ag: 1}",
+        ],
+    )
+    assert config.schedule.r1 == 4
+    assert config.kv.prefix_cache is False
+    assert config.http.api_keys == ["a", "b"]
+    assert config.model.max_context_tokens is None
+    assert config.model.name == "a=b"
+    assert config.groups.attention_resources == {"ag": 1.0}
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"schedule": {"order": "naive", "r1": 2}},
+        {"schedule": {"order": "naive", "r1": 1, "r2": 2}},
+        {"schedule": {"order": "pppipe", "r2": 2}},
+        {"channel": {"heartbeat_s": 1.0, "silence_s": 1.5}},
+        {"kv": {"block_tokens": 0}},
+        {"groups": {"ready_timeout_s": 0}},
+        {"http": {"port": -1}},
+        {"trace": {"spans": -1}},
+    ],
+)
+def test_bounds_and_rules_across_fields_are_errors_of_one_line(tree: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from(tree, source="here")
+    assert caught.value.message.startswith("here: ")
+    assert "\n" not in caught.value.message
+    (section,) = tree
+    assert section in caught.value.message
+
+
+def test_a_configuration_survives_its_way_to_the_actors() -> None:
+    config = load_config(None, ["groups.expert_ranks=3", "schedule.order=pppipe", "http.port=1234"])
+    assert decode_config(encode_config(config)) == config
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        TandemConfig().groups.expert_ranks = 2  # type: ignore[misc]
+    changed = msgspec.structs.replace(TandemConfig().groups, expert_ranks=2)
+    assert (changed.expert_ranks, TandemConfig().groups.expert_ranks) == (2, 1)

@@ -1,0 +1,169 @@
+"""Placement and formation of a group: the parts that need no Ray cluster."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from actors.rendezvous import Formation, Seat, form_group, make_specs
+from cluster.launch import check_resources, rank_requests, resolve_backend, resolve_device
+from cluster.ray_session import check_cores, cluster_address
+from contracts.config import TandemConfig
+from contracts.errors import (
+    ChannelError,
+    CheckpointError,
+    LaunchError,
+    ResourceError,
+    TandemError,
+)
+from contracts.loading import load_config
+from contracts.worker import Group, RankReady, WorkerSpec
+
+
+def test_auto_takes_gpus_only_where_there_is_one_for_each_rank() -> None:
+    config = load_config(None, ["groups.attention_ranks=2", "groups.expert_ranks=2"])
+    assert resolve_device(config, {"CPU": 8}) == "cpu"
+    assert resolve_device(config, {"CPU": 8, "GPU": 3}) == "cpu"
+    assert resolve_device(config, {"CPU": 8, "GPU": 4}) == "cuda"
+
+
+def test_the_backend_follows_placement_unless_it_is_set() -> None:
+    auto = TandemConfig()
+    assert resolve_backend(auto, "cpu", ["a", "a"]) == "shm"
+    assert resolve_backend(auto, "cpu", ["a", "b"]) == "tcp"
+    assert resolve_backend(auto, "cuda", ["a", "b"]) == "nccl"
+    assert resolve_backend(load_config(None, ["channel.backend=tcp"]), "cpu", ["a"]) == "tcp"
+
+
+def test_each_rank_asks_for_its_share_and_for_the_resources_of_its_group() -> None:
+    config = load_config(
+        None,
+        ["groups.attention_ranks=2", "groups.cpus_per_rank=0.5", "groups.expert_resources={eg: 1}"],
+    )
+    requests = rank_requests(config, "cpu")
+    assert [(r.group, r.rank) for r in requests] == [
+        (Group.ATTENTION, 0),
+        (Group.ATTENTION, 1),
+        (Group.EXPERT, 0),
+    ]
+    assert [r.resources for r in requests] == [{"CPU": 0.5}, {"CPU": 0.5}, {"CPU": 0.5, "eg": 1}]
+    assert rank_requests(config, "cuda")[0].resources["GPU"] == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "parts"),
+    [
+        (["groups.cpus_per_rank=4"], "cpu", ["2 ranks", "8 CPU", "has 2", "cpus_per_rank"]),
+        ([], "cuda", ["2 ranks", "2 GPU", "has 0", "fewer ranks"]),
+        (["groups.expert_resources={eg: 1}"], "cpu", ["1 eg", "has 0"]),
+    ],
+)
+def test_resources_that_the_cluster_could_never_give_are_named(
+    overrides: list[str], device: str, parts: list[str]
+) -> None:
+    requests = rank_requests(load_config(None, overrides), device)
+    with pytest.raises(ResourceError) as caught:
+        check_resources(requests, {"CPU": 2.0})
+    for part in parts:
+        assert part in caught.value.message
+
+
+def test_exactly_enough_is_enough() -> None:
+    config = load_config(None, ["groups.cpus_per_rank=0.1", "groups.expert_ranks=9"])
+    check_resources(rank_requests(config, "cpu"), {"CPU": 1.0})
+
+
+def test_the_ray_address_of_the_configuration_goes_before_that_of_the_environment() -> None:
+    there = {"RAY_ADDRESS": "b:1"}
+    assert cluster_address(TandemConfig(), {}) is None
+    assert cluster_address(TandemConfig(), there) == "b:1"
+    assert cluster_address(load_config(None, ["groups.address='a:1'"]), there) == "a:1"
+    assert cluster_address(load_config(None, ["groups.address=local"]), there) is None
+    assert cluster_address(TandemConfig(), {"RAY_ADDRESS": ""}) is None
+
+
+def test_ranks_without_cpus_fit_any_machine() -> None:
+    check_cores(load_config(None, ["groups.cpus_per_rank=0", "groups.expert_ranks=999"]))
+
+
+# --- formation
+
+
+class FakeRank:
+    """A worker handle whose calls answer at once, fail, or never answer."""
+
+    def __init__(self, spec: WorkerSpec, log: list[str], answers: dict[str, Any]) -> None:
+        self.spec = spec
+        self._log = log
+        self._answers = answers
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._log.append(f"{self.spec.name} {method} {arguments[0]}" if method == "connect" else "")
+        ready = RankReady(name=self.spec.name, pid=1, channel_address=f"addr-{self.spec.name}")
+        answer = self._answers.get(method, ready if method == "prepare" else None)
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        elif answer != "never":
+            future.set_result(answer)
+        return future
+
+
+def group_of(
+    answers: dict[str, dict[str, Any]],
+) -> tuple[list[WorkerSpec], list[FakeRank], list[str]]:
+    seats = [Seat("cpu", "127.0.0.1", 1)] * 2
+    specs = make_specs(Formation(TandemConfig(), "folder", b"t", 1, "shm"), seats, seats)
+    log: list[str] = []
+    return specs, [FakeRank(spec, log, answers.get(spec.name, {})) for spec in specs], log
+
+
+def test_attention_ranks_connect_to_every_expert_rank() -> None:
+    specs, ranks, log = group_of({})
+    ready = form_group(specs, ranks, timeout_s=5.0)
+    assert [answer.name for answer in ready] == [spec.name for spec in specs]
+    addresses = {"expert-0": "addr-expert-0", "expert-1": "addr-expert-1"}
+    connects = [line for line in log if line]
+    assert connects == [f"attention-{rank} connect {addresses}" for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "method", "answer", "error", "parts"),
+    [
+        ("expert-1", "prepare", "never", LaunchError, ["expert-1", "load its weights in time"]),
+        ("attention-0", "connect", "never", LaunchError, ["attention-0", "ready_timeout_s"]),
+        ("expert-0", "start", "never", LaunchError, ["expert-0", "start its loop in time"]),
+        (
+            "expert-1",
+            "prepare",
+            CheckpointError("a.safetensors: truncated"),
+            CheckpointError,
+            ["expert-1", "a.safetensors: truncated"],
+        ),
+        (
+            "attention-1",
+            "connect",
+            ChannelError("cannot join expert-0: no handshake"),
+            TandemError,
+            ["attention-1", "expert-0", "no handshake"],
+        ),
+        (
+            "expert-0",
+            "prepare",
+            LaunchError("expert-0: its process ended"),
+            LaunchError,
+            ["expert-0: its process ended"],
+        ),
+    ],
+)
+def test_a_rank_that_keeps_a_group_from_forming_is_named(
+    rank: str, method: str, answer: Any, error: type[TandemError], parts: list[str]
+) -> None:
+    specs, ranks, _ = group_of({rank: {method: answer}})
+    with pytest.raises(error) as caught:
+        form_group(specs, ranks, timeout_s=0.2)
+    for part in parts:
+        assert part in caught.value.message
+    assert caught.value.message.count(rank) == 1
