@@ -1,22 +1,47 @@
-"""From `model.path` to a folder."""
+"""From `model.path` to a folder: the bundled checkpoint, a local folder, or a hub id."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+import httpx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 import models
 from contracts.config import BUNDLED
 from contracts.errors import CheckpointError
 
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_FILES = ["*.json", "*.safetensors", "*.jinja"]  # nothing that is pickled, and no code
+
 
 def resolve_model_folder(path: str) -> Path:
-    """The checkpoint folder that `model.path` names; "bundled" is the one in the package.
+    """The checkpoint folder that `model.path` names: "bundled" is the one in the package, a hub id
+    ("Qwen/Qwen3-30B-A3B") is downloaded into Hugging Face's cache, or found there.
 
-    Raises CheckpointError if it is not a folder.
+    Raises CheckpointError: one line.
     """
-    folder = Path(models.__path__[0]) / BUNDLED if path == BUNDLED else Path(path).expanduser()
-    if not folder.is_dir():
+    if path == BUNDLED:
+        return Path(models.__path__[0]).resolve() / BUNDLED
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if _HUB_ID.fullmatch(path) and not folder.parent.is_dir():
+        return _download(path)
+    raise CheckpointError(
+        f'model.path={path}: no such folder; give a Hugging Face model folder, "{BUNDLED}", or a '
+        "hub id (organisation/name)"
+    )
+
+
+def _download(hub_id: str) -> Path:
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"model.path={path}: no such folder; give a Hugging Face model folder"
-        )
-    return folder.resolve()
+            f"model.path={hub_id}: no such folder, and not to be had from the hub ({reason}); "
+            "download it where there is a network and give its folder"
+        ) from None
