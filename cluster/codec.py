@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import msgspec
 
+import contracts.errors
 from contracts.config import TandemConfig
+from contracts.errors import LaunchError, TandemError
 from contracts.worker import RankReady
 
 
-class Directory(msgspec.Struct, frozen=True, kw_only=True):
+class Directory(msgspec.Struct, frozen=True, kw_only=True, tag="directory"):
     """Where the attention ranks of a running group take requests, and the token they want."""
 
     client_addresses: dict[str, str]
@@ -27,9 +29,28 @@ def decode_config(body: bytes) -> TandemConfig:
     return msgspec.json.decode(body, type=TandemConfig)
 
 
+class LaunchFailure(msgspec.Struct, frozen=True, tag="failure"):
+    """Why there is no directory. A value, since Serve logs a traceback for what is raised."""
+
+    error: str
+    message: str
+
+
 def encode_directory(directory: Directory) -> bytes:
     return msgspec.msgpack.encode(directory)
 
 
+def encode_failure(error: Exception) -> bytes:
+    name = type(error).__name__
+    if isinstance(error, TandemError):
+        return msgspec.msgpack.encode(LaunchFailure(name, error.message))
+    return msgspec.msgpack.encode(LaunchFailure(LaunchError.__name__, f"{name}: {error}"))
+
+
 def decode_directory(body: bytes) -> Directory:
-    return msgspec.msgpack.decode(body, type=Directory)
+    """Raises the TandemError that kept the ranks from coming up."""
+    answer = msgspec.msgpack.decode(body, type=Directory | LaunchFailure)
+    if isinstance(answer, Directory):
+        return answer
+    kind = getattr(contracts.errors, answer.error, LaunchError)
+    raise kind(answer.message)

@@ -16,6 +16,8 @@ from contracts.errors import ResourceError
 
 OBJECT_STORE_BYTES = 256 << 20  # nothing large goes through it
 PROBE_TIMEOUT_S = 3.0
+_HTTP2_SETTINGS = b"\x04"  # the type of the frame that either side sends first
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0" * 5
 LOCAL_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # Ray's default is 15: on a busy machine ranks would starve
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -35,7 +37,7 @@ def ray_session(
     """
     address = cluster_address(config, environment)
     if address is not None:
-        _connect(address, show_rank_logs)
+        _connect(address, environment, show_rank_logs)
         try:
             yield
         finally:
@@ -57,16 +59,24 @@ def cluster_address(config: TandemConfig, environment: Mapping[str, str]) -> str
     return None if address == "local" else address or None
 
 
-def _probe(address: str) -> None:
-    """Raises OSError unless something listens at host:port. Ray itself tries for minutes."""
+def _probe(address: str, environment: Mapping[str, str]) -> None:
+    """Raises OSError unless host:port speaks HTTP/2, as Ray's gRPC does. Ray itself tries for
+    minutes, whoever else listens there."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
-    if colon and port.isdigit():  # else a name such as "auto"
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
+    if not colon or not port.isdigit():
+        return  # a name such as "auto"
+    with socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S) as sock:
+        if environment.get("RAY_USE_TLS") == "1":
+            return
+        sock.sendall(_HTTP2_HELLO)
+        answer = sock.recv(4)
+        if answer[3:] != _HTTP2_SETTINGS:
+            raise OSError("what listens there is not Ray")
 
 
-def _connect(address: str, show_rank_logs: bool) -> None:
+def _connect(address: str, environment: Mapping[str, str], show_rank_logs: bool) -> None:
     try:
-        _probe(address)
+        _probe(address, environment)
         ray.init(address=address, log_to_driver=show_rank_logs, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         first = str(error).strip().partition("\n")[0]

@@ -23,12 +23,14 @@ from cluster.codec import (
     decode_directory,
     encode_config,
     encode_directory,
+    encode_failure,
 )
 from cluster.front import DirectFront
 from cluster.launch import RunningGroup, launch_group
 from cluster.model_folder import resolve_model_folder
 from cluster.wiring import build_ingress_app
 from contracts.config import TandemConfig
+from contracts.errors import TandemError
 from contracts.events import TaskSpan
 from contracts.worker import RankStatus
 
@@ -56,8 +58,11 @@ class Groups:
         return await asyncio.wrap_future(self._launch)
 
     async def directory(self) -> bytes:
-        """Where the ranks are, once they are up. Raises what kept them from coming up."""
-        group = await self._group()
+        """Where the ranks are, once they are up, or what kept them from coming up."""
+        try:
+            group = await self._group()
+        except Exception as error:  # noqa: BLE001 - told to whoever asks, all of whom raise it
+            return encode_failure(error)
         return encode_directory(
             Directory(
                 client_addresses=group.client_addresses,
@@ -84,6 +89,8 @@ class Groups:
 
     async def close(self) -> None:
         """Ends the ranks in order. Serve calls nothing before it ends a replica, so we do."""
+        if self._launch.done() and self._launch.exception() is not None:
+            return  # it has cleaned up after itself
         group = await self._group()
         await asyncio.to_thread(group.close, CLOSE_TIMEOUT_S)
 
@@ -96,12 +103,23 @@ class Ingress:
         self._groups = groups
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        directory = decode_directory(await self._groups.directory.remote())
+        directory = await self._directory()
         app = await build_ingress_app(self._config, directory, self._rank_metrics)
         if self._config.http.front == "direct":
             self._front = DirectFront(app, self._config.http)
             await self._front.start()
         return app
+
+    async def _directory(self) -> Directory:
+        """Raises what kept the ranks from coming up; Serve then logs it and tries again. With a
+        front of our own there is a launcher that tells the user, in one line, and ends us."""
+        try:
+            return decode_directory(await self._groups.directory.remote())
+        except TandemError:
+            if self._config.http.front != "direct":
+                raise
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
 
     async def _rank_metrics(self) -> list[str]:
         texts: list[str] = await self._groups.metrics.remote()

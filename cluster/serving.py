@@ -20,7 +20,7 @@ from cluster.model_folder import resolve_model_folder
 from cluster.ray_session import cluster_address, ray_session
 from cluster.serve_app import APP_NAME, build_serve_app
 from contracts.config import TandemConfig
-from contracts.errors import ConfigError, LaunchError, TandemError
+from contracts.errors import ConfigError, LaunchError
 from models.checkpoint import check_checkpoint
 
 log = logging.getLogger("tandem.serving")
@@ -42,6 +42,7 @@ class Served(NamedTuple):
 def serving(config: TandemConfig, *, show_rank_logs: bool = False) -> Iterator[Served]:
     """The whole server, ready inside and gone afterwards. Raises TandemError, one line each."""
     started_s = time.monotonic()
+    _check_http(config)
     preflight(config)
     with ray_session(config, os.environ, show_rank_logs=show_rank_logs):
         try:
@@ -53,13 +54,8 @@ def serving(config: TandemConfig, *, show_rank_logs: bool = False) -> Iterator[S
             _stop(is_ours=cluster_address(config, os.environ) is None)
 
 
-def preflight(config: TandemConfig) -> None:
-    """What can be found wrong in milliseconds, before anything starts. Raises TandemError."""
-    if config.groups.prefill_ranks:
-        raise ConfigError(
-            f"groups.prefill_ranks={config.groups.prefill_ranks}: there are no prefill workers; "
-            "use 0, attention and expert ranks answer prefill-only requests too"
-        )
+def _check_http(config: TandemConfig) -> None:
+    """Raises ConfigError for what only a server that listens itself cannot do."""
     if config.http.front != "direct":
         raise ConfigError(
             f"http.front={config.http.front} is for `serve run`; tandem serve listens itself: "
@@ -67,6 +63,15 @@ def preflight(config: TandemConfig) -> None:
         )
     if config.http.port == 0:
         raise ConfigError("http.port=0: clients must know the port; choose one (--port)")
+
+
+def preflight(config: TandemConfig) -> None:
+    """What can be found wrong in milliseconds, before anything starts. Raises TandemError."""
+    if config.groups.prefill_ranks:
+        raise ConfigError(
+            f"groups.prefill_ranks={config.groups.prefill_ranks}: there are no prefill workers; "
+            "use 0, attention and expert ranks answer prefill-only requests too"
+        )
     model = check_checkpoint(resolve_model_folder(config.model.path))
     if config.groups.expert_ranks > model.num_experts:
         raise ConfigError(
@@ -95,8 +100,6 @@ def _deploy(config: TandemConfig) -> tuple[Directory, DeploymentHandle]:
             f"the ranks were not up within {config.groups.ready_timeout_s:g} s "
             "(groups.ready_timeout_s)"
         ) from None
-    except TandemError as error:
-        raise getattr(error, "cause", None) or error from None
     return decode_directory(body), groups
 
 

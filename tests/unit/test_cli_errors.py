@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,20 @@ def test_a_ray_address_where_nothing_listens(
     assert address in run("serve")
     monkeypatch.setenv("RAY_ADDRESS", f"ray://{address}")
     assert address in run("serve")
+
+
+def test_a_ray_address_where_something_else_answers(run: Run) -> None:
+    def answer(listener: socket.socket) -> None:
+        with listener.accept()[0] as sock:
+            sock.recv(100)
+            sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        web = threading.Thread(target=answer, args=(listener,))
+        web.start()
+        line = run("serve", "--set", f"groups.address=127.0.0.1:{listener.getsockname()[1]}")
+        web.join(10.0)
+    assert "what listens there is not Ray" in line
 
 
 def test_a_ray_host_that_does_not_exist(run: Run) -> None:
