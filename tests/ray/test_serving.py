@@ -1,0 +1,287 @@
+"""`tandem serve` whole: Ray actors, channels, HTTP, the bundled checkpoint, on a local cluster of
+the test's own. 16 experts on 3 ranks: 6, 5 and 5. The tests run in order: the last ones break and
+end the server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.demo_rows import TASKS
+from cluster.model_folder import resolve_model_folder
+from cluster.serving import Served, serving
+from contracts.config import BUNDLED
+from contracts.loading import load_config
+from contracts.worker import RankStatus
+
+pytestmark = pytest.mark.ray
+
+DEADLINE_S = 30.0
+LIMIT_S = 2.0  # from the loss of a rank to the end of a stream
+PROMPT = "Message: WINNER! Claim your free prize now.\nSpam:"
+CHAT: Any = [{"role": "user", "content": "Review: It broke after two days.\nSentiment?"}]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port: int = unused.getsockname()[1]
+        return port
+
+
+class Server:
+    """A running server, its clients, and all processes that came with it."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        config = load_config(
+            None,
+            [
+                "model.dtype=float32",
+                "groups.expert_ranks=3",
+                "kv.pool_tokens=16384",
+                f"http.port={free_port()}",
+            ],
+        )
+        before = set(psutil.Process().children(recursive=True))
+        self.stack = stack
+        self.served: Served = stack.enter_context(serving(config))
+        self.processes = set(psutil.Process().children(recursive=True)) - before
+        self.http = stack.enter_context(httpx.Client(base_url=self.served.url, timeout=DEADLINE_S))
+        self.openai = openai.OpenAI(
+            base_url=f"{self.served.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
+        )
+
+    def status(self) -> dict[str, RankStatus]:
+        answers = self.served.groups.status.remote().result(timeout_s=DEADLINE_S)
+        return {status.name: status for status in answers}
+
+    def wait_until_free(self) -> None:
+        """Returns once no KV block is in use."""
+        end_s = time.monotonic() + DEADLINE_S
+        while (used := self.status()["attention-0"].kv_blocks["used"]) != 0:
+            assert time.monotonic() < end_s, f"{used} blocks still in use"
+
+    def count(self, name: str, **labels: str) -> float:
+        """The sum of all series of `name` with these labels."""
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(self.http.get("/metrics").text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    patch = pytest.MonkeyPatch()
+    patch.delenv("RAY_ADDRESS", raising=False)
+    patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
+    with contextlib.ExitStack() as stack:
+        stack.callback(patch.undo)
+        yield Server(stack)
+
+
+def test_health_and_models_tell_what_is_served(server: Server) -> None:
+    answer = server.http.get("/health")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    (model,) = server.openai.models.list().data
+    assert model.id == BUNDLED
+    assert server.openai.models.retrieve(BUNDLED).id == BUNDLED
+    with pytest.raises(openai.NotFoundError):
+        server.openai.models.retrieve("gpt-17")
+
+
+def test_experts_that_the_ranks_do_not_divide_are_all_served(server: Server) -> None:
+    names = [rank.name for rank in server.served.directory.ranks]
+    assert names == ["attention-0", "expert-0", "expert-1", "expert-2"]
+    server.openai.completions.create(model=BUNDLED, prompt=PROMPT * 8, max_tokens=1)
+    status = server.status()
+    assert all(status[name].healthy for name in names)
+    assert all(status[name].stage_s["expert"] > 0 for name in names[1:])
+
+
+def test_completions_count_stop_and_stream(server: Server) -> None:
+    make = server.openai.completions.create
+    done = make(model=BUNDLED, prompt=PROMPT, max_tokens=24, temperature=0)
+    text = done.choices[0].text
+    assert done.usage is not None
+    assert 0 < done.usage.completion_tokens <= 24
+    assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
+    assert done.choices[0].finish_reason in ("stop", "length")
+
+    stop = text.strip()[:2]
+    stopped = make(model=BUNDLED, prompt=PROMPT, max_tokens=24, temperature=0, stop=[stop])
+    assert stopped.choices[0].text == text[: text.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+
+    stream = make(
+        model=BUNDLED,
+        prompt=PROMPT,
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == text
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == done.usage.completion_tokens
+
+
+def test_a_seed_repeats_a_sampled_text_and_another_seed_does_not(server: Server) -> None:
+    def sampled(seed: int) -> str:
+        done = server.openai.completions.create(
+            model=BUNDLED,
+            prompt="The",
+            max_tokens=32,
+            temperature=1.0,
+            seed=seed,
+            extra_body={"ignore_eos": True},
+        )
+        return done.choices[0].text
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+
+
+def test_chats_answer_and_stream_the_same_text(server: Server) -> None:
+    make = server.openai.chat.completions.create
+    done = make(model=BUNDLED, messages=CHAT, max_tokens=32, temperature=0)
+    text = done.choices[0].message.content
+    assert text
+    assert done.usage is not None
+    stream = make(model=BUNDLED, messages=CHAT, max_tokens=32, temperature=0, stream=True)
+    pieces = [c.choices[0].delta.content or "" for c in stream if c.choices]
+    assert "".join(pieces) == text
+    again = make(model=BUNDLED, messages=CHAT * 3, max_tokens=1, temperature=0)
+    once_more = make(model=BUNDLED, messages=CHAT * 3, max_tokens=1, temperature=0)
+    assert again.usage is not None
+    assert once_more.usage is not None
+    assert once_more.usage.prompt_tokens_details is not None
+    assert (once_more.usage.prompt_tokens_details.cached_tokens or 0) >= 16
+
+
+def test_classification_gives_the_probabilities_of_transformers(server: Server) -> None:
+    import transformers
+
+    folder = resolve_model_folder(BUNDLED)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    templates = {
+        "toxicity": ("Comment: {text}\nToxic:", [" no", " yes"]),
+        "sms_spam": ("Message: {text}\nSpam:", [" no", " yes"]),
+        "sentiment": ("Review: {text}\nSentiment:", [" negative", " positive"]),
+    }
+    for task in TASKS[:3]:
+        template, labels = templates[task.task]
+        texts = [text for text, _ in task.rows]
+        body = {"model": BUNDLED, "input": texts, "labels": labels, "template": template}
+        answer = server.http.post("/v1/classify", json=body)
+        assert answer.status_code == 200, answer.text
+        ids = [tokenizer(label, add_special_tokens=False).input_ids for label in labels]
+        assert all(len(label) == 1 for label in ids)
+        for text, item in zip(texts, answer.json()["data"], strict=True):
+            prompt = tokenizer(template.format(text=text), return_tensors="pt").input_ids
+            with torch.no_grad():
+                logits = oracle(prompt).logits[0, -1]
+            expected = logits[[label[0] for label in ids]].softmax(-1).tolist()
+            assert item["probs"] == pytest.approx(expected, abs=1e-4)
+            assert item["label"] == labels[max(range(len(labels)), key=expected.__getitem__)]
+
+
+def test_metrics_parse_and_count_requests(server: Server) -> None:
+    def ok(pipeline: str) -> float:
+        return server.count("tandem_requests_total", pipeline=pipeline, outcome="ok")
+
+    before = ok("generation"), ok("prefill")
+    for _ in range(3):
+        server.openai.completions.create(model=BUNDLED, prompt=PROMPT, max_tokens=2)
+    body = {"model": BUNDLED, "input": ["a", "b"], "labels": [" no", " yes"]}
+    assert server.http.post("/v1/classify", json=body).status_code == 200
+    assert (ok("generation"), ok("prefill")) == (before[0] + 3, before[1] + 1)
+    refused = server.count("tandem_requests_total", outcome="refused")
+    assert server.http.post("/v1/completions", json={"model": BUNDLED}).status_code == 400
+    assert server.count("tandem_requests_total", outcome="refused") == refused + 1
+    blocks = {
+        state: server.count("tandem_kv_blocks", rank="attention-0", state=state)
+        for state in ("free", "used", "cached")
+    }
+    assert sum(blocks.values()) == 16384 / 16
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_blocks(server: Server) -> None:
+    gone = server.count("tandem_requests_total", outcome="client_gone")
+    stream = endless(server)
+    next(stream)
+    assert server.status()["attention-0"].kv_blocks["used"] > 0
+    stream.close()
+    server.wait_until_free()
+    assert server.status()["attention-0"].running == 0
+    assert server.count("tandem_requests_total", outcome="client_gone") == gone + 1
+
+
+def endless(server: Server) -> Any:
+    """A stream that ends long after the test. Has `close` (of the connection)."""
+    return server.openai.completions.create(
+        model=BUNDLED,
+        prompt="The",
+        max_tokens=2000,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+
+
+def test_the_loss_of_an_expert_rank_ends_a_stream_with_its_name(server: Server) -> None:
+    (pid,) = [rank.pid for rank in server.served.directory.ranks if rank.name == "expert-1"]
+    stream = endless(server)
+    next(stream)
+    os.kill(pid, signal.SIGKILL)
+    start_s = time.monotonic()
+    with pytest.raises(openai.APIError, match="expert-1"):
+        for _ in stream:
+            pass
+    assert time.monotonic() - start_s < LIMIT_S
+    health = server.http.get("/health")
+    while health.status_code == 200:  # the state of the rank is on its way
+        assert time.monotonic() - start_s < LIMIT_S
+        health = server.http.get("/health")
+    assert health.status_code == 503
+    assert "expert-1" in health.json()["error"]["message"]
+    with pytest.raises(openai.InternalServerError, match="expert-1") as refused:
+        server.openai.completions.create(model=BUNDLED, prompt="The", max_tokens=4)
+    assert refused.value.status_code == 503
+    status = server.status()
+    assert status["attention-0"].kv_blocks["used"] == 0
+    assert "expert-1" in status["attention-0"].reason
+    assert not status["expert-1"].healthy
+
+
+def test_nothing_is_left_after_the_end(server: Server) -> None:
+    processes = server.processes
+    names = {name for process in processes if (name := _name(process))}
+    assert any("raylet" in name for name in names), names
+    server.stack.close()
+    _, alive = psutil.wait_procs(processes, timeout=15.0)
+    assert not [process for process in alive if _name(process)]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.served.url}/health")
+
+
+def _name(process: psutil.Process) -> str:
+    """Empty if it has ended."""
+    try:
+        return "" if process.status() == psutil.STATUS_ZOMBIE else process.name()
+    except psutil.NoSuchProcess:
+        return ""
