@@ -136,8 +136,10 @@ class AttentionWorker:
         self._endpoint.wake()
         if self._loop_thread.is_alive():
             self._loop_thread.join(10.0)
-        self._clients.close()
-        self._endpoint.close()
+        try:
+            self._clients.close()
+        finally:
+            self._endpoint.close()
 
     def status(self) -> RankStatus:
         sent, received = self._endpoint.bytes_moved()
