@@ -130,14 +130,14 @@ def ragged_attention(
     out_TGRd = out_THd.view(T, G, H // G, d)
     for part in plan.prefill:
         rows = slice(part.first, part.first + part.count)
-        k_SGd = k_TGd[rows] if part.keys is None else _take(k_pool_PGd, part.keys)
-        v_SGd = v_TGd[rows] if part.keys is None else _take(v_pool_PGd, part.keys)
-        _prefill(q_TGRd[rows], k_SGd, v_SGd, part.tiles, out_TGRd[rows], scale)
+        k_SGd = k_TGd[rows] if part.keys is None else take(k_pool_PGd, part.keys)
+        v_SGd = v_TGd[rows] if part.keys is None else take(v_pool_PGd, part.keys)
+        attend_tiles(q_TGRd[rows], k_SGd, v_SGd, part.tiles, out_TGRd[rows], scale)
     for group in plan.decode:
         B = group.rows_B.shape[0]
         q_BGRd = q_TGRd.index_select(0, group.rows_B)
-        k_BGSd = _take(k_pool_PGd, group.keys).view(B, group.width, G, d).transpose(1, 2)
-        v_BGSd = _take(v_pool_PGd, group.keys).view(B, group.width, G, d).transpose(1, 2)
+        k_BGSd = take(k_pool_PGd, group.keys).view(B, group.width, G, d).transpose(1, 2)
+        v_BGSd = take(v_pool_PGd, group.keys).view(B, group.width, G, d).transpose(1, 2)
         attended = functional.scaled_dot_product_attention(
             q_BGRd, k_BGSd, v_BGSd, attn_mask=group.mask, scale=scale
         )
@@ -145,7 +145,7 @@ def ragged_attention(
     return out_THd
 
 
-def _prefill(
+def attend_tiles(
     q_TGRd: Tensor,
     k_SGd: Tensor,
     v_SGd: Tensor,
@@ -153,7 +153,10 @@ def _prefill(
     out_TGRd: Tensor,
     scale: float,
 ) -> None:
-    """KV heads stand in the batch dim, the R queries of each in the head dim."""
+    """Attention of one sequence's queries [T, G, R, d], tile by tile, into out_TGRd.
+
+    KV heads stand in the batch dim, the R queries of each in the head dim.
+    """
     R = q_TGRd.shape[2]
     q_GRTd = q_TGRd.permute(1, 2, 0, 3)
     out_GRTd = out_TGRd.permute(1, 2, 0, 3)
@@ -171,7 +174,8 @@ def _prefill(
         )
 
 
-def _take(pool_PGd: Tensor, keys: Keys) -> Tensor:
+def take(pool_PGd: Tensor, keys: Keys) -> Tensor:
+    """The entries of the pool at `keys`, in order."""
     return pool_PGd[keys] if isinstance(keys, slice) else pool_PGd.index_select(0, keys)
 
 

@@ -37,11 +37,11 @@ def attention_reference(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """[T, H, d] float64 for one sequence: row t stands at position start + t, and sees the keys
+    """[T, H, d of v] float64 of one sequence: row t is at position start + t, and sees the keys
     at positions <= its own and > its own - window."""
-    T, H, d = q_THd.shape
+    T, H, _ = q_THd.shape
     share = H // k_SGd.shape[1]
-    out_THd = torch.empty(T, H, d, dtype=torch.float64)
+    out_THd = torch.empty(T, H, v_SGd.shape[2], dtype=torch.float64)
     for t in range(T):
         last = start + t + 1
         first = 0 if window is None else max(0, last - window)
@@ -75,3 +75,50 @@ def experts_reference(
         inner = gate / (1 + torch.exp(-gate)) * up
         out_UD[row] += weight * (down_e[expert].double() @ inner)
     return out_UD
+
+
+def limited_top_k_reference(
+    scores_E: Sequence[float],
+    top_k: int,
+    *,
+    groups: int,
+    kept: int,
+    best: int,
+    bias_E: Sequence[float],
+    normalize: bool,
+) -> dict[int, float]:
+    """{expert: weight} of one token: the best experts, by score + bias, of the best groups."""
+    size = len(scores_E) // groups
+    choice = [score + bias for score, bias in zip(scores_E, bias_E, strict=True)]
+
+    def group_score(group: int) -> float:
+        return sum(sorted(choice[group * size : (group + 1) * size])[-best:])
+
+    kept_groups = sorted(range(groups), key=group_score)[-kept:]
+    allowed = [expert for expert in range(len(choice)) if expert // size in kept_groups]
+    chosen = sorted(allowed, key=lambda expert: -choice[expert])[:top_k]
+    whole = sum(scores_E[expert] for expert in chosen) if normalize else 1.0
+    return {expert: scores_E[expert] / whole for expert in chosen}
+
+
+def latent_attention_reference(
+    q_THd: Tensor,
+    entries_SC: Tensor,
+    up_HcC: Tensor,
+    *,
+    nope_dim: int,
+    start: int,
+    scale: float,
+) -> Tensor:
+    """[T, H, v] float64 of one sequence: every head's keys and values are made of the latents."""
+    r = up_HcC.shape[2]
+    latent, turned = entries_SC[:, :r].double(), entries_SC[:, r:].double()
+    heads = []
+    for h in range(q_THd.shape[1]):
+        made = latent @ up_HcC[h].double().T
+        k_S1d = torch.cat((made[:, :nope_dim], turned), dim=-1).unsqueeze(1)
+        v_S1v = made[:, nope_dim:].unsqueeze(1)
+        heads.append(
+            attention_reference(q_THd[:, h : h + 1], k_S1d, v_S1v, start=start, scale=scale)
+        )
+    return torch.cat(heads, dim=1)

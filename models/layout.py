@@ -8,17 +8,23 @@ d head dim.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
+from models.latent_spec import LatentSpec
 from models.spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor by its possible names (the first that exists is meant) and its shape."""
+    """A tensor by its possible names (the first that exists is meant) and its shape.
+
+    float32: it is held so, whatever the model's dtype.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
+    float32: bool = False
 
 
 Wants = dict[str, Wanted]
@@ -36,15 +42,23 @@ def outer_tensors(spec: ModelSpec) -> Wants:
     return wants
 
 
+def norm_tensors(spec: ModelSpec, layer: int) -> Wants:
+    """attention_norm and mlp_norm [D] of a layer."""
+    at = f"model.layers.{layer}"
+    return {
+        "attention_norm": _one(f"{at}.input_layernorm.weight", spec.hidden_size),
+        "mlp_norm": _one(f"{at}.post_attention_layernorm.weight", spec.hidden_size),
+    }
+
+
 def attention_tensors(spec: ModelSpec, layer: int) -> Wants:
-    """Both norms and the projections q [H*d, D], k and v [G*d, D], o [D, H*d] of a layer."""
+    """The projections q [H*d, D], k and v [G*d, D], o [D, H*d] of a layer, and their norms."""
+    if spec.latent is not None:
+        return _latent_tensors(spec, spec.latent, layer)
     at = f"model.layers.{layer}"
     D, d = spec.hidden_size, spec.head_dim
     q, kv = spec.num_heads * d, spec.num_kv_heads * d
-    wants = {
-        "attention_norm": _one(f"{at}.input_layernorm.weight", D),
-        "mlp_norm": _one(f"{at}.post_attention_layernorm.weight", D),
-    }
+    wants = {}
     for role, rows, columns in (("q", q, D), ("k", kv, D), ("v", kv, D), ("o", D, q)):
         wants[role] = _one(f"{at}.self_attn.{role}_proj.weight", rows, columns)
         if spec.attention_bias:
@@ -55,10 +69,52 @@ def attention_tensors(spec: ModelSpec, layer: int) -> Wants:
     return wants
 
 
+def attention_parameters(spec: ModelSpec) -> int:
+    """Elements of one layer's projections: multiply-adds of attention per token, context aside."""
+    wants = attention_tensors(spec, 0).values()
+    return sum(math.prod(wanted.shape) for wanted in wants if len(wanted.shape) == 2)
+
+
+def _latent_tensors(spec: ModelSpec, latent: LatentSpec, layer: int) -> Wants:
+    """kv_a [C, D] makes the cache entry (C = kv_rank + rope_dim), kv_b [H*(n+v), kv_rank] keys and
+    values of it; queries come of q [H*d, D], or of q_b [H*d, q_rank] after q_a [q_rank, D]."""
+    at = f"model.layers.{layer}.self_attn"
+    D, H, C = spec.hidden_size, spec.num_heads, latent.entry_dim
+    values = H * latent.value_dim
+    wants = {
+        "kv_a": _one(f"{at}.kv_a_proj_with_mqa.weight", C, D),
+        "kv_norm": _one(f"{at}.kv_a_layernorm.weight", latent.kv_rank),
+        "kv_b": _one(f"{at}.kv_b_proj.weight", H * latent.nope_dim + values, latent.kv_rank),
+        "o": _one(f"{at}.o_proj.weight", D, values),
+    }
+    if latent.q_rank is None:
+        wants["q"] = _one(f"{at}.q_proj.weight", H * spec.head_dim, D)
+    else:
+        wants["q_a"] = _one(f"{at}.q_a_proj.weight", latent.q_rank, D)
+        wants["q_norm"] = _one(f"{at}.q_a_layernorm.weight", latent.q_rank)
+        wants["q_b"] = _one(f"{at}.q_b_proj.weight", H * spec.head_dim, latent.q_rank)
+    if spec.attention_bias:
+        wants["kv_a_bias"] = _one(f"{at}.kv_a_proj_with_mqa.bias", C)
+        wants["o_bias"] = _one(f"{at}.o_proj.bias", D)
+        if latent.q_rank is not None:
+            wants["q_a_bias"] = _one(f"{at}.q_a_proj.bias", latent.q_rank)
+    return wants
+
+
 def dense_tensors(spec: ModelSpec, layer: int) -> Wants:
     """gate and up [F, D], down [D, F] of a dense layer's MLP."""
-    at = f"model.layers.{layer}.mlp"
-    D, F = spec.hidden_size, spec.dense_ffn_size
+    return _mlp_tensors(f"model.layers.{layer}.mlp", spec.hidden_size, spec.dense_ffn_size)
+
+
+def shared_tensors(spec: ModelSpec, layer: int) -> Wants:
+    """The same of a layer's shared experts, which are one MLP; nothing where there are none."""
+    at = spec.family.shared
+    if at is None or not spec.is_moe(layer):
+        return {}
+    return _mlp_tensors(at.format(layer=layer), spec.hidden_size, spec.shared_ffn_size)
+
+
+def _mlp_tensors(at: str, D: int, F: int) -> Wants:
     return {
         "gate": _one(f"{at}.gate_proj.weight", F, D),
         "up": _one(f"{at}.up_proj.weight", F, D),
@@ -67,9 +123,14 @@ def dense_tensors(spec: ModelSpec, layer: int) -> Wants:
 
 
 def router_tensors(spec: ModelSpec, layer: int) -> Wants:
-    """router [E, D] of a MoE layer."""
-    names = tuple(name.format(layer=layer) for name in spec.family.router)
-    return {"router": Wanted(names, (spec.num_experts, spec.hidden_size))}
+    """router [E, D] of a MoE layer, and its correction bias [E] where it has one."""
+    family, E = spec.family, spec.num_experts
+    names = tuple(name.format(layer=layer) for name in family.router)
+    wants = {"router": Wanted(names, (E, spec.hidden_size), family.float32_router)}
+    if family.correction_bias is not None:
+        name = family.correction_bias.format(layer=layer)
+        wants["correction"] = Wanted((name,), (E,), float32=True)
+    return wants
 
 
 def expert_tensors(spec: ModelSpec, layer: int, expert: int) -> Wants:
@@ -97,7 +158,9 @@ def attention_half_tensors(spec: ModelSpec) -> Iterator[Wanted]:
     """Everything an attention rank holds."""
     yield from outer_tensors(spec).values()
     for layer in range(spec.num_layers):
+        yield from norm_tensors(spec, layer).values()
         yield from attention_tensors(spec, layer).values()
+        yield from shared_tensors(spec, layer).values()
         wants = router_tensors if spec.is_moe(layer) else dense_tensors
         yield from wants(spec, layer).values()
 

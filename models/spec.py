@@ -15,7 +15,9 @@ import msgspec
 from contracts.errors import CheckpointError
 from models.config_fields import ConfigFields, read_json
 from models.families import FAMILIES, Family
+from models.latent_spec import LatentSpec, read_latent
 from models.rope_spec import RopeSpec, read_rope
+from models.routing_spec import RoutingSpec, read_routing
 
 StoredDtype = Literal["bfloat16", "float16", "float32"]
 _DTYPES: dict[str, StoredDtype] = {
@@ -29,7 +31,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder's shape. Sizes in elements; `moe_layers` ascending; `sliding_windows` per layer.
 
     A sliding window W lets position p see positions p-W+1 .. p. `dtype` is what config.json states
-    (float32 where it is silent). `dense_ffn_size` is 0 where no layer is dense.
+    (float32 where it is silent). `dense_ffn_size` is 0 where no layer is dense. `latent`: sizes of
+    latent attention; `head_dim` is then that of a query, and there are as many KV heads as heads.
     """
 
     architecture: str
@@ -43,7 +46,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     expert_ffn_size: int
     dense_ffn_size: int
     moe_layers: tuple[int, ...]
-    norm_topk_prob: bool
+    routing: RoutingSpec
     rope: RopeSpec
     rms_norm_eps: float
     vocab_size: int
@@ -56,6 +59,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
     num_shared_experts: int = 0
+    latent: LatentSpec | None = None
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head that rope turns."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def shared_ffn_size(self) -> int:
+        return self.num_shared_experts * self.expert_ffn_size
 
     @property
     def has_shared_experts(self) -> bool:
@@ -82,20 +95,21 @@ def read_spec(folder: Path) -> ModelSpec:
     hidden_size = config.positive_int("hidden_size")
     moe_layers = _moe_layers(config, family, num_layers)
     dense = len(moe_layers) < num_layers
-    head_dim = config.positive_int("head_dim", default=hidden_size // num_heads)
+    latent, num_kv_heads, head_dim = _heads(config, family, num_heads, hidden_size)
+    num_experts = config.positive_int(*family.num_experts_keys)
     spec = ModelSpec(
         architecture=family.model_type,
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=config.positive_int("num_key_value_heads", default=family.default_kv_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        num_experts=config.positive_int(*family.num_experts_keys),
+        num_experts=num_experts,
         top_k=config.positive_int("num_experts_per_tok", default=family.default_top_k),
         expert_ffn_size=config.positive_int(family.expert_ffn_key),
         dense_ffn_size=config.positive_int("intermediate_size") if dense else 0,
         moe_layers=moe_layers,
-        norm_topk_prob=family.always_norm_topk or config.boolean("norm_topk_prob", default=False),
+        routing=read_routing(config, family, num_experts),
         rope=read_rope(config, default_theta=family.default_rope_theta),
         rms_norm_eps=config.number("rms_norm_eps", default=family.default_rms_norm_eps),
         vocab_size=config.positive_int("vocab_size"),
@@ -108,6 +122,8 @@ def read_spec(folder: Path) -> ModelSpec:
         dtype=_stored_dtype(config),
         eos_token_ids=_eos_token_ids(folder, config),
         bos_token_id=config.token_ids("bos_token_id")[0] if config.has("bos_token_id") else None,
+        num_shared_experts=_shared_experts(config, family),
+        latent=latent,
     )
     _check_across(config, spec)
     return spec
@@ -136,6 +152,25 @@ def _family(config: ConfigFields) -> Family:
     raise config.error("model_type", f"{found!r} is not supported; supported: {supported}")
 
 
+def _heads(
+    config: ConfigFields, family: Family, num_heads: int, hidden_size: int
+) -> tuple[LatentSpec | None, int, int]:
+    """(latent sizes, KV heads, head dim)."""
+    if family.attention == "grouped":
+        kv_heads = config.positive_int("num_key_value_heads", default=family.default_kv_heads)
+        head_dim = config.positive_int("head_dim", default=hidden_size // num_heads)
+        return None, kv_heads, head_dim
+    second = family.routing == "deepseek_v2"
+    latent = read_latent(config, num_heads=num_heads, always_interleaved=second)
+    return latent, num_heads, latent.nope_dim + latent.rope_dim
+
+
+def _shared_experts(config: ConfigFields, family: Family) -> int:
+    if family.shared is None:
+        return 0
+    return config.positive_int("n_shared_experts", default=family.default_shared_experts)
+
+
 def _refuse_unsupported(config: ConfigFields) -> None:
     quantization = config.raw("quantization_config")
     if quantization is not None:
@@ -153,6 +188,9 @@ def _refuse_unsupported(config: ConfigFields) -> None:
 def _moe_layers(config: ConfigFields, family: Family, num_layers: int) -> tuple[int, ...]:
     if not family.may_have_dense_layers:
         return tuple(range(num_layers))
+    if family.first_moe_key is not None:
+        first = config.count(family.first_moe_key, default=family.default_first_moe)
+        return tuple(range(first, num_layers))
     step = config.positive_int("decoder_sparse_step", default=1)
     dense = set(config.int_list("mlp_only_layers"))
     return tuple(
@@ -208,5 +246,7 @@ def _check_across(config: ConfigFields, spec: ModelSpec) -> None:
         raise config.error(
             "num_experts_per_tok", f"{spec.top_k} exceeds the {spec.num_experts} experts"
         )
-    if spec.head_dim % 2:
+    if not spec.moe_layers:
+        raise config.error("num_hidden_layers", f"none of the {spec.num_layers} layers has experts")
+    if spec.latent is None and spec.head_dim % 2:
         raise config.error("head_dim", f"{spec.head_dim} is odd; rope needs an even size")

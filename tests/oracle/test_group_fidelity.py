@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from contracts.events import Stage
 from contracts.plan import Order, Plan
 from models.local import LocalModel
 from tests.group_harness import ThreadGroup, greedy, group_config
@@ -17,8 +18,8 @@ from tests.group_harness import ThreadGroup, greedy, group_config
 Checkpoints = Callable[..., Path]
 VOCABULARY = list(range(131))
 
-# Three odd configurations per family: uneven expert counts, head_dim != D/H, tied and untied, a
-# dense layer, sliding windows shorter than the prompts.
+# Odd configurations of each family: uneven expert counts, head_dim != D/H, tied and untied, a dense
+# layer, sliding windows shorter than the prompts, shared experts.
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("qwen3_moe", {"num_experts": 5, "tie_word_embeddings": True, "norm_topk_prob": False}),
@@ -26,7 +27,10 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {}),
     ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16}),
     ("mixtral", {"num_local_experts": 4, "sliding_window": 9}),
-]
+    ("deepseek_v2", {"q_lora_rank": 26, "topk_method": "group_limited_greedy",
+                     "n_routed_experts": 10, "n_group": 5, "topk_group": 2}),
+    ("deepseek_v3", {}),
+]  # fmt: skip
 SPLITS = [(1, 1), (1, 2), (2, 3)]
 PLANS = [
     Plan(order=Order.NAIVE),
@@ -89,8 +93,16 @@ def test_greedy_tokens_equal_transformers_over_64_decode_steps(
         assert [client.generated(request)[0] for request in requests] == expected
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+FAMILIES_BY_CHANNEL = [
+    ("qwen3_moe", "shm"),
+    ("qwen3_moe", "tcp"),
+    ("mixtral", "shm"),
+    ("mixtral", "tcp"),
+    ("deepseek_v3", "shm"),  # with shared experts: S tasks of their own under ASAS and AASS
+]
+
+
+@pytest.mark.parametrize(("family", "backend"), FAMILIES_BY_CHANNEL)
 def test_every_plan_gives_the_logits_of_the_single_process_path(
     tiny_checkpoint: Checkpoints, family: str, backend: str
 ) -> None:
@@ -115,6 +127,27 @@ def test_every_plan_gives_the_logits_of_the_single_process_path(
             assert all(answer.usage.cached_tokens >= 16 for answer in answers[:5])
         for client in clients:
             client.close()
+
+
+def test_shared_experts_of_every_layer_are_tasks_of_the_attention_rank(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    """ASAS runs a micro-batch's shared experts right after its attention, AASS after all attention
+    of the layer; under PPPipe they are part of attention."""
+    folder = tiny_checkpoint("deepseek_v2", first_k_dense_replace=0)
+    for order in (Order.ASAS, Order.AASS, Order.PPPIPE):
+        with ThreadGroup(folder, group_config(1, 1)) as group, group.client() as client:
+            group.pin(Plan(order=order, r1=2))
+            blocker = client.submit(prompts(11, [300])[0], candidates=[0])
+            ids = [client.submit(seq, candidates=[0]) for seq in prompts(12, [40, 40])]
+            client.wait(blocker, *ids)
+            spans = [span for span in group.attention[0].spans() if span.layer == 0]
+        batch = max(span.batch for span in spans if span.micro_batch == 1)
+        stages = [span.stage for span in spans if span.batch == batch]
+        tasks = [stage for stage in stages if stage in (Stage.ATTENTION, Stage.SHARED)]
+        A, S = Stage.ATTENTION, Stage.SHARED
+        expected = {Order.ASAS: [A, S, A, S], Order.AASS: [A, A, S, S], Order.PPPIPE: [A, A]}
+        assert tasks == expected[order], order
 
 
 def test_sequences_of_one_batch_share_blocks_that_are_computed_in_it(

@@ -11,7 +11,13 @@ from kernels import experts, reference
 from kernels.experts import grouped_experts, swiglu
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope, cos_sin, inverse_frequencies
-from kernels.routing import group_by_expert, local_index, softmax_top_k
+from kernels.routing import (
+    GroupLimit,
+    group_by_expert,
+    limited_top_k,
+    local_index,
+    softmax_top_k,
+)
 from models.rope_spec import RopeSpec
 
 
@@ -63,6 +69,33 @@ def test_routing_equals_the_reference(T: int, E: int, normalize: bool, data: st.
     assert weights_TK.dtype is torch.float32
     for ids, weights, logits in zip(ids_TK, weights_TK, logits_TE, strict=True):
         expected = reference.softmax_top_k_reference(logits.tolist(), top_k, normalize=normalize)
+        found = dict(zip(ids.tolist(), weights.tolist(), strict=True))
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(2, 4), st.booleans(), st.data())
+def test_group_limited_routing_equals_the_reference(
+    T: int, groups: int, size: int, normalize: bool, data: st.DataObject
+) -> None:
+    kept, best = data.draw(st.integers(1, groups)), data.draw(st.integers(1, 2))
+    top_k = data.draw(st.integers(1, kept * size))
+    generator = torch.Generator().manual_seed(T * 1000 + groups * 100 + size * 10 + kept)
+    scores_TE = torch.rand(T, groups * size, generator=generator)
+    bias_E = torch.randn(groups * size, generator=generator) if best == 2 else None
+    ids_TK, weights_TK = limited_top_k(
+        scores_TE, top_k, GroupLimit(groups, kept, best), bias_E=bias_E, normalize=normalize
+    )
+    for ids, weights, scores in zip(ids_TK, weights_TK, scores_TE, strict=True):
+        expected = reference.limited_top_k_reference(
+            scores.tolist(),
+            top_k,
+            groups=groups,
+            kept=kept,
+            best=best,
+            bias_E=[0.0] * groups * size if bias_E is None else bias_E.tolist(),
+            normalize=normalize,
+        )
         found = dict(zip(ids.tolist(), weights.tolist(), strict=True))
         assert found == pytest.approx(expected, abs=1e-6)
 
