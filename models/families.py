@@ -28,9 +28,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """`rounds_topk_weights`: routing weights pass through the model dtype, as in `transformers`.
 
     `window_switch_key`: the field that must be true for `sliding_window` to count (None: it always
-    counts). `first_moe_key`: the field with the number of dense layers that stand first.
-    `shared`: where the shared experts' one MLP is. `float32_router`: its product is in float32,
-    whatever the model's dtype.
+    counts). `alternating_window`: its default where layers differ in it. `first_moe_key`: the field
+    with the number of dense layers that stand first. `shared`: where the shared experts' one MLP
+    is. `float32_router`: its product is in float32, whatever the model's dtype. `experts` None:
+    only the clamped form exists (layout.clamped_expert_tensors).
     """
 
     model_type: str
@@ -38,7 +39,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     num_experts_keys: Names
     expert_ffn_key: str
     router: Names
-    experts: ExpertNames
+    experts: ExpertNames | None
     qk_norm: bool
     always_norm_topk: bool
     rounds_topk_weights: bool
@@ -59,6 +60,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     default_first_moe: int = 0
     shared: str | None = None
     default_shared_experts: int = 0
+    router_bias: str | None = None
+    sinks: bool = False
+    alternating_window: int | None = None
+    default_attention_bias: bool = False
+    needs_rope_parameters: bool = False
 
 
 _QWEN3_MOE = Family(
@@ -147,6 +153,31 @@ _DEEPSEEK_V3 = msgspec.structs.replace(
     default_top_k=8,
 )
 
+_GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    num_experts_keys=("num_local_experts", "num_experts"),
+    expert_ffn_key="intermediate_size",
+    router=("model.layers.{layer}.mlp.router.weight",),
+    experts=None,
+    qk_norm=False,
+    always_norm_topk=True,
+    rounds_topk_weights=True,
+    may_have_dense_layers=False,
+    reads_attention_bias=True,
+    default_attention_bias=True,
+    window_switch_key=None,
+    router_bias="model.layers.{layer}.mlp.router.bias",
+    sinks=True,
+    alternating_window=128,
+    needs_rope_parameters=True,
+    default_kv_heads=8,
+    default_top_k=4,
+    default_rope_theta=150_000.0,
+    default_rms_norm_eps=1e-5,
+)
+
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (_QWEN3_MOE, _MIXTRAL, _DEEPSEEK_V2, _DEEPSEEK_V3)
+    family.model_type: family
+    for family in (_QWEN3_MOE, _MIXTRAL, _DEEPSEEK_V2, _DEEPSEEK_V3, _GPT_OSS)
 }

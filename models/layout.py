@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from kernels.quantization import MXFP4_GROUP
 from models.latent_spec import LatentSpec
 from models.spec import ModelSpec
 
@@ -19,12 +20,13 @@ from models.spec import ModelSpec
 class Wanted:
     """A tensor by its possible names (the first that exists is meant) and its shape.
 
-    float32: it is held so, whatever the model's dtype.
+    float32: it is held so, whatever the model's dtype. packed: it is stored as bytes.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     float32: bool = False
+    packed: bool = False
 
 
 Wants = dict[str, Wanted]
@@ -63,6 +65,8 @@ def attention_tensors(spec: ModelSpec, layer: int) -> Wants:
         wants[role] = _one(f"{at}.self_attn.{role}_proj.weight", rows, columns)
         if spec.attention_bias:
             wants[f"{role}_bias"] = _one(f"{at}.self_attn.{role}_proj.bias", rows)
+    if spec.family.sinks:
+        wants["sinks"] = _one(f"{at}.self_attn.sinks", spec.num_heads)
     if spec.qk_norm:
         wants["q_norm"] = _one(f"{at}.self_attn.q_norm.weight", d)
         wants["k_norm"] = _one(f"{at}.self_attn.k_norm.weight", d)
@@ -123,10 +127,12 @@ def _mlp_tensors(at: str, D: int, F: int) -> Wants:
 
 
 def router_tensors(spec: ModelSpec, layer: int) -> Wants:
-    """router [E, D] of a MoE layer, and its correction bias [E] where it has one."""
+    """router [E, D] of a MoE layer, its bias and its correction bias [E] where it has them."""
     family, E = spec.family, spec.num_experts
     names = tuple(name.format(layer=layer) for name in family.router)
     wants = {"router": Wanted(names, (E, spec.hidden_size), family.float32_router)}
+    if family.router_bias is not None:
+        wants["bias"] = _one(family.router_bias.format(layer=layer), E)
     if family.correction_bias is not None:
         name = family.correction_bias.format(layer=layer)
         wants["correction"] = Wanted((name,), (E,), float32=True)
@@ -137,6 +143,7 @@ def expert_tensors(spec: ModelSpec, layer: int, expert: int) -> Wants:
     """gate and up [F, D], down [D, F] of one expert that is stored singly."""
     D, F = spec.hidden_size, spec.expert_ffn_size
     names = spec.family.experts
+    assert names is not None
     return {
         "gate": _one(names.gate.format(layer=layer, expert=expert), F, D),
         "up": _one(names.up.format(layer=layer, expert=expert), F, D),
@@ -148,10 +155,42 @@ def fused_expert_tensors(spec: ModelSpec, layer: int) -> Wants:
     """gate_up [E, 2F, D] and down [E, D, F] of a layer whose experts are stored fused."""
     E, D, F = spec.num_experts, spec.hidden_size, spec.expert_ffn_size
     names = spec.family.experts
+    assert names is not None
     return {
         "gate_up": _one(names.fused_gate_up.format(layer=layer), E, 2 * F, D),
         "down": _one(names.fused_down.format(layer=layer), E, D, F),
     }
+
+
+def clamped_expert_tensors(spec: ModelSpec, layer: int) -> Wants:
+    """gate_up [E, D, 2F] (columns gate, up, gate, up ...), down [E, F, D], and their biases."""
+    at = f"model.layers.{layer}.mlp.experts"
+    E, D, F = spec.num_experts, spec.hidden_size, spec.expert_ffn_size
+    return {
+        "gate_up": _one(f"{at}.gate_up_proj", E, D, 2 * F),
+        "gate_up_bias": _one(f"{at}.gate_up_proj_bias", E, 2 * F),
+        "down": _one(f"{at}.down_proj", E, F, D),
+        "down_bias": _one(f"{at}.down_proj_bias", E, D),
+    }
+
+
+def packed_expert_tensors(spec: ModelSpec, layer: int) -> Wants:
+    """The same with MXFP4 matrices: rows of 32-element groups, one byte of exponent each, in blocks
+    of 16 bytes; gate_up [E, 2F, D] (rows in turns) and down [E, D, F], not transposed."""
+    wants = clamped_expert_tensors(spec, layer)
+    E, D, F = spec.num_experts, spec.hidden_size, spec.expert_ffn_size
+    for role, rows, columns in (("gate_up", 2 * F, D), ("down", D, F)):
+        (name,) = wants.pop(role).names
+        shape = (E, rows, columns // MXFP4_GROUP)
+        wants[f"{role}_blocks"] = Wanted((f"{name}_blocks",), (*shape, 16), packed=True)
+        wants[f"{role}_scales"] = Wanted((f"{name}_scales",), shape, packed=True)
+    return wants
+
+
+def expert_elements(spec: ModelSpec) -> int:
+    """Elements of one expert of one layer."""
+    D, F = spec.hidden_size, spec.expert_ffn_size
+    return 3 * D * F + (0 if spec.clamp is None else 2 * F + D)
 
 
 def attention_half_tensors(spec: ModelSpec) -> Iterator[Wanted]:

@@ -31,6 +31,7 @@ class Router:
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
         wants = layout.router_tensors(spec, layer)
         self._weight = loader.load(wants["router"])
+        self._bias = loader.load(wants["bias"]) if "bias" in wants else None
         self._correction = loader.load(wants["correction"]) if "correction" in wants else None
         self._top_k = spec.top_k
         self._routing = spec.routing
@@ -39,7 +40,7 @@ class Router:
 
     def __call__(self, x_TD: Tensor) -> Routed:
         routing = self._routing
-        logits_TE = functional.linear(x_TD.to(self._weight.dtype), self._weight)
+        logits_TE = functional.linear(x_TD.to(self._weight.dtype), self._weight, self._bias)
         if self._plain:
             round_to = logits_TE.dtype if self._rounds else None
             ids_TK, weights_TK = softmax_top_k(

@@ -60,12 +60,26 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 0,
     },
+    "gpt_oss": {
+        "num_local_experts": 7,
+        "intermediate_size": 20,
+        "sliding_window": 11,
+        "swiglu_limit": 1.5,  # small enough to clamp
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 15e4,
+            "factor": 8.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
 }
 _CLASSES = {
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
+    "gpt_oss": "GptOss",
 }
 
 
@@ -107,7 +121,7 @@ def build_tiny_model(family: str = "qwen3_moe", *, seed: int = 0, **overrides: A
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 torch.nn.init.normal_(parameter, std=0.3)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -112,11 +112,34 @@ DEEPSEEK_V3 = {
         "rope_parameters": {**MSCALED, "mscale": 1.3, "mscale_all_dim": 0.8},
     },
 }
+GPT_OSS = {
+    "alternating window, yarn beyond the original length": {},
+    "windows by list, odd sizes, tied, top 1": {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        "hidden_size": 30,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 14,
+        "num_experts_per_tok": 1,
+        "num_local_experts": 5,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "swiglu_alpha": 0.9,
+    },
+    "plain rope, all experts, a wide window": {
+        "num_local_experts": 3,
+        "sliding_window": 70,
+        "swiglu_limit": 0.4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 FAMILIES = {
     "qwen3_moe": QWEN,
     "mixtral": MIXTRAL,
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
+    "gpt_oss": GPT_OSS,
 }
 CASES = [(family, name) for family, cases in FAMILIES.items() for name in cases]
 STORED = [
@@ -214,6 +237,7 @@ WINDOWS = [
     ("mixtral", "window shorter than the prompt"),
     ("deepseek_v2", "yarn beyond the original length, odd heads"),
     ("deepseek_v3", "groups, q-LoRA, a dense layer"),
+    ("gpt_oss", "alternating window, yarn beyond the original length"),
 ]
 
 

@@ -30,6 +30,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {"q_lora_rank": 26, "topk_method": "group_limited_greedy",
                      "n_routed_experts": 10, "n_group": 5, "topk_group": 2}),
     ("deepseek_v3", {}),
+    ("gpt_oss", {"num_local_experts": 5}),
 ]  # fmt: skip
 SPLITS = [(1, 1), (1, 2), (2, 3)]
 PLANS = [
@@ -98,6 +99,7 @@ FAMILIES_BY_CHANNEL = [
     ("qwen3_moe", "tcp"),
     ("mixtral", "shm"),
     ("mixtral", "tcp"),
+    ("gpt_oss", "tcp"),
     ("deepseek_v3", "shm"),  # with shared experts: S tasks of their own under ASAS and AASS
 ]
 

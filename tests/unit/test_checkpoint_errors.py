@@ -139,6 +139,10 @@ def test_a_wrong_config_field_is_named(
         ("deepseek_v3", {"qk_rope_head_dim": 5}, ["qk_rope_head_dim", "5", "odd"]),
         ("deepseek_v3", {"kv_lora_rank": None}, ["kv_lora_rank", "missing"]),
         ("deepseek_v3", {"kv_lora_rank": 20}, ["kv_a_proj_with_mqa", "[24, 48]", "[26, 48]"]),
+        ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, ["layer_types", "chunked"]),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, ["layer_types", "3"]),
+        ("gpt_oss", {"rope_parameters": None}, ["rope_parameters", "missing"]),
+        ("gpt_oss", {"intermediate_size": 21}, ["gate_up_proj", "[7, 48, 40]", "[7, 48, 42]"]),
         (
             "deepseek_v3",
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},

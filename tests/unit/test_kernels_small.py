@@ -131,6 +131,31 @@ def test_grouping_and_running_local_experts_equals_the_reference(
     torch.testing.assert_close(out_TD.double(), expected, atol=2e-5, rtol=1e-5)
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 9), st.integers(1, 5), st.floats(0.1, 8.0))
+def test_clamped_experts_with_biases_equal_the_reference(T: int, E: int, limit: float) -> None:
+    generator = torch.Generator().manual_seed(T * 10 + E)
+    D, F = 6, 5
+    x_TD = torch.randn(T, D, generator=generator)
+    gate_up = torch.randn(E, 2 * F, D, generator=generator)
+    down = torch.randn(E, D, F, generator=generator)
+    biases = (torch.randn(E, size, generator=generator) for size in (2 * F, D))
+    clamped = experts.ClampedGate(*biases, alpha=1.7, limit=limit)
+    logits_TE = torch.randn(T, E, generator=generator)
+    ids_TK, weights_TK = softmax_top_k(logits_TE, min(2, E), normalize=True)
+    rows_N, weights_N, counts = group_by_expert(
+        ids_TK, weights_TK, local_index(list(range(E)), E), E
+    )
+    out_TD = grouped_experts(x_TD, gate_up, down, rows_N, weights_N, counts, clamped)
+    pairs = [
+        (t, int(expert), float(weight))
+        for t in range(T)
+        for expert, weight in zip(ids_TK[t], weights_TK[t], strict=True)
+    ]
+    expected = reference.clamped_experts_reference(x_TD, gate_up, down, pairs, clamped)
+    torch.testing.assert_close(out_TD.double(), expected, atol=3e-5, rtol=1e-5)
+
+
 def test_chunking_changes_only_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(40, 6, generator=generator)
