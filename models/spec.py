@@ -40,8 +40,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder's shape. Sizes in elements; `moe_layers` ascending; `sliding_windows` per layer.
 
     A sliding window W lets position p see positions p-W+1 .. p. `dtype` is what config.json states
-    (float32 where it is silent). `dense_ffn_size` is 0 where no layer is dense. `latent`: sizes of
-    latent attention; `head_dim` is then that of a query, and there are as many KV heads as heads.
+    (where it is silent: float32, bfloat16 if quantised). `dense_ffn_size` is 0 where no layer is
+    dense. `latent`: sizes of latent attention; `head_dim` is then that of a query, and there are as
+    many KV heads as heads.
     """
 
     architecture: str
@@ -224,7 +225,7 @@ def _refuse_quantization(quantization: ConfigFields, family: Family) -> None:
 def _stored_dtype(config: ConfigFields) -> StoredDtype:
     raw = config.raw("dtype", "torch_dtype")
     if raw is None:
-        return "float32"
+        return "bfloat16" if config.has("quantization_config") else "float32"
     name = str(raw).removeprefix("torch.")
     if name not in _DTYPES:
         raise config.error("dtype", f"{raw!r} is not supported; supported: {', '.join(_DTYPES)}")

@@ -86,6 +86,24 @@ def test_logits_are_those_of_the_dequantised_weights(
     assert (found - expected).abs().max() < TOLERANCE
 
 
+def test_mxfp4_logits_equal_those_of_transformers_on_the_same_folder(
+    pair_of: Callable[[str], Pair],
+) -> None:
+    import transformers
+
+    quantised, _ = pair_of("gpt_oss")
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        quantised,
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+        dtype=torch.float32,
+        experts_implementation="eager",
+    ).eval()
+    with torch.no_grad():
+        expected = oracle(torch.tensor([prompt()])).logits[0]
+    found = LocalModel.load(quantised, dtype="float32").forward([prompt()])[0]
+    assert (found - expected).abs().max() < TOLERANCE
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
 def test_a_group_serves_quantised_checkpoints(pair_of: Callable[[str], Pair], kind: str) -> None:
     quantised, dequantised = pair_of(kind)
