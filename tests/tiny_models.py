@@ -67,7 +67,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "swiglu_limit": 1.5,  # small enough to clamp
         "rope_parameters": {
             "rope_type": "yarn",
-            "rope_theta": 15e4,
+            "rope_theta": 1e3,  # so that `truncate` makes a difference
             "factor": 8.0,
             "truncate": False,
             "original_max_position_embeddings": 32,

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import latent_attention
 from kernels.attention import SequenceRows, plan_attention
 from kernels.latent_attention import LatentUp, ragged_latent_attention
 from kernels.reference import latent_attention_reference
+
+
+@pytest.mark.parametrize(
+    ("count", "context", "absorbs"),
+    [(300, 300, False), (1, 300, True), (30, 4000, True), (600, 4000, False), (2, 2, False)],
+)
+def test_prompts_expand_and_short_chunks_behind_a_prefix_absorb(
+    count: int, context: int, absorbs: bool
+) -> None:
+    up = LatentUp(torch.empty(1, 256, 512), 128)
+    assert latent_attention._absorbs(count, context, up) == absorbs
+
 
 SHAPE = st.tuples(st.integers(1, 7), st.integers(0, 9))  # new tokens, cached ones
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(SHAPE, min_size=1, max_size=5), st.integers(1, 3))
-def test_any_ragged_batch_equals_the_reference(shapes: list[tuple[int, int]], H: int) -> None:
+@given(st.lists(SHAPE, min_size=1, max_size=5), st.integers(1, 3), st.booleans())
+def test_any_ragged_batch_equals_the_reference(
+    shapes: list[tuple[int, int]], H: int, absorb: bool
+) -> None:
+    """Chunks expand and absorb, whatever would be cheaper."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latent_attention, "_absorbs", lambda *_: absorb)
+        _compare(shapes, H)
+
+
+def _compare(shapes: list[tuple[int, int]], H: int) -> None:
     generator = torch.Generator().manual_seed(len(shapes) * 31 + shapes[0][0])
     n, p, v, r, scale = 5, 4, 3, 6, 0.4
     total = sum(count + start for count, start in shapes)

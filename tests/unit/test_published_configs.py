@@ -93,5 +93,6 @@ def test_gpt_oss_20b(tmp_path: Path) -> None:
     assert spec.clamp == ClampSpec(alpha=1.702, limit=7.0)
     assert (spec.rope.kind, spec.rope.theta, spec.rope.truncate) == ("yarn", 150_000.0, False)
     assert spec.attention_bias
+    assert spec_of(tmp_path, {**GPT_OSS, "attention_bias": None}).attention_bias
     assert spec.dtype == "bfloat16"  # its config.json names none, and its weights are quantised
     assert not spec.has_shared_experts
