@@ -117,10 +117,9 @@ class AttentionHalf:
     def attend(self, layer: int, hidden_TD: Tensor, batch: AttentionBatch, kv: KvPool) -> Attended:
         """Attention (and the dense MLP) of one layer. Adds to hidden_TD in place and returns it."""
         weights = self._layers[layer]
-        eps = self.spec.rms_norm_eps
-        x_TD = rms_norm(hidden_TD, weights.attention_norm, eps)
+        x_TD = self._norm(hidden_TD, weights.attention_norm)
         weights.attention.add_to(hidden_TD, x_TD, batch, self.prepare(batch), kv)
-        x_TD = rms_norm(hidden_TD, weights.mlp_norm, eps)
+        x_TD = self._norm(hidden_TD, weights.mlp_norm)
         if isinstance(weights.mlp, Router):
             return Attended(hidden_TD, weights.mlp(x_TD))
         return Attended(hidden_TD.add_(weights.mlp(x_TD)), None)
@@ -136,5 +135,9 @@ class AttentionHalf:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V] float32 for the rows given (final norm, head)."""
-        x_RD = rms_norm(hidden_RD, self._final_norm, self.spec.rms_norm_eps)
+        x_RD = self._norm(hidden_RD, self._final_norm)
         return functional.linear(x_RD, self._head).float()
+
+    def _norm(self, x: Tensor, weight_D: Tensor) -> Tensor:
+        spec = self.spec
+        return rms_norm(x, weight_D, spec.rms_norm_eps, round_once=spec.family.norm_rounds_once)

@@ -62,6 +62,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     default_shared_experts: int = 0
     router_bias: str | None = None
     sinks: bool = False
+    norm_rounds_once: bool = False
     alternating_window: int | None = None
     default_attention_bias: bool = False
     needs_rope_parameters: bool = False
@@ -169,6 +170,7 @@ _GPT_OSS = Family(
     window_switch_key=None,
     router_bias="model.layers.{layer}.mlp.router.bias",
     sinks=True,
+    norm_rounds_once=True,
     alternating_window=128,
     needs_rope_parameters=True,
     default_kv_heads=8,

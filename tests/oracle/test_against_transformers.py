@@ -288,16 +288,21 @@ def test_a_prefix_written_in_the_same_pass_can_be_shared(
 def test_bfloat16_logits_stay_near_those_of_transformers_in_bfloat16(
     tiny_checkpoint: Make, family: str
 ) -> None:
-    """Near: our error against float32 is at most 1.5 times theirs (mean over all logits)."""
+    """Near: our error against float32 is at most 1.5 times theirs (mean over all logits of four
+    prompts: where two experts are about equal, either may choose the other one)."""
     import transformers
 
     folder = tiny_checkpoint(family, dtype="bfloat16")
-    prompt = tokens(60, seed=7)
-    exact = expected_logits(folder, prompt)
     theirs_model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, experts_implementation="eager"
     )
-    with torch.no_grad():
-        theirs = theirs_model(torch.tensor([prompt])).logits[0].float()
-    logits = LocalModel.load(folder, dtype="auto").forward([prompt])[0]
-    assert (logits - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean()
+    model = LocalModel.load(folder, dtype="auto")
+    ours_error, theirs_error = 0.0, 0.0
+    for seed in (7, 8, 9, 10):
+        prompt = tokens(60, seed=seed)
+        exact = expected_logits(folder, prompt)
+        with torch.no_grad():
+            theirs = theirs_model(torch.tensor([prompt])).logits[0].float()
+        theirs_error += (theirs - exact).abs().mean().item()
+        ours_error += (model.forward([prompt])[0] - exact).abs().mean().item()
+    assert ours_error < 1.5 * theirs_error

@@ -152,10 +152,11 @@ def test_shared_experts_of_every_layer_are_tasks_of_the_attention_rank(
         assert tasks == expected[order], order
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
 def test_sequences_of_one_batch_share_blocks_that_are_computed_in_it(
-    tiny_checkpoint: Checkpoints,
+    tiny_checkpoint: Checkpoints, family: str
 ) -> None:
-    folder = tiny_checkpoint("qwen3_moe")
+    folder = tiny_checkpoint(family)
     local = LocalModel.load(folder, dtype="float32")
     shared = prompts(4, [48])[0]
     sequences = [shared + tail for tail in prompts(5, [3, 5, 4, 6])]
@@ -174,10 +175,14 @@ def test_sequences_of_one_batch_share_blocks_that_are_computed_in_it(
             assert cached[1:] == [48, 48, 48]
 
 
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("mixtral", {"sliding_window": 9}), ("deepseek_v2", {}), ("deepseek_v3", {}), ("gpt_oss", {})],
+)
 def test_chunked_prefill_and_decode_in_one_batch_leave_answers_unchanged(
-    tiny_checkpoint: Checkpoints,
+    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any]
 ) -> None:
-    folder = tiny_checkpoint("mixtral", sliding_window=9)
+    folder = tiny_checkpoint(family, **overrides)
     local = LocalModel.load(folder, dtype="float32")
     sequences = prompts(7, [150, 31, 64, 9])
     config = group_config(1, 2, schedule={"max_batch_tokens": 40, "r1": 2, "r2": 2})

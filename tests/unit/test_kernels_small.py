@@ -39,6 +39,15 @@ def test_rms_norm_leaves_its_input_alone_and_keeps_bfloat16() -> None:
     torch.testing.assert_close(normed.double(), expected, atol=0, rtol=2**-7)
 
 
+def test_rms_norm_that_rounds_once_is_the_rounded_reference() -> None:
+    x = torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    weight = torch.rand(24, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    expected = reference.rms_norm_reference(x, weight, 1e-6).float().to(torch.bfloat16)
+    once = rms_norm(x, weight, 1e-6, round_once=True)
+    assert (once != expected).float().mean() < 0.001  # float32 before the rounding, not float64
+    assert (rms_norm(x, weight, 1e-6) != expected).float().mean() > 0.1
+
+
 def test_rope_turns_each_pair_by_position_times_frequency() -> None:
     generator = torch.Generator().manual_seed(0)
     x_THd = torch.randn(7, 5, 12, generator=generator)
