@@ -197,11 +197,14 @@ def attention_half_tensors(spec: ModelSpec) -> Iterator[Wanted]:
     """Everything an attention rank holds."""
     yield from outer_tensors(spec).values()
     for layer in range(spec.num_layers):
-        yield from norm_tensors(spec, layer).values()
-        yield from attention_tensors(spec, layer).values()
-        yield from shared_tensors(spec, layer).values()
-        wants = router_tensors if spec.is_moe(layer) else dense_tensors
-        yield from wants(spec, layer).values()
+        yield from attention_half_layer(spec, layer)
+
+
+def attention_half_layer(spec: ModelSpec, layer: int) -> Iterator[Wanted]:
+    """What it holds of one layer: all but the routed experts."""
+    mlp = router_tensors if spec.is_moe(layer) else dense_tensors
+    for tensors in (norm_tensors, attention_tensors, shared_tensors, mlp):
+        yield from tensors(spec, layer).values()
 
 
 def _one(name: str, *shape: int) -> Wanted:
