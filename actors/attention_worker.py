@@ -43,6 +43,7 @@ from contracts.worker import Group, RankReady, RankStatus, WorkerSpec, rank_name
 from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.decoder import AttentionHalf
 from models.kv_pool import KvPool
+from models.layout import attention_parameters
 from models.loading import progress_line
 from models.spec import ModelSpec
 from planner.default_plan import default_plan
@@ -320,10 +321,9 @@ class ChunkCost:
     plus scores and weighted values over its context (FinDEP Eq. 1, for grouped-query attention)."""
 
     def __init__(self, model: ModelSpec) -> None:
-        query = model.num_heads * model.head_dim
-        kv = model.num_kv_heads * model.head_dim
-        linear_flops = 2 * model.hidden_size * (2 * query + 2 * kv)
-        self._linear_tokens = linear_flops / (4 * query)  # in units of one attended context token
+        attended_flops = 4 * model.num_heads * model.head_dim
+        linear_flops = 2 * attention_parameters(model)
+        self._linear_tokens = linear_flops / attended_flops  # in units of one attended token
 
     def __call__(self, start: int, stop: int) -> float:
         return (stop - start) * (self._linear_tokens + (start + stop) / 2)

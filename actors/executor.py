@@ -38,8 +38,9 @@ from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
 from contracts.requests import Priority
 from models.batch import AttentionBatch, SequenceSlice
-from models.decoder import AttentionHalf, Routed
+from models.decoder import AttentionHalf
 from models.kv_pool import KvPool
+from models.router import Routed
 from planner.orders import Policy, Task, TaskStage, by_plan
 from planner.placement import ExpertPlacement
 from planner.split import micro_batch_bounds, token_group_bounds

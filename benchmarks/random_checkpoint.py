@@ -60,11 +60,12 @@ def write_random_checkpoint(folder: Path, config: dict[str, Any], *, seed: int =
 
 
 def _layer(spec: ModelSpec, layer: int) -> Iterator[Wanted]:
-    yield from layout.attention_tensors(spec, layer).values()
+    yield from layout.attention_half_layer(spec, layer)
     if not spec.is_moe(layer):
-        yield from layout.dense_tensors(spec, layer).values()
         return
-    yield from layout.router_tensors(spec, layer).values()
+    if spec.clamp is not None:
+        yield from layout.clamped_expert_tensors(spec, layer).values()
+        return
     for expert in range(spec.num_experts):
         yield from layout.expert_tensors(spec, layer, expert).values()
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.sinks import attend_with_sinks
+
 _TILE_ROWS = 128  # a tile skips the keys it cannot see; smaller ones cost more calls
 _MIN_FILL = 0.75  # a decode group is cut where padding would exceed a quarter
 _GROUP_SLOTS = 4096  # and where its gathered keys would leave the cache
@@ -121,39 +123,44 @@ def ragged_attention(
     plan: AttentionPlan,
     *,
     scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """[T, H, d]. The new k and v must already be in the pool."""
+    """[T, H, d]. The new k and v must already be in the pool. sinks_H: a score of each head that
+    counts in the softmax, with no value."""
     T, H, d = q_THd.shape
     G = k_TGd.shape[1]
     out_THd = torch.empty(T, H, d, dtype=q_THd.dtype, device=q_THd.device)
     q_TGRd = q_THd.view(T, G, H // G, d)
     out_TGRd = out_THd.view(T, G, H // G, d)
+    sinks_GR = None if sinks_H is None else sinks_H.view(G, H // G)
     for part in plan.prefill:
         rows = slice(part.first, part.first + part.count)
-        k_SGd = k_TGd[rows] if part.keys is None else _take(k_pool_PGd, part.keys)
-        v_SGd = v_TGd[rows] if part.keys is None else _take(v_pool_PGd, part.keys)
-        _prefill(q_TGRd[rows], k_SGd, v_SGd, part.tiles, out_TGRd[rows], scale)
+        k_SGd = k_TGd[rows] if part.keys is None else take(k_pool_PGd, part.keys)
+        v_SGd = v_TGd[rows] if part.keys is None else take(v_pool_PGd, part.keys)
+        attend_tiles(q_TGRd[rows], k_SGd, v_SGd, part.tiles, out_TGRd[rows], scale, sinks_GR)
     for group in plan.decode:
         B = group.rows_B.shape[0]
         q_BGRd = q_TGRd.index_select(0, group.rows_B)
-        k_BGSd = _take(k_pool_PGd, group.keys).view(B, group.width, G, d).transpose(1, 2)
-        v_BGSd = _take(v_pool_PGd, group.keys).view(B, group.width, G, d).transpose(1, 2)
-        attended = functional.scaled_dot_product_attention(
-            q_BGRd, k_BGSd, v_BGSd, attn_mask=group.mask, scale=scale
-        )
+        k_BGSd = take(k_pool_PGd, group.keys).view(B, group.width, G, d).transpose(1, 2)
+        v_BGSd = take(v_pool_PGd, group.keys).view(B, group.width, G, d).transpose(1, 2)
+        attended = _decode(q_BGRd, k_BGSd, v_BGSd, group.mask, scale, sinks_GR)
         out_TGRd.index_copy_(0, group.rows_B, attended)
     return out_THd
 
 
-def _prefill(
+def attend_tiles(
     q_TGRd: Tensor,
     k_SGd: Tensor,
     v_SGd: Tensor,
     tiles: tuple[Tile, ...],
     out_TGRd: Tensor,
     scale: float,
+    sinks_GR: Tensor | None = None,
 ) -> None:
-    """KV heads stand in the batch dim, the R queries of each in the head dim."""
+    """Attention of one sequence's queries [T, G, R, d], tile by tile, into out_TGRd.
+
+    KV heads stand in the batch dim, the R queries of each in the head dim.
+    """
     R = q_TGRd.shape[2]
     q_GRTd = q_TGRd.permute(1, 2, 0, 3)
     out_GRTd = out_TGRd.permute(1, 2, 0, 3)
@@ -161,6 +168,17 @@ def _prefill(
     v_GRSd = v_SGd.transpose(0, 1).unsqueeze(1).expand(-1, R, -1, -1)
     for tile in tiles:
         rows, keys = slice(tile.q_first, tile.q_last), slice(tile.k_first, tile.k_last)
+        if sinks_GR is not None:
+            out_GRTd[:, :, rows] = attend_with_sinks(
+                q_GRTd[:, :, rows],
+                k_GRSd[:, 0, keys],
+                v_GRSd[:, 0, keys],
+                sinks_GR,
+                mask=tile.mask,
+                causal=tile.causal,
+                scale=scale,
+            )
+            continue
         out_GRTd[:, :, rows] = functional.scaled_dot_product_attention(
             q_GRTd[:, :, rows],
             k_GRSd[:, :, keys],
@@ -171,7 +189,27 @@ def _prefill(
         )
 
 
-def _take(pool_PGd: Tensor, keys: Keys) -> Tensor:
+def _decode(
+    q_BGRd: Tensor,
+    k_BGSd: Tensor,
+    v_BGSd: Tensor,
+    mask_B11S: Tensor | None,
+    scale: float,
+    sinks_GR: Tensor | None,
+) -> Tensor:
+    if sinks_GR is None:
+        return functional.scaled_dot_product_attention(
+            q_BGRd, k_BGSd, v_BGSd, attn_mask=mask_B11S, scale=scale
+        )
+    mask = None if mask_B11S is None else mask_B11S.unsqueeze(1)
+    q_BGR1d = q_BGRd.unsqueeze(3)
+    return attend_with_sinks(
+        q_BGR1d, k_BGSd, v_BGSd, sinks_GR, mask=mask, causal=False, scale=scale
+    ).squeeze(3)
+
+
+def take(pool_PGd: Tensor, keys: Keys) -> Tensor:
+    """The entries of the pool at `keys`, in order."""
     return pool_PGd[keys] if isinstance(keys, slice) else pool_PGd.index_select(0, keys)
 
 

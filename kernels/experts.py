@@ -1,4 +1,5 @@
-"""SwiGLU feed-forward: one, and a group of experts over pairs sorted by expert.
+"""SwiGLU feed-forward: one, and a group of experts over pairs sorted by expert; and gpt-oss's
+clamped variant with biases.
 
 Shapes: U tokens, D model dim, F FFN dim, e local experts, N pairs. Gate and up are one matrix
 [2F, D] (gate rows first), so that each expert costs two matrix products.
@@ -6,6 +7,7 @@ Shapes: U tokens, D model dim, F FFN dim, e local experts, N pairs. Gate and up 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,6 +15,17 @@ from torch import Tensor
 from torch.nn import functional
 
 _CHUNK_PAIRS = 512
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """gate_up_bias_e [e, 2F] and down_bias_e [e, D] of the experts; gate is clamped from above, up
+    to both sides, at `limit`: (up + 1) * gate * sigmoid(alpha * gate)."""
+
+    gate_up_bias_e: Tensor
+    down_bias_e: Tensor
+    alpha: float
+    limit: float
 
 
 def swiglu(x_TD: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -27,6 +40,7 @@ def grouped_experts(
     rows_N: Tensor,
     weights_N: Tensor,
     counts_e: Sequence[int],
+    clamped: ClampedGate | None = None,
 ) -> Tensor:
     """[U, D] float32: each token's weighted sum over its pairs, zero where it has none.
 
@@ -34,15 +48,18 @@ def grouped_experts(
     to expert 0, and so on. Sums are float32, added in that order.
     """
     out_UD = torch.zeros(x_UD.shape, dtype=torch.float32, device=x_UD.device)
+    up_bias_e = None if clamped is None else clamped.gate_up_bias_e
+    down_bias_e = None if clamped is None else clamped.down_bias_e
     first = 0
     for experts, count in _chunks(counts_e):
         pairs = slice(first, first + count)
         rows = rows_N[pairs]
         x_ND = x_UD.index_select(0, rows)
         h_NF2 = x_ND.new_empty(count, gate_up_e.shape[1])
-        _per_expert_mm(x_ND, gate_up_e, h_NF2, counts_e, experts)
+        _per_expert_mm(x_ND, gate_up_e, up_bias_e, h_NF2, counts_e, experts)
         y_ND = x_ND  # its rows are not needed again: the products go there
-        _per_expert_mm(_gated(h_NF2), down_e, y_ND, counts_e, experts)
+        h_NF = _gated(h_NF2) if clamped is None else _clamped(h_NF2, clamped)
+        _per_expert_mm(h_NF, down_e, down_bias_e, y_ND, counts_e, experts)
         weights_N1 = weights_N[pairs].unsqueeze(1)
         weighted_ND = y_ND.mul_(weights_N1) if y_ND.dtype is torch.float32 else y_ND * weights_N1
         out_UD.index_add_(0, rows, weighted_ND)
@@ -64,14 +81,22 @@ def _chunks(counts_e: Sequence[int]) -> Iterator[tuple[range, int]]:
 
 
 def _per_expert_mm(
-    x_ND: Tensor, weight_e: Tensor, out: Tensor, counts_e: Sequence[int], experts: range
+    x_ND: Tensor,
+    weight_e: Tensor,
+    bias_e: Tensor | None,
+    out: Tensor,
+    counts_e: Sequence[int],
+    experts: range,
 ) -> None:
     first = 0
     for expert in experts:
         count = counts_e[expert]
         if count:
             rows = slice(first, first + count)
-            torch.mm(x_ND[rows], weight_e[expert].t(), out=out[rows])
+            if bias_e is None:
+                torch.mm(x_ND[rows], weight_e[expert].t(), out=out[rows])
+            else:
+                torch.addmm(bias_e[expert], x_ND[rows], weight_e[expert].t(), out=out[rows])
             first += count
 
 
@@ -79,3 +104,10 @@ def _gated(h_NF2: Tensor) -> Tensor:
     """silu(gate) * up of [N, 2F], as a fresh [N, F]."""
     gate, up = h_NF2.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
+
+
+def _clamped(h_NF2: Tensor, clamped: ClampedGate) -> Tensor:
+    gate, up = h_NF2.chunk(2, dim=-1)
+    gate = gate.clamp(max=clamped.limit)
+    up = up.clamp(min=-clamped.limit, max=clamped.limit)
+    return torch.sigmoid(gate * clamped.alpha).mul_(gate).mul_(up.add_(1))

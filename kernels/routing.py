@@ -5,8 +5,20 @@ Shapes: T tokens, E experts, e local experts, K top-k, N = number of (token, exp
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupLimit:
+    """Experts stand in `groups` of equal size; those outside the `kept` best are never chosen. A
+    group is as good as the sum of its `best` best experts."""
+
+    groups: int
+    kept: int
+    best: int
 
 
 def softmax_top_k(
@@ -23,6 +35,28 @@ def softmax_top_k(
         weights_TK /= weights_TK.sum(dim=-1, keepdim=True)
     if round_to is not None and round_to is not torch.float32:
         weights_TK = weights_TK.to(round_to).float()
+    return ids_TK, weights_TK
+
+
+def limited_top_k(
+    scores_TE: Tensor, top_k: int, limit: GroupLimit, *, bias_E: Tensor | None, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """(expert ids [T, K] int64, weights [T, K] float32): the top k within the kept groups.
+
+    bias_E counts in the choice (of groups and experts), not in the weights. normalize: weights of a
+    token sum to 1.
+    """
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if limit.kept < limit.groups:
+        choice_TGe = choice_TE.view(-1, limit.groups, choice_TE.shape[1] // limit.groups)
+        groups_TG = torch.topk(choice_TGe, limit.best, dim=-1).values.sum(-1)
+        kept_TG = torch.topk(groups_TG, limit.kept, dim=-1).indices
+        dropped_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(1, kept_TG, False)
+        choice_TE = choice_TGe.masked_fill(dropped_TG.unsqueeze(-1), float("-inf")).flatten(1)
+    ids_TK = torch.topk(choice_TE, top_k, dim=-1).indices
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if normalize:
+        weights_TK /= weights_TK.sum(dim=-1, keepdim=True) + 1e-20
     return ids_TK, weights_TK
 
 

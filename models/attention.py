@@ -1,6 +1,6 @@
 """Grouped-query attention of one layer: projections, norms, rope, KV pool.
 
-Another variant (latent attention, sinks) is another class with the same two methods.
+`models/latent_attention.py` has another variant: a class with the same two methods.
 Shapes: T tokens, D model dim, H query heads, G KV heads, d head dim.
 """
 
@@ -35,6 +35,7 @@ class GroupedQueryAttention:
         if spec.attention_bias:
             self._qkv_bias = loader.load(wants["q_bias"], wants["k_bias"], wants["v_bias"])
             self._o_bias = loader.load(wants["o_bias"])
+        self._sinks = loader.load(wants["sinks"]) if "sinks" in wants else None
         self._q_norm = loader.load(wants["q_norm"]) if spec.qk_norm else None
         self._k_norm = loader.load(wants["k_norm"]) if spec.qk_norm else None
 
@@ -53,7 +54,8 @@ class GroupedQueryAttention:
         # All rows first, then attention: sequences may read what others of this batch write here.
         kv.write(self._layer, batch.slots_T, k_TGd, v_TGd)
         k_pool, v_pool = kv.entries(self._layer)
+        plan, scale = prepared.plans[self._window], d**-0.5
         attended_THd = ragged_attention(
-            qk[:, :H], k_TGd, v_TGd, k_pool, v_pool, prepared.plans[self._window], scale=d**-0.5
+            qk[:, :H], k_TGd, v_TGd, k_pool, v_pool, plan, scale=scale, sinks_H=self._sinks
         )
         hidden_TD.add_(functional.linear(attended_THd.view(T, H * d), self._o, self._o_bias))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from contracts.errors import CheckpointError
+from kernels.quantization import FP8_BLOCK, MXFP4_GROUP, dequantize_fp8_blocks
 from models import layout
 from models.config_fields import read_json
 from models.layout import Wanted, Wants
@@ -21,6 +22,7 @@ from models.spec import ModelSpec, read_spec
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LOADABLE = ("F32", "BF16", "F16")
+_FP8 = "F8_E4M3"
 
 
 class Checkpoint:
@@ -60,7 +62,7 @@ class Checkpoint:
         """The name under which `wanted` is stored. Raises CheckpointError."""
         for name in wanted.names:
             if name in self._file_of:
-                self._check(name, wanted.shape)
+                self._check(name, wanted)
                 return name
         raise CheckpointError(
             f"{self.folder}: tensor {wanted.names[0]} is missing from the checkpoint; expected"
@@ -68,25 +70,41 @@ class Checkpoint:
         )
 
     def load(self, wanted: Wanted) -> Tensor:
-        return self.get(self.find(wanted))
+        """As `get`; of fp8 blocks a float32 copy."""
+        name = self.find(wanted)
+        if self.entry(name).dtype != _FP8:
+            return self.get(name)
+        return dequantize_fp8_blocks(self.get(name), self.get(f"{name}_scale_inv"))
 
     def release(self) -> None:
         """Gives the pages read so far back to the kernel, so that resident memory stays bounded."""
         for file in set(self._file_of.values()):
             file.release()
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check(self, name: str, wanted: Wanted) -> None:
         entry = self.entry(name)
         path = self._file_of[name].path
-        if entry.shape != shape:
+        if entry.shape != wanted.shape:
             raise CheckpointError(
                 f"{path}: tensor {name} has shape {list(entry.shape)}, config.json implies"
-                f" {list(shape)}; use the config.json that belongs to these weights"
+                f" {list(wanted.shape)}; use the config.json that belongs to these weights"
             )
+        if entry.dtype == _FP8 and len(entry.shape) == 2 and not wanted.packed:
+            self._check_scales(name, entry.shape)
+        elif entry.dtype not in (("U8",) if wanted.packed else _LOADABLE):
+            supported = "U8 (MXFP4)" if wanted.packed else "F32, BF16, F16, F8_E4M3 matrices"
+            raise CheckpointError(
+                f"{path}: tensor {name} is stored as {entry.dtype}; supported: {supported}"
+            )
+
+    def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
+        """An fp8 matrix has a scale for each of its blocks."""
+        scales = Wanted((f"{name}_scale_inv",), tuple(-(-size // FP8_BLOCK) for size in shape))
+        entry = self.entry(self.find(scales))
         if entry.dtype not in _LOADABLE:
             raise CheckpointError(
-                f"{path}: tensor {name} is stored as {entry.dtype}; supported: F32, BF16, F16"
-                " (unquantised checkpoints)"
+                f"{self.folder}: tensor {name}_scale_inv is stored as {entry.dtype}; supported: "
+                + ", ".join(_LOADABLE)
             )
 
     def _open_shards(self, index: Path) -> None:
@@ -130,7 +148,7 @@ def check_checkpoint(folder: Path) -> ModelSpec:
 
 
 def is_fused(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> bool:
-    """Whether the experts of a layer are stored as two tensors over all of them."""
+    """Whether the experts of a layer are stored as two tensors over all of them (not clamped)."""
     return checkpoint.has(layout.fused_expert_tensors(spec, layer)["gate_up"].names[0])
 
 
@@ -138,9 +156,29 @@ def expert_wants(
     checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert_ids: range
 ) -> list[Wants]:
     """What must exist for `expert_ids` of a layer, in whichever form the layer is stored."""
+    if spec.clamp is not None:
+        return [clamped_wants(checkpoint, spec, layer)]
     if is_fused(checkpoint, spec, layer):
         return [layout.fused_expert_tensors(spec, layer)]
     return [layout.expert_tensors(spec, layer, expert) for expert in expert_ids]
+
+
+def is_packed(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> bool:
+    """Whether the clamped experts of a layer are stored as MXFP4."""
+    packed = layout.packed_expert_tensors(spec, layer)
+    return any(checkpoint.has(packed[role].names[0]) for role in ("gate_up_blocks", "down_blocks"))
+
+
+def clamped_wants(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> Wants:
+    """What must exist of a layer's clamped experts, floats or MXFP4. Raises CheckpointError."""
+    if not is_packed(checkpoint, spec, layer):
+        return layout.clamped_expert_tensors(spec, layer)
+    if spec.hidden_size % MXFP4_GROUP or spec.expert_ffn_size % MXFP4_GROUP:
+        raise CheckpointError(
+            f"{checkpoint.folder}: hidden_size={spec.hidden_size} and intermediate_size="
+            f"{spec.expert_ffn_size} must be multiples of {MXFP4_GROUP} for MXFP4 experts"
+        )
+    return layout.packed_expert_tensors(spec, layer)
 
 
 def resolve_dtype(spec: ModelSpec, dtype: Literal["auto", "bfloat16", "float32"]) -> torch.dtype:

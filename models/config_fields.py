@@ -64,6 +64,15 @@ class ConfigFields:
             raise self.error(keys[0], f"expected a positive integer, got {value!r}")
         return value
 
+    def count(self, key: str, *, default: int) -> int:
+        """A non-negative integer."""
+        value = self.raw(key)
+        if value is None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.error(key, f"expected an integer of 0 or more, got {value!r}")
+        return value
+
     def number(self, *keys: str, default: float | None = None) -> float:
         value = self.raw(*keys)
         if value is None:

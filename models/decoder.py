@@ -15,23 +15,15 @@ from kernels.attention import plan_attention
 from kernels.experts import swiglu
 from kernels.norm import rms_norm
 from kernels.rope import cos_sin, inverse_frequencies
-from kernels.routing import softmax_top_k
 from models import layout
 from models.attention import GroupedQueryAttention
 from models.batch import AttentionBatch, Prepared
 from models.checkpoint import Checkpoint
 from models.kv_pool import KvPool
+from models.latent_attention import LatentAttention
 from models.loading import Loader, Progress, total_bytes
+from models.router import Routed, Router
 from models.spec import ModelSpec
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Routed:
-    """What the experts must see: x_TD in the model dtype, ids int64, weights float32."""
-
-    x_TD: Tensor
-    topk_ids_TK: Tensor
-    topk_weights_TK: Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,25 +35,8 @@ class Attended:
     routed: Routed | None
 
 
-class _Router:
-    def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
-        self._weight = loader.load(layout.router_tensors(spec, layer)["router"])
-        self._top_k = spec.top_k
-        self._normalize = spec.norm_topk_prob
-        self._rounds = spec.family.rounds_topk_weights
-
-    def __call__(self, x_TD: Tensor) -> Routed:
-        logits_TE = functional.linear(x_TD, self._weight)
-        round_to = logits_TE.dtype if self._rounds else None
-        ids_TK, weights_TK = softmax_top_k(
-            logits_TE, self._top_k, normalize=self._normalize, round_to=round_to
-        )
-        return Routed(x_TD, ids_TK, weights_TK)
-
-
-class _DenseMlp:
-    def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
-        wants = layout.dense_tensors(spec, layer)
+class _Mlp:
+    def __init__(self, wants: layout.Wants, loader: Loader) -> None:
         self._gate_up = loader.load(wants["gate"], wants["up"])
         self._down = loader.load(wants["down"])
 
@@ -73,13 +48,18 @@ class _Layer:
     """A layer without its routed experts: `mlp` is the router, or the whole MLP if dense."""
 
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
-        wants = layout.attention_tensors(spec, layer)
+        wants = layout.norm_tensors(spec, layer)
         self.attention_norm = loader.load(wants["attention_norm"])
         self.mlp_norm = loader.load(wants["mlp_norm"])
-        self.attention = GroupedQueryAttention(spec, layer, loader)
-        self.mlp: _Router | _DenseMlp = (
-            _Router(spec, layer, loader) if spec.is_moe(layer) else _DenseMlp(spec, layer, loader)
+        kind = GroupedQueryAttention if spec.latent is None else LatentAttention
+        self.attention = kind(spec, layer, loader)
+        self.mlp: Router | _Mlp = (
+            Router(spec, layer, loader)
+            if spec.is_moe(layer)
+            else _Mlp(layout.dense_tensors(spec, layer), loader)
         )
+        shared = layout.shared_tensors(spec, layer)
+        self.shared = _Mlp(shared, loader) if shared else None
 
 
 class AttentionHalf:
@@ -98,7 +78,7 @@ class AttentionHalf:
         for layer in range(spec.num_layers):
             self._layers.append(_Layer(spec, layer, loader))
             loader.layer_done()
-        self._inv_freq = inverse_frequencies(spec.rope, spec.head_dim).to(device)
+        self._inv_freq = inverse_frequencies(spec.rope, spec.rope_dim).to(device)
         self._windows = tuple(dict.fromkeys(spec.sliding_windows))
 
     @staticmethod
@@ -137,23 +117,27 @@ class AttentionHalf:
     def attend(self, layer: int, hidden_TD: Tensor, batch: AttentionBatch, kv: KvPool) -> Attended:
         """Attention (and the dense MLP) of one layer. Adds to hidden_TD in place and returns it."""
         weights = self._layers[layer]
-        eps = self.spec.rms_norm_eps
-        x_TD = rms_norm(hidden_TD, weights.attention_norm, eps)
+        x_TD = self._norm(hidden_TD, weights.attention_norm)
         weights.attention.add_to(hidden_TD, x_TD, batch, self.prepare(batch), kv)
-        x_TD = rms_norm(hidden_TD, weights.mlp_norm, eps)
-        if isinstance(weights.mlp, _Router):
+        x_TD = self._norm(hidden_TD, weights.mlp_norm)
+        if isinstance(weights.mlp, Router):
             return Attended(hidden_TD, weights.mlp(x_TD))
         return Attended(hidden_TD.add_(weights.mlp(x_TD)), None)
 
     def has_shared(self, layer: int) -> bool:
-        """Whether `layer` has a shared expert. No supported family does yet."""
-        return self.spec.has_shared_experts and self.spec.is_moe(layer)
+        """Whether `layer` has a shared expert."""
+        return self._layers[layer].shared is not None
 
     def shared(self, layer: int, x_TD: Tensor) -> Tensor | None:
         """The shared expert's output for the routed x_TD, to be added to the residual; or None."""
-        return None
+        shared = self._layers[layer].shared
+        return None if shared is None else shared(x_TD)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V] float32 for the rows given (final norm, head)."""
-        x_RD = rms_norm(hidden_RD, self._final_norm, self.spec.rms_norm_eps)
+        x_RD = self._norm(hidden_RD, self._final_norm)
         return functional.linear(x_RD, self._head).float()
+
+    def _norm(self, x: Tensor, weight_D: Tensor) -> Tensor:
+        spec = self.spec
+        return rms_norm(x, weight_D, spec.rms_norm_eps, round_once=spec.family.norm_rounds_once)

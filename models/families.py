@@ -6,6 +6,8 @@ and `{expert}`; where a tensor has several names, the first that the checkpoint 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 Names = tuple[str, ...]
@@ -26,7 +28,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """`rounds_topk_weights`: routing weights pass through the model dtype, as in `transformers`.
 
     `window_switch_key`: the field that must be true for `sliding_window` to count (None: it always
-    counts).
+    counts). `alternating_window`: its default where layers differ in it. `first_moe_key`: the field
+    with the number of dense layers that stand first. `shared`: where the shared experts' one MLP
+    is. `float32_router`: its product is in float32, whatever the model's dtype. `experts` None:
+    only the clamped form exists (layout.clamped_expert_tensors).
     """
 
     model_type: str
@@ -34,17 +39,33 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     num_experts_keys: Names
     expert_ffn_key: str
     router: Names
-    experts: ExpertNames
+    experts: ExpertNames | None
     qk_norm: bool
     always_norm_topk: bool
     rounds_topk_weights: bool
     may_have_dense_layers: bool
     reads_attention_bias: bool
     window_switch_key: str | None
-    default_kv_heads: int
-    default_top_k: int
     default_rope_theta: float
     default_rms_norm_eps: float
+    default_top_k: int | None
+    default_kv_heads: int = 0
+    attention: Literal["grouped", "latent"] = "grouped"
+    routing: Literal["plain", "deepseek_v2", "deepseek_v3"] = "plain"
+    float32_router: bool = False
+    correction_bias: str | None = None
+    default_routed_scale: float = 1.0
+    default_groups: tuple[int | None, int | None] = (None, None)
+    first_moe_key: str | None = None
+    default_first_moe: int = 0
+    shared: str | None = None
+    default_shared_experts: int = 0
+    router_bias: str | None = None
+    sinks: bool = False
+    norm_rounds_once: bool = False
+    alternating_window: int | None = None
+    default_attention_bias: bool = False
+    needs_rope_parameters: bool = False
 
 
 _QWEN3_MOE = Family(
@@ -96,4 +117,69 @@ _MIXTRAL = Family(
     default_rms_norm_eps=1e-5,
 )
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (_QWEN3_MOE, _MIXTRAL)}
+_DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    num_experts_keys=("n_routed_experts", "num_experts", "num_local_experts"),
+    expert_ffn_key="moe_intermediate_size",
+    router=_QWEN3_MOE.router,
+    experts=_QWEN3_MOE.experts,
+    qk_norm=False,
+    always_norm_topk=False,
+    rounds_topk_weights=False,
+    may_have_dense_layers=True,
+    reads_attention_bias=True,
+    window_switch_key=None,
+    attention="latent",
+    routing="deepseek_v2",
+    float32_router=True,
+    first_moe_key="first_k_dense_replace",
+    shared="model.layers.{layer}.mlp.shared_experts",
+    default_shared_experts=2,
+    default_top_k=None,
+    default_rope_theta=10_000.0,
+    default_rms_norm_eps=1e-6,
+)
+
+_DEEPSEEK_V3 = msgspec.structs.replace(
+    _DEEPSEEK_V2,
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    routing="deepseek_v3",
+    correction_bias="model.layers.{layer}.mlp.gate.e_score_correction_bias",
+    default_routed_scale=2.5,
+    default_groups=(8, 4),
+    default_first_moe=3,
+    default_shared_experts=1,
+    default_top_k=8,
+)
+
+_GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    num_experts_keys=("num_local_experts", "num_experts"),
+    expert_ffn_key="intermediate_size",
+    router=("model.layers.{layer}.mlp.router.weight",),
+    experts=None,
+    qk_norm=False,
+    always_norm_topk=True,
+    rounds_topk_weights=True,
+    may_have_dense_layers=False,
+    reads_attention_bias=True,
+    default_attention_bias=True,
+    window_switch_key=None,
+    router_bias="model.layers.{layer}.mlp.router.bias",
+    sinks=True,
+    norm_rounds_once=True,
+    alternating_window=128,
+    needs_rope_parameters=True,
+    default_kv_heads=8,
+    default_top_k=4,
+    default_rope_theta=150_000.0,
+    default_rms_norm_eps=1e-5,
+)
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (_QWEN3_MOE, _MIXTRAL, _DEEPSEEK_V2, _DEEPSEEK_V3, _GPT_OSS)
+}

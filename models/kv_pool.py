@@ -14,7 +14,9 @@ from models.spec import ModelSpec
 
 
 def kv_entry_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """The [heads, size] of what a token leaves per layer: K and V. (A latent cache has one.)"""
+    """The [heads, size] of what a token leaves per layer: K and V, or one latent for all heads."""
+    if spec.latent is not None:
+        return ((1, spec.latent.entry_dim),)
     return ((spec.num_kv_heads, spec.head_dim),) * 2
 
 
@@ -50,7 +52,7 @@ class KvPool:
         )
 
     def entries(self, layer: int) -> tuple[Tensor, ...]:
-        """(K, V) of a layer, each [P, heads, size]."""
+        """(K, V) of a layer, or its latents alone, each [P, heads, size]."""
         return self._layers[layer]
 
     def write(self, layer: int, slots_T: Tensor, *values: Tensor) -> None:

@@ -6,6 +6,7 @@ after each layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
@@ -41,7 +42,7 @@ class Loader:
     def load(self, *parts: Wanted) -> Tensor:
         """The parts, one below the other in dim 0, as one new tensor."""
         rows = sum(part.shape[0] for part in parts)
-        whole = self.empty(rows, *parts[0].shape[1:])
+        whole = self.empty(rows, *parts[0].shape[1:], float32=parts[0].float32)
         first = 0
         for part in parts:
             self.copy(self._checkpoint.load(part), whole[first : first + part.shape[0]])
@@ -50,10 +51,11 @@ class Loader:
 
     def copy(self, stored: Tensor, out: Tensor) -> None:
         out.copy_(stored)
-        self._loaded_bytes += out.numel() * self._dtype.itemsize
+        self._loaded_bytes += out.numel() * out.dtype.itemsize
 
-    def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+    def empty(self, *shape: int, float32: bool = False) -> Tensor:
+        dtype = torch.float32 if float32 else self._dtype
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def layer_done(self) -> None:
         self._checkpoint.release()
@@ -63,13 +65,10 @@ class Loader:
 
 def total_bytes(wants: Iterable[Wanted], dtype: torch.dtype) -> int:
     """Bytes of `wants` once loaded as `dtype`."""
-    elements = 0
-    for wanted in wants:
-        size = 1
-        for dim in wanted.shape:
-            size *= dim
-        elements += size
-    return elements * dtype.itemsize
+    return sum(
+        math.prod(wanted.shape) * (torch.float32 if wanted.float32 else dtype).itemsize
+        for wanted in wants
+    )
 
 
 def progress_line(

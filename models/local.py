@@ -12,10 +12,11 @@ from torch import Tensor
 from kernels.routing import group_by_expert, local_index
 from models.batch import AttentionBatch, SequenceSlice
 from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
-from models.decoder import AttentionHalf, Routed
+from models.decoder import AttentionHalf
 from models.kv_pool import KvPool
 from models.loading import Progress
 from models.moe import ExpertHalf
+from models.router import Routed
 from models.spec import ModelSpec
 
 

@@ -5,16 +5,16 @@ Shapes: U tokens, D model dim, F expert FFN dim, e local experts, N (token, expe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kernels.experts import grouped_experts
 from models import layout
-from models.checkpoint import Checkpoint, is_fused
-from models.layout import Wanted
-from models.loading import Loader, Progress, total_bytes
+from models.checkpoint import Checkpoint
+from models.expert_loading import ExpertLayer, load_experts
+from models.loading import Loader, Progress
 from models.spec import ModelSpec
 
 
@@ -25,13 +25,11 @@ class ExpertHalf:
         self,
         spec: ModelSpec,
         expert_ids: Sequence[int],
-        gate_up: dict[int, Tensor],
-        down: dict[int, Tensor],
+        layers: dict[int, ExpertLayer],
     ) -> None:
         self.spec = spec
         self.expert_ids = tuple(expert_ids)
-        self._gate_up = gate_up
-        self._down = down
+        self._layers = layers
 
     @staticmethod
     def load(
@@ -49,14 +47,14 @@ class ExpertHalf:
             raise ValueError(
                 f"expert_ids must be distinct and below {spec.num_experts}, got {list(expert_ids)}"
             )
-        whole = total_bytes(_wants(spec, expert_ids), dtype)
+        elements = len(spec.moe_layers) * len(expert_ids) * layout.expert_elements(spec)
+        whole = elements * dtype.itemsize
         loader = Loader(checkpoint, dtype, torch.device(device), progress, whole)
-        gate_up, down = {}, {}
+        layers = {}
         for layer in spec.moe_layers:
-            load = _load_fused if is_fused(checkpoint, spec, layer) else _load_single
-            gate_up[layer], down[layer] = load(checkpoint, spec, layer, expert_ids, loader)
+            layers[layer] = load_experts(checkpoint, spec, layer, expert_ids, loader)
             loader.layer_done()
-        return ExpertHalf(spec, expert_ids, gate_up, down)
+        return ExpertHalf(spec, expert_ids, layers)
 
     def run(
         self,
@@ -72,45 +70,7 @@ class ExpertHalf:
         under several experts). Added in ascending local expert order.
         """
         counts = counts_e.tolist() if isinstance(counts_e, Tensor) else counts_e
+        held = self._layers[layer]
         return grouped_experts(
-            x_UD, self._gate_up[layer], self._down[layer], rows_N, weights_N, counts
+            x_UD, held.gate_up, held.down, rows_N, weights_N, counts, held.clamped
         )
-
-
-def _wants(spec: ModelSpec, expert_ids: Sequence[int]) -> Iterator[Wanted]:
-    for layer in spec.moe_layers:
-        for expert in expert_ids:
-            yield from layout.expert_tensors(spec, layer, expert).values()
-
-
-def _empty_layer(spec: ModelSpec, num_local: int, loader: Loader) -> tuple[Tensor, Tensor]:
-    D, F = spec.hidden_size, spec.expert_ffn_size
-    return loader.empty(num_local, 2 * F, D), loader.empty(num_local, D, F)
-
-
-def _load_single(
-    checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert_ids: Sequence[int], loader: Loader
-) -> tuple[Tensor, Tensor]:
-    """gate_up [e, 2F, D] and down [e, D, F] from three tensors per expert."""
-    F = spec.expert_ffn_size
-    gate_up, down = _empty_layer(spec, len(expert_ids), loader)
-    for local, expert in enumerate(expert_ids):
-        wants = layout.expert_tensors(spec, layer, expert)
-        loader.copy(checkpoint.load(wants["gate"]), gate_up[local, :F])
-        loader.copy(checkpoint.load(wants["up"]), gate_up[local, F:])
-        loader.copy(checkpoint.load(wants["down"]), down[local])
-    return gate_up, down
-
-
-def _load_fused(
-    checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert_ids: Sequence[int], loader: Loader
-) -> tuple[Tensor, Tensor]:
-    """The same from two tensors over all experts: only the pages of ours are touched."""
-    wants = layout.fused_expert_tensors(spec, layer)
-    stored_gate_up = checkpoint.load(wants["gate_up"])
-    stored_down = checkpoint.load(wants["down"])
-    gate_up, down = _empty_layer(spec, len(expert_ids), loader)
-    for local, expert in enumerate(expert_ids):
-        loader.copy(stored_gate_up[expert], gate_up[local])
-        loader.copy(stored_down[expert], down[local])
-    return gate_up, down

@@ -16,8 +16,10 @@ SUPPORTED_ROPE = ("default", "linear", "dynamic", "llama3", "yarn")
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Inverse frequencies are made of these by `kernels.rope.inverse_frequencies`.
 
-    `attention_factor` multiplies cos and sin (yarn). Dynamic NTK scaling only changes anything
-    beyond max_position_embeddings, which is our longest context: it is read as `default`.
+    `attention_factor` multiplies cos and sin (yarn); `softmax_factor` multiplies the scale of the
+    softmax, in latent attention only (DeepSeek's mscale_all_dim, squared). Dynamic
+    NTK scaling only changes anything beyond max_position_embeddings, which is our longest context:
+    it is read as `default`.
     """
 
     theta: float
@@ -30,6 +32,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    softmax_factor: float = 1.0
 
 
 def read_rope(config: ConfigFields, *, default_theta: float) -> RopeSpec:
@@ -45,6 +48,8 @@ def read_rope(config: ConfigFields, *, default_theta: float) -> RopeSpec:
     for fields in (config, scaling):
         if fields.raw("partial_rotary_factor") not in (None, 1, 1.0):
             raise fields.error("partial_rotary_factor", "only 1.0 is supported")
+    if kind not in ("default", "yarn") and scaling.raw("mscale_all_dim"):
+        raise scaling.error("mscale_all_dim", f"is not supported with rope_type {kind}, only yarn")
     if kind in ("default", "dynamic"):
         return RopeSpec(theta=theta)
     if kind == "linear":
@@ -65,7 +70,16 @@ def read_rope(config: ConfigFields, *, default_theta: float) -> RopeSpec:
 
 
 def _yarn(scaling: ConfigFields, theta: float, original: int, longest: int) -> RopeSpec:
+    """YaRN's temperature 0.1 ln(s) + 1 is on cos and sin. DeepSeek scales it twice: there by a
+    ratio where both scales are given, and by mscale_all_dim on the softmax."""
     factor = scaling.number("factor", default=longest / original)
+
+    def temperature(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    mscale = scaling.number("mscale") if scaling.raw("mscale") else 0.0
+    all_dim = scaling.number("mscale_all_dim") if scaling.raw("mscale_all_dim") else 0.0
+    ratio = temperature(mscale) / temperature(all_dim) if mscale and all_dim else temperature(1.0)
     return RopeSpec(
         theta=theta,
         kind="yarn",
@@ -74,19 +88,6 @@ def _yarn(scaling: ConfigFields, theta: float, original: int, longest: int) -> R
         beta_fast=scaling.number("beta_fast", default=32.0),
         beta_slow=scaling.number("beta_slow", default=1.0),
         truncate=scaling.boolean("truncate", default=True),
-        attention_factor=scaling.number(
-            "attention_factor", default=_yarn_attention_factor(scaling, factor)
-        ),
+        attention_factor=scaling.number("attention_factor", default=ratio),
+        softmax_factor=temperature(all_dim) ** 2 if all_dim else 1.0,
     )
-
-
-def _yarn_attention_factor(scaling: ConfigFields, factor: float) -> float:
-    """YaRN's temperature 0.1 ln(s) + 1, or DeepSeek's ratio of two where both scales are given."""
-
-    def temperature(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    mscale, all_dim = scaling.raw("mscale"), scaling.raw("mscale_all_dim")
-    if mscale and all_dim:
-        return temperature(scaling.number("mscale")) / temperature(scaling.number("mscale_all_dim"))
-    return temperature(1.0)

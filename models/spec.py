@@ -13,9 +13,13 @@ from typing import Literal
 import msgspec
 
 from contracts.errors import CheckpointError
+from kernels.quantization import FP8_BLOCK
 from models.config_fields import ConfigFields, read_json
 from models.families import FAMILIES, Family
+from models.latent_spec import LatentSpec, read_latent
+from models.layer_spec import read_moe_layers, read_windows
 from models.rope_spec import RopeSpec, read_rope
+from models.routing_spec import RoutingSpec, read_routing
 
 StoredDtype = Literal["bfloat16", "float16", "float32"]
 _DTYPES: dict[str, StoredDtype] = {
@@ -25,11 +29,20 @@ _DTYPES: dict[str, StoredDtype] = {
 }
 
 
+class ClampSpec(msgspec.Struct, frozen=True):
+    """Experts with biases and the clamped gate of kernels.experts.ClampedGate."""
+
+    alpha: float
+    limit: float
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder's shape. Sizes in elements; `moe_layers` ascending; `sliding_windows` per layer.
 
     A sliding window W lets position p see positions p-W+1 .. p. `dtype` is what config.json states
-    (float32 where it is silent). `dense_ffn_size` is 0 where no layer is dense.
+    (where it is silent: float32, bfloat16 if quantised). `dense_ffn_size` is 0 where no layer is
+    dense. `latent`: sizes of latent attention; `head_dim` is then that of a query, and there are as
+    many KV heads as heads.
     """
 
     architecture: str
@@ -43,7 +56,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     expert_ffn_size: int
     dense_ffn_size: int
     moe_layers: tuple[int, ...]
-    norm_topk_prob: bool
+    routing: RoutingSpec
     rope: RopeSpec
     rms_norm_eps: float
     vocab_size: int
@@ -56,6 +69,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
     num_shared_experts: int = 0
+    latent: LatentSpec | None = None
+    clamp: ClampSpec | None = None
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head that rope turns."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def shared_ffn_size(self) -> int:
+        return self.num_shared_experts * self.expert_ffn_size
 
     @property
     def has_shared_experts(self) -> bool:
@@ -76,38 +100,42 @@ def read_spec(folder: Path) -> ModelSpec:
     """
     config = _read_config(folder)
     family = _family(config)
-    _refuse_unsupported(config)
+    _refuse_unsupported(config, family)
     num_layers = config.positive_int("num_hidden_layers")
     num_heads = config.positive_int("num_attention_heads")
     hidden_size = config.positive_int("hidden_size")
-    moe_layers = _moe_layers(config, family, num_layers)
+    moe_layers = read_moe_layers(config, family, num_layers)
     dense = len(moe_layers) < num_layers
-    head_dim = config.positive_int("head_dim", default=hidden_size // num_heads)
+    latent, num_kv_heads, head_dim = _heads(config, family, num_heads, hidden_size)
+    num_experts = config.positive_int(*family.num_experts_keys)
     spec = ModelSpec(
         architecture=family.model_type,
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=config.positive_int("num_key_value_heads", default=family.default_kv_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        num_experts=config.positive_int(*family.num_experts_keys),
+        num_experts=num_experts,
         top_k=config.positive_int("num_experts_per_tok", default=family.default_top_k),
         expert_ffn_size=config.positive_int(family.expert_ffn_key),
         dense_ffn_size=config.positive_int("intermediate_size") if dense else 0,
         moe_layers=moe_layers,
-        norm_topk_prob=family.always_norm_topk or config.boolean("norm_topk_prob", default=False),
-        rope=read_rope(config, default_theta=family.default_rope_theta),
+        routing=read_routing(config, family, num_experts),
+        rope=_rope(config, family),
         rms_norm_eps=config.number("rms_norm_eps", default=family.default_rms_norm_eps),
         vocab_size=config.positive_int("vocab_size"),
         max_context_tokens=config.positive_int("max_position_embeddings"),
         tie_word_embeddings=config.boolean("tie_word_embeddings", default=False),
         attention_bias=family.reads_attention_bias
-        and config.boolean("attention_bias", default=False),
+        and config.boolean("attention_bias", default=family.default_attention_bias),
         qk_norm=family.qk_norm,
-        sliding_windows=_sliding_windows(config, family, num_layers),
+        sliding_windows=read_windows(config, family, num_layers),
         dtype=_stored_dtype(config),
         eos_token_ids=_eos_token_ids(folder, config),
         bos_token_id=config.token_ids("bos_token_id")[0] if config.has("bos_token_id") else None,
+        num_shared_experts=_shared_experts(config, family),
+        latent=latent,
+        clamp=_clamp(config) if family.experts is None else None,
     )
     _check_across(config, spec)
     return spec
@@ -136,54 +164,68 @@ def _family(config: ConfigFields) -> Family:
     raise config.error("model_type", f"{found!r} is not supported; supported: {supported}")
 
 
-def _refuse_unsupported(config: ConfigFields) -> None:
-    quantization = config.raw("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise config.error(
-            "quantization_config",
-            f"quantised weights ({method or 'unknown method'}) are not supported;"
-            " use an unquantised bfloat16, float16 or float32 checkpoint",
-        )
+def _heads(
+    config: ConfigFields, family: Family, num_heads: int, hidden_size: int
+) -> tuple[LatentSpec | None, int, int]:
+    """(latent sizes, KV heads, head dim)."""
+    if family.attention == "grouped":
+        kv_heads = config.positive_int("num_key_value_heads", default=family.default_kv_heads)
+        head_dim = config.positive_int("head_dim", default=hidden_size // num_heads)
+        return None, kv_heads, head_dim
+    second = family.routing == "deepseek_v2"
+    latent = read_latent(config, num_heads=num_heads, always_interleaved=second)
+    return latent, num_heads, latent.nope_dim + latent.rope_dim
+
+
+def _rope(config: ConfigFields, family: Family) -> RopeSpec:
+    given = config.has("rope_parameters") or config.has("rope_scaling")
+    if family.needs_rope_parameters and not given:
+        raise config.error("rope_parameters", f"missing; {family.model_type} needs them")
+    return read_rope(config, default_theta=family.default_rope_theta)
+
+
+def _shared_experts(config: ConfigFields, family: Family) -> int:
+    if family.shared is None:
+        return 0
+    return config.positive_int("n_shared_experts", default=family.default_shared_experts)
+
+
+def _clamp(config: ConfigFields) -> ClampSpec:
+    alpha = config.number("swiglu_alpha", default=1.702)
+    return ClampSpec(alpha, config.number("swiglu_limit", default=7.0))
+
+
+def _refuse_unsupported(config: ConfigFields, family: Family) -> None:
+    if config.has("quantization_config"):
+        _refuse_quantization(config.section("quantization_config"), family)
     activation = config.raw("hidden_act")
     if activation not in (None, "silu"):
         raise config.error("hidden_act", f"{activation!r} is not supported; supported: silu")
 
 
-def _moe_layers(config: ConfigFields, family: Family, num_layers: int) -> tuple[int, ...]:
-    if not family.may_have_dense_layers:
-        return tuple(range(num_layers))
-    step = config.positive_int("decoder_sparse_step", default=1)
-    dense = set(config.int_list("mlp_only_layers"))
-    return tuple(
-        layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
-    )
-
-
-def _sliding_windows(
-    config: ConfigFields, family: Family, num_layers: int
-) -> tuple[int | None, ...]:
-    """One window for all layers: that is what `transformers` does for both families."""
-    none: tuple[int | None, ...] = (None,) * num_layers
-    switched = family.window_switch_key
-    if switched is not None and not config.boolean(switched, default=False):
-        return none
-    if not config.has("sliding_window"):
-        return none
-    first = config.raw("max_window_layers")
-    if switched is not None and first not in (None, 0):
-        raise config.error(
-            "max_window_layers",
-            f"{first!r} together with {switched} is not supported (which layers slide is"
-            f" ambiguous); set max_window_layers to 0 for all layers, or {switched} to false",
+def _refuse_quantization(quantization: ConfigFields, family: Family) -> None:
+    """Everything but fp8 in 128x128 blocks and gpt-oss's MXFP4."""
+    method = quantization.raw("quant_method")
+    supported = "fp8 (128x128 blocks)" + (", mxfp4" if family.experts is None else "")
+    if method == "mxfp4" and family.experts is None:
+        return
+    if method != "fp8":
+        raise quantization.error(
+            "quant_method",
+            f"{method or 'an unknown method'} is not supported; supported: {supported},"
+            " or an unquantised bfloat16, float16 or float32 checkpoint",
         )
-    return (config.positive_int("sliding_window"),) * num_layers
+    block = quantization.raw("weight_block_size")
+    if block != [FP8_BLOCK, FP8_BLOCK]:
+        raise quantization.error(
+            "weight_block_size", f"{block!r} is not supported; supported: [128, 128]"
+        )
 
 
 def _stored_dtype(config: ConfigFields) -> StoredDtype:
     raw = config.raw("dtype", "torch_dtype")
     if raw is None:
-        return "float32"
+        return "bfloat16" if config.has("quantization_config") else "float32"
     name = str(raw).removeprefix("torch.")
     if name not in _DTYPES:
         raise config.error("dtype", f"{raw!r} is not supported; supported: {', '.join(_DTYPES)}")
@@ -208,5 +250,7 @@ def _check_across(config: ConfigFields, spec: ModelSpec) -> None:
         raise config.error(
             "num_experts_per_tok", f"{spec.top_k} exceeds the {spec.num_experts} experts"
         )
-    if spec.head_dim % 2:
+    if not spec.moe_layers:
+        raise config.error("num_hidden_layers", f"none of the {spec.num_layers} layers has experts")
+    if spec.latent is None and spec.head_dim % 2:
         raise config.error("head_dim", f"{spec.head_dim} is odd; rope needs an even size")

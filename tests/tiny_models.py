@@ -25,6 +25,16 @@ _COMMON = {
     "eos_token_id": 2,
     "initializer_range": 0.15,  # logits of order 1, and routing that is not uniform
 }
+_LATENT = {
+    "moe_intermediate_size": 20,
+    "intermediate_size": 56,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "head_dim": 6,
+    "v_head_dim": 14,
+}
 _FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "num_experts": 7,
@@ -33,6 +43,43 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "mixtral": {"num_local_experts": 7, "intermediate_size": 20},
+    "deepseek_v2": {
+        **_LATENT,
+        "n_routed_experts": 7,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+    },
+    "deepseek_v3": {
+        **_LATENT,
+        "n_routed_experts": 9,
+        "n_group": 3,
+        "topk_group": 2,
+        "q_lora_rank": 22,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
+    "gpt_oss": {
+        "num_local_experts": 7,
+        "intermediate_size": 20,
+        "sliding_window": 11,
+        "swiglu_limit": 1.5,  # small enough to clamp
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e3,  # so that `truncate` makes a difference
+            "factor": 8.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
+}
+_CLASSES = {
+    "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "gpt_oss": "GptOss",
 }
 
 
@@ -47,7 +94,7 @@ def make_tiny_checkpoint(
     old_keys: bool = False,
     **overrides: Any,
 ) -> Path:
-    """A checkpoint of `family` ("qwen3_moe", "mixtral") in `folder`.
+    """A checkpoint of `family` (a key of `_CLASSES`) in `folder`.
 
     overrides: config fields. max_shard_size ("40KB"): several shards with an index. fused: experts
     as one tensor per layer. old_keys: config.json spelled as before `transformers` 5.
@@ -65,11 +112,8 @@ def build_tiny_model(family: str = "qwen3_moe", *, seed: int = 0, **overrides: A
     """The `transformers` model in float32, evaluation mode; norms and biases are random too."""
     import transformers
 
-    classes = {
-        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-        "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
-    }
-    config_class, model_class = classes[family]
+    config_class = getattr(transformers, f"{_CLASSES[family]}Config")
+    model_class = getattr(transformers, f"{_CLASSES[family]}ForCausalLM")
     config = config_class(**{**_COMMON, **_FAMILY[family], **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -77,8 +121,11 @@ def build_tiny_model(family: str = "qwen3_moe", *, seed: int = 0, **overrides: A
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 torch.nn.init.normal_(parameter, std=0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.3)
     return model
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from contracts.events import Stage
 from contracts.plan import Order, Plan
 from models.local import LocalModel
 from tests.group_harness import ThreadGroup, greedy, group_config
@@ -17,8 +18,8 @@ from tests.group_harness import ThreadGroup, greedy, group_config
 Checkpoints = Callable[..., Path]
 VOCABULARY = list(range(131))
 
-# Three odd configurations per family: uneven expert counts, head_dim != D/H, tied and untied, a
-# dense layer, sliding windows shorter than the prompts.
+# Odd configurations of each family: uneven expert counts, head_dim != D/H, tied and untied, a dense
+# layer, sliding windows shorter than the prompts, shared experts.
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("qwen3_moe", {"num_experts": 5, "tie_word_embeddings": True, "norm_topk_prob": False}),
@@ -26,7 +27,11 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {}),
     ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16}),
     ("mixtral", {"num_local_experts": 4, "sliding_window": 9}),
-]
+    ("deepseek_v2", {"q_lora_rank": 26, "topk_method": "group_limited_greedy",
+                     "n_routed_experts": 10, "n_group": 5, "topk_group": 2}),
+    ("deepseek_v3", {}),
+    ("gpt_oss", {"num_local_experts": 5}),
+]  # fmt: skip
 SPLITS = [(1, 1), (1, 2), (2, 3)]
 PLANS = [
     Plan(order=Order.NAIVE),
@@ -89,8 +94,17 @@ def test_greedy_tokens_equal_transformers_over_64_decode_steps(
         assert [client.generated(request)[0] for request in requests] == expected
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+FAMILIES_BY_CHANNEL = [
+    ("qwen3_moe", "shm"),
+    ("qwen3_moe", "tcp"),
+    ("mixtral", "shm"),
+    ("mixtral", "tcp"),
+    ("gpt_oss", "tcp"),
+    ("deepseek_v3", "shm"),  # with shared experts: S tasks of their own under ASAS and AASS
+]
+
+
+@pytest.mark.parametrize(("family", "backend"), FAMILIES_BY_CHANNEL)
 def test_every_plan_gives_the_logits_of_the_single_process_path(
     tiny_checkpoint: Checkpoints, family: str, backend: str
 ) -> None:
@@ -117,10 +131,31 @@ def test_every_plan_gives_the_logits_of_the_single_process_path(
             client.close()
 
 
-def test_sequences_of_one_batch_share_blocks_that_are_computed_in_it(
+def test_shared_experts_of_every_layer_are_tasks_of_the_attention_rank(
     tiny_checkpoint: Checkpoints,
 ) -> None:
-    folder = tiny_checkpoint("qwen3_moe")
+    """ASAS runs a micro-batch's shared experts right after its attention, AASS after all attention
+    of the layer; under PPPipe they are part of attention."""
+    folder = tiny_checkpoint("deepseek_v2", first_k_dense_replace=0)
+    for order in (Order.ASAS, Order.AASS, Order.PPPIPE):
+        with ThreadGroup(folder, group_config(1, 1)) as group, group.client() as client:
+            group.pin(Plan(order=order, r1=2))
+            # two sequences that decode side by side for long: most of their batches hold both
+            client.wait(*(client.submit(seq, sampling=greedy(100)) for seq in prompts(12, [9, 9])))
+            spans = [span for span in group.attention[0].spans() if span.layer == 0]
+        batch = max(span.batch for span in spans if span.micro_batch == 1)
+        stages = [span.stage for span in spans if span.batch == batch]
+        tasks = [stage for stage in stages if stage in (Stage.ATTENTION, Stage.SHARED)]
+        A, S = Stage.ATTENTION, Stage.SHARED
+        expected = {Order.ASAS: [A, S, A, S], Order.AASS: [A, A, S, S], Order.PPPIPE: [A, A]}
+        assert tasks == expected[order], order
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
+def test_sequences_of_one_batch_share_blocks_that_are_computed_in_it(
+    tiny_checkpoint: Checkpoints, family: str
+) -> None:
+    folder = tiny_checkpoint(family)
     local = LocalModel.load(folder, dtype="float32")
     shared = prompts(4, [48])[0]
     sequences = [shared + tail for tail in prompts(5, [3, 5, 4, 6])]
@@ -139,10 +174,14 @@ def test_sequences_of_one_batch_share_blocks_that_are_computed_in_it(
             assert cached[1:] == [48, 48, 48]
 
 
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("mixtral", {"sliding_window": 9}), ("deepseek_v2", {}), ("deepseek_v3", {}), ("gpt_oss", {})],
+)
 def test_chunked_prefill_and_decode_in_one_batch_leave_answers_unchanged(
-    tiny_checkpoint: Checkpoints,
+    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any]
 ) -> None:
-    folder = tiny_checkpoint("mixtral", sliding_window=9)
+    folder = tiny_checkpoint(family, **overrides)
     local = LocalModel.load(folder, dtype="float32")
     sequences = prompts(7, [150, 31, 64, 9])
     config = group_config(1, 2, schedule={"max_batch_tokens": 40, "r1": 2, "r2": 2})

@@ -120,6 +120,44 @@ def test_a_wrong_config_field_is_named(
     error_of(single, "config.json", *parts)
 
 
+@pytest.mark.parametrize(
+    ("family", "fields", "parts"),
+    [
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, ["topk_method", "noaux_tc", "greedy"]),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, ["scoring_func", "sigmoid", "softmax"]),
+        ("deepseek_v2", {"norm_topk_prob": True}, ["norm_topk_prob", "true"]),
+        ("deepseek_v2", {"num_key_value_heads": 2}, ["num_key_value_heads", "6"]),
+        ("deepseek_v2", {"q_lora_rank": 0}, ["q_lora_rank", "positive"]),
+        ("deepseek_v2", {"moe_layer_freq": 2}, ["moe_layer_freq", "2", "1"]),
+        ("deepseek_v2", {"first_k_dense_replace": -1}, ["first_k_dense_replace", "-1"]),
+        ("deepseek_v2", {"first_k_dense_replace": 3}, ["none of the 3 layers has experts"]),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, ["n_group", "missing"]),
+        ("deepseek_v3", {"n_group": 2}, ["n_group", "2 groups", "9"]),
+        ("deepseek_v3", {"n_group": 9, "topk_group": 9}, ["n_group", "fewer than 2"]),
+        ("deepseek_v3", {"topk_group": 4}, ["n_group", "4 of them", "topk_group"]),
+        ("deepseek_v3", {"num_experts_per_tok": 7}, ["num_experts_per_tok", "7", "6 experts"]),
+        ("deepseek_v3", {"qk_rope_head_dim": 5}, ["qk_rope_head_dim", "5", "odd"]),
+        ("deepseek_v3", {"kv_lora_rank": None}, ["kv_lora_rank", "missing"]),
+        ("deepseek_v3", {"kv_lora_rank": 20}, ["kv_a_proj_with_mqa", "[24, 48]", "[26, 48]"]),
+        ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, ["layer_types", "chunked"]),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, ["layer_types", "3"]),
+        ("gpt_oss", {"rope_parameters": None}, ["rope_parameters", "missing"]),
+        ("gpt_oss", {"intermediate_size": 21}, ["gate_up_proj", "[7, 48, 40]", "[7, 48, 42]"]),
+        (
+            "deepseek_v3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+            ["mscale_all_dim", "linear", "yarn"],
+        ),
+    ],
+)
+def test_a_wrong_field_of_another_family_is_named(
+    tiny_checkpoint: Make, tmp_path: Path, family: str, fields: dict[str, Any], parts: list[str]
+) -> None:
+    folder = shutil.copytree(tiny_checkpoint(family), tmp_path / "model")
+    set_config(folder, **fields)
+    error_of(folder, *parts)
+
+
 def test_missing_shard(sharded: Path) -> None:
     shard = sorted(sharded.glob("model-*.safetensors"))[2]
     shard.unlink()

@@ -220,6 +220,25 @@ def test_the_progress_line_is_rewritten_now_and_then_and_ended_once() -> None:
     ]
 
 
+def test_latents_are_cached_as_latents(tiny_checkpoint: Make) -> None:
+    spec = read_spec(tiny_checkpoint("deepseek_v3"))
+    assert kv_bytes_per_token(spec, torch.bfloat16) == 3 * (18 + 6) * 2
+    (latents,) = KvPool(spec, 5, 4, torch.bfloat16).entries(0)
+    assert latents.shape == (20, 1, 18 + 6)
+
+
+def test_a_router_in_float32_counts_its_bytes(tiny_checkpoint: Make) -> None:
+    folder = tiny_checkpoint("deepseek_v3")
+    seen: list[tuple[int, int]] = []
+    AttentionHalf.load(
+        Checkpoint(folder),
+        read_spec(folder),
+        dtype=torch.bfloat16,
+        progress=lambda done, whole: seen.append((done, whole)),
+    )
+    assert seen[-1][0] == seen[-1][1] > 0
+
+
 def test_the_pool_takes_the_bytes_it_says(tiny_checkpoint: Make) -> None:
     spec = read_spec(tiny_checkpoint())
     assert kv_bytes_per_token(spec, torch.bfloat16) == 3 * 2 * 2 * 12 * 2

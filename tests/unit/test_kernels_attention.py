@@ -20,6 +20,7 @@ def run_ragged(
     window: int | None,
     share: int = 2,
     dtype: torch.dtype = torch.float32,
+    sinks: bool = False,
 ) -> float:
     """Largest absolute difference to the reference over a batch of (count, start, consecutive)."""
     generator = torch.Generator().manual_seed(len(shapes) * 31 + shapes[0][0])
@@ -42,8 +43,10 @@ def run_ragged(
     slots_T = torch.cat(new_slots)
     device = torch.device("cpu")
     plan = plan_attention(sequences, window=window, dtype=dtype, device=device)
+    sinks_H = torch.randn(G * share, generator=generator) if sinks else None
+    k_TGd, v_TGd = k_pool[slots_T], v_pool[slots_T]
     out_THd = ragged_attention(
-        q_THd, k_pool[slots_T], v_pool[slots_T], k_pool, v_pool, plan, scale=scale
+        q_THd, k_TGd, v_TGd, k_pool, v_pool, plan, scale=scale, sinks_H=sinks_H
     )
     worst = 0.0
     for seq in sequences:
@@ -55,17 +58,27 @@ def run_ragged(
             start=seq.start,
             scale=scale,
             window=window,
+            sinks_H=sinks_H,
         )
         worst = max(worst, (out_THd[rows] - expected).abs().max().item())
     return worst
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.lists(SHAPE, min_size=1, max_size=6), st.none() | st.integers(1, 12))
+@settings(deadline=None, max_examples=80)
+@given(st.lists(SHAPE, min_size=1, max_size=6), st.none() | st.integers(1, 12), st.booleans())
 def test_any_ragged_batch_equals_the_reference(
-    shapes: list[tuple[int, int, bool]], window: int | None
+    shapes: list[tuple[int, int, bool]], window: int | None, sinks: bool
 ) -> None:
-    assert run_ragged(shapes, window=window) < 2e-6
+    assert run_ragged(shapes, window=window, sinks=sinks) < 2e-6
+
+
+@pytest.mark.parametrize("rows", [3, 256])
+def test_long_chunks_with_sinks_are_cut_into_rows(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.sinks._ROWS", rows)
+    assert run_ragged([(70, 0, False)], window=None, sinks=True) < 2e-6
+    assert run_ragged([(70, 33, True)], window=16, sinks=True) < 2e-6
 
 
 @pytest.mark.parametrize("share", [1, 3])

@@ -11,7 +11,13 @@ from kernels import experts, reference
 from kernels.experts import grouped_experts, swiglu
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope, cos_sin, inverse_frequencies
-from kernels.routing import group_by_expert, local_index, softmax_top_k
+from kernels.routing import (
+    GroupLimit,
+    group_by_expert,
+    limited_top_k,
+    local_index,
+    softmax_top_k,
+)
 from models.rope_spec import RopeSpec
 
 
@@ -31,6 +37,15 @@ def test_rms_norm_leaves_its_input_alone_and_keeps_bfloat16() -> None:
     assert torch.equal(x, before)
     expected = reference.rms_norm_reference(x, weight, 1e-6)
     torch.testing.assert_close(normed.double(), expected, atol=0, rtol=2**-7)
+
+
+def test_rms_norm_that_rounds_once_is_the_rounded_reference() -> None:
+    x = torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    weight = torch.rand(24, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    expected = reference.rms_norm_reference(x, weight, 1e-6).float().to(torch.bfloat16)
+    once = rms_norm(x, weight, 1e-6, round_once=True)
+    assert (once != expected).float().mean() < 0.001  # float32 before the rounding, not float64
+    assert (rms_norm(x, weight, 1e-6) != expected).float().mean() > 0.1
 
 
 def test_rope_turns_each_pair_by_position_times_frequency() -> None:
@@ -68,6 +83,33 @@ def test_routing_equals_the_reference(T: int, E: int, normalize: bool, data: st.
 
 
 @settings(deadline=None, max_examples=60)
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(2, 4), st.booleans(), st.data())
+def test_group_limited_routing_equals_the_reference(
+    T: int, groups: int, size: int, normalize: bool, data: st.DataObject
+) -> None:
+    kept, best = data.draw(st.integers(1, groups)), data.draw(st.integers(1, 2))
+    top_k = data.draw(st.integers(1, kept * size))
+    generator = torch.Generator().manual_seed(T * 1000 + groups * 100 + size * 10 + kept)
+    scores_TE = torch.rand(T, groups * size, generator=generator)
+    bias_E = torch.randn(groups * size, generator=generator) if best == 2 else None
+    ids_TK, weights_TK = limited_top_k(
+        scores_TE, top_k, GroupLimit(groups, kept, best), bias_E=bias_E, normalize=normalize
+    )
+    for ids, weights, scores in zip(ids_TK, weights_TK, scores_TE, strict=True):
+        expected = reference.limited_top_k_reference(
+            scores.tolist(),
+            top_k,
+            groups=groups,
+            kept=kept,
+            best=best,
+            bias_E=[0.0] * groups * size if bias_E is None else bias_E.tolist(),
+            normalize=normalize,
+        )
+        found = dict(zip(ids.tolist(), weights.tolist(), strict=True))
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 9), st.integers(1, 7), st.data())
 def test_grouping_and_running_local_experts_equals_the_reference(
     T: int, E: int, data: st.DataObject
@@ -96,6 +138,31 @@ def test_grouping_and_running_local_experts_equals_the_reference(
     assert out_TD.dtype is torch.float32
     expected = reference.experts_reference(x_TD, gate_up, down, pairs)
     torch.testing.assert_close(out_TD.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 9), st.integers(1, 5), st.floats(0.1, 8.0))
+def test_clamped_experts_with_biases_equal_the_reference(T: int, E: int, limit: float) -> None:
+    generator = torch.Generator().manual_seed(T * 10 + E)
+    D, F = 6, 5
+    x_TD = torch.randn(T, D, generator=generator)
+    gate_up = torch.randn(E, 2 * F, D, generator=generator)
+    down = torch.randn(E, D, F, generator=generator)
+    biases = (torch.randn(E, size, generator=generator) for size in (2 * F, D))
+    clamped = experts.ClampedGate(*biases, alpha=1.7, limit=limit)
+    logits_TE = torch.randn(T, E, generator=generator)
+    ids_TK, weights_TK = softmax_top_k(logits_TE, min(2, E), normalize=True)
+    rows_N, weights_N, counts = group_by_expert(
+        ids_TK, weights_TK, local_index(list(range(E)), E), E
+    )
+    out_TD = grouped_experts(x_TD, gate_up, down, rows_N, weights_N, counts, clamped)
+    pairs = [
+        (t, int(expert), float(weight))
+        for t in range(T)
+        for expert, weight in zip(ids_TK[t], weights_TK[t], strict=True)
+    ]
+    expected = reference.clamped_experts_reference(x_TD, gate_up, down, pairs, clamped)
+    torch.testing.assert_close(out_TD.double(), expected, atol=3e-5, rtol=1e-5)
 
 
 def test_chunking_changes_only_rounding(monkeypatch: pytest.MonkeyPatch) -> None:

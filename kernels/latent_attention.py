@@ -1,0 +1,119 @@
+"""Causal attention over latents: one entry per token, of which each head makes its key and value.
+
+    entry [C] = latent [r] | turned key [p], shared by all heads
+    key of head h = up_k[h] @ latent | turned key,      value = up_v[h] @ latent
+
+Two ways to the same result. *Expanded*: keys and values of the context are made, then attended to.
+*Absorbed*: queries go through up_k instead, attend to the entries as they lie, and the result goes
+through up_v. Per head, for T new tokens of a sequence of S, in (query, key) pairs N,
+
+    expanded  S r (n + v) + N (n + p + v)        absorbed  T r (n + v) + N (2r + p)
+
+multiply-adds: prompts expand; decode, and short chunks behind a long cached prefix, absorb.
+
+Shapes: T new tokens, H heads, n plain and p turned elements of a head's key, d = n + p, v of its
+value, r of a latent, C = r + p, S context, P pool slots, B decode rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.attention import AttentionPlan, Tile, attend_tiles, take
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatentUp:
+    """weight [H, n + v, r]: up_k above up_v of each head."""
+
+    weight: Tensor
+    nope_dim: int
+
+    @property
+    def value_dim(self) -> int:
+        return self.weight.shape[1] - self.nope_dim
+
+
+def ragged_latent_attention(
+    q_THd: Tensor,
+    latent_T1C: Tensor,
+    pool_P1C: Tensor,
+    up: LatentUp,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+) -> Tensor:
+    """[T, H, v]. The new tokens' entries must already be in the pool."""
+    T, H, _ = q_THd.shape
+    out_THv = torch.empty(T, H, up.value_dim, dtype=q_THd.dtype, device=q_THd.device)
+    for part in plan.prefill:
+        rows = slice(part.first, part.first + part.count)
+        entries_S1C = latent_T1C[rows] if part.keys is None else take(pool_P1C, part.keys)
+        attend = _absorbed_chunk if _absorbs(part.count, entries_S1C.shape[0], up) else _expanded
+        attend(q_THd[rows], entries_S1C, up, part.tiles, scale, out_THv[rows])
+    for group in plan.decode:
+        q_B1HC = _to_entries(q_THd.index_select(0, group.rows_B), up)
+        entries_B1SC = take(pool_P1C, group.keys).view(-1, 1, group.width, pool_P1C.shape[2])
+        attended_B1HC = functional.scaled_dot_product_attention(
+            q_B1HC, entries_B1SC, entries_B1SC, attn_mask=group.mask, scale=scale
+        )
+        out_THv.index_copy_(0, group.rows_B, _to_values(attended_B1HC, up))
+    return out_THv
+
+
+def _absorbs(count: int, context: int, up: LatentUp) -> bool:
+    """Whether that costs a chunk of `count` new tokens less."""
+    _, nv, r = up.weight.shape
+    pairs = count * (context - count) + count * (count + 1) // 2
+    return pairs * (2 * r - nv) < (context - count) * r * nv
+
+
+def _expanded(
+    q_THd: Tensor,
+    entries_S1C: Tensor,
+    up: LatentUp,
+    tiles: tuple[Tile, ...],
+    scale: float,
+    out_THv: Tensor,
+) -> None:
+    """Keys [S, H, d] and values [S, H, v] of all heads, then attention."""
+    H, nv, r = up.weight.shape
+    S, p = entries_S1C.shape[0], entries_S1C.shape[2] - r
+    kv_SHnv = functional.linear(entries_S1C[:, 0, :r], up.weight.view(H * nv, r)).view(S, H, nv)
+    turned_SHp = entries_S1C[..., r:].expand(S, H, p)
+    k_SHd = torch.cat((kv_SHnv[..., : up.nope_dim], turned_SHp), dim=-1)
+    v_SHv = kv_SHnv[..., up.nope_dim :]
+    attend_tiles(q_THd.unsqueeze(2), k_SHd, v_SHv, tiles, out_THv.unsqueeze(2), scale)
+
+
+def _absorbed_chunk(
+    q_THd: Tensor,
+    entries_S1C: Tensor,
+    up: LatentUp,
+    tiles: tuple[Tile, ...],
+    scale: float,
+    out_THv: Tensor,
+) -> None:
+    """All heads share one key per token: its entry. That is the value too (see `_to_values`)."""
+    q_T1HC = _to_entries(q_THd, up)
+    attended_T1HC = torch.empty_like(q_T1HC)
+    attend_tiles(q_T1HC, entries_S1C, entries_S1C, tiles, attended_T1HC, scale)
+    out_THv.copy_(_to_values(attended_T1HC, up))
+
+
+def _to_entries(q_BHd: Tensor, up: LatentUp) -> Tensor:
+    """[B, 1, H, C]: queries whose product with an entry is that with its head's key."""
+    n = up.nope_dim
+    q_HBr = torch.bmm(q_BHd[..., :n].transpose(0, 1), up.weight[:, :n])
+    return torch.cat((q_HBr.transpose(0, 1), q_BHd[..., n:]), dim=-1).unsqueeze(1)
+
+
+def _to_values(attended_B1HC: Tensor, up: LatentUp) -> Tensor:
+    """[B, H, v] of weighted sums of entries. Their last p elements, the turned key, are dropped: to
+    sum them too is cheaper than attention with values narrower than keys."""
+    attended_HBr = attended_B1HC[:, 0, :, : up.weight.shape[2]].transpose(0, 1)
+    return torch.bmm(attended_HBr, up.weight[:, up.nope_dim :].transpose(1, 2)).transpose(0, 1)

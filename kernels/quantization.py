@@ -1,0 +1,33 @@
+"""Weights of quantised checkpoints, back in float32.
+
+Shapes: R rows, C columns; leading dims x are free.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FP8_BLOCK = 128  # rows and columns that share one scale
+MXFP4_GROUP = 32  # elements that share one exponent
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the lower three bits; the fourth is the sign
+
+
+def dequantize_fp8_blocks(weight_RC: Tensor, scale_inv: Tensor) -> Tensor:
+    """weight * the scale of its block; scale_inv [ceil(R / 128), ceil(C / 128)]."""
+    R, C = weight_RC.shape
+    out_RC = weight_RC.to(torch.float32)
+    for block, scales in enumerate(scale_inv.to(torch.float32)):
+        first = block * FP8_BLOCK
+        out_RC[first : min(first + FP8_BLOCK, R)] *= scales.repeat_interleave(FP8_BLOCK)[:C]
+    return out_RC
+
+
+def dequantize_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
+    """[x, C] of blocks [x, C / 32, 16] uint8 (two elements each, the lower half first) and their
+    exponents [x, C / 32] uint8, of base 2 and biased by 127."""
+    table = torch.tensor(_FP4, dtype=torch.float32, device=blocks.device)
+    table = torch.cat((table, -table))
+    both = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    values = torch.ldexp(table[both.int()], exponents.to(torch.int32).sub_(127).unsqueeze(-1))
+    return values.flatten(-2)

@@ -1,0 +1,88 @@
+"""Multi-head latent attention of one layer (DeepSeek-V2 and V3).
+
+The pool holds one entry of kv_rank + rope_dim elements per token, whatever the number of heads.
+Shapes: T tokens, D model dim, H heads, d = nope_dim + rope_dim, C = kv_rank + rope_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.latent_attention import LatentUp, ragged_latent_attention
+from kernels.norm import rms_norm
+from kernels.rope import apply_rope
+from models.batch import AttentionBatch, Prepared
+from models.kv_pool import KvPool
+from models.latent_spec import LatentSpec
+from models.layout import attention_tensors
+from models.loading import Loader
+from models.spec import ModelSpec
+
+_EPS = 1e-6  # of the norms of q and of the latent: `transformers` does not take config.json's
+
+
+class LatentAttention:
+    """Rows that rope turns are reordered on load, pairs side by side to halves: a permutation that
+    q and k share, which leaves their product as it is."""
+
+    def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
+        assert spec.latent is not None
+        self._latent: LatentSpec = spec.latent
+        self._layer = layer
+        self._H, self._d = spec.num_heads, spec.head_dim
+        self._scale = spec.head_dim**-0.5 * spec.rope.softmax_factor
+        self._window = spec.sliding_windows[layer]
+        wants = attention_tensors(spec, layer)
+        weights = {role: loader.load(wanted) for role, wanted in wants.items()}
+        if self._latent.interleaved:
+            for role, heads in (("q", self._H), ("q_b", self._H), ("kv_a", 1), ("kv_a_bias", 1)):
+                if role in weights:
+                    _to_halves(weights[role], heads, self._latent.rope_dim)
+        self._q = weights.get("q")
+        self._q_a, self._q_a_bias = weights.get("q_a"), weights.get("q_a_bias")
+        self._q_norm, self._q_b = weights.get("q_norm"), weights.get("q_b")
+        self._kv_a, self._kv_a_bias = weights["kv_a"], weights.get("kv_a_bias")
+        self._kv_norm = weights["kv_norm"]
+        self._o, self._o_bias = weights["o"], weights.get("o_bias")
+        up_HcC = weights["kv_b"].view(self._H, -1, self._latent.kv_rank)
+        self._up = LatentUp(up_HcC, self._latent.nope_dim)
+
+    def add_to(
+        self, hidden_TD: Tensor, x_TD: Tensor, batch: AttentionBatch, prepared: Prepared, kv: KvPool
+    ) -> None:
+        """Adds the attention of the normed x_TD to hidden_TD in place; latents go to the pool."""
+        T, n = x_TD.shape[0], self._latent.nope_dim
+        q_THd = self._queries(x_TD)
+        q_THd[..., n:] = apply_rope(q_THd[..., n:], prepared.cos, prepared.sin)
+        latent_T1C = functional.linear(x_TD, self._kv_a, self._kv_a_bias).unsqueeze(1)
+        rank = self._latent.kv_rank
+        latent_T1C[..., :rank] = rms_norm(latent_T1C[..., :rank], self._kv_norm, _EPS)
+        latent_T1C[..., rank:] = apply_rope(latent_T1C[..., rank:], prepared.cos, prepared.sin)
+        # All rows first, then attention: sequences may read what others of this batch write here.
+        kv.write(self._layer, batch.slots_T, latent_T1C)
+        (pool_P1C,) = kv.entries(self._layer)
+        plan = prepared.plans[self._window]
+        attended_THv = ragged_latent_attention(
+            q_THd, latent_T1C, pool_P1C, self._up, plan, scale=self._scale
+        )
+        hidden_TD.add_(functional.linear(attended_THv.view(T, -1), self._o, self._o_bias))
+
+    def _queries(self, x_TD: Tensor) -> Tensor:
+        if self._q is not None:
+            q = functional.linear(x_TD, self._q)
+        else:
+            assert self._q_a is not None
+            assert self._q_norm is not None
+            assert self._q_b is not None
+            q = functional.linear(x_TD, self._q_a, self._q_a_bias)
+            q = functional.linear(rms_norm(q, self._q_norm, _EPS), self._q_b)
+        return q.view(x_TD.shape[0], self._H, self._d)
+
+
+def _to_halves(weight: Tensor, heads: int, rope_dim: int) -> None:
+    """Of each head's rows the last rope_dim: even ones first, then odd ones. In place."""
+    whole = weight.view(heads, weight.shape[0] // heads, *weight.shape[1:])
+    rows = whole[:, whole.shape[1] - rope_dim :]
+    rows.copy_(torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1))

@@ -1,0 +1,238 @@
+"""Quantised checkpoints: our logits are those of their dequantised values, to the bit, and within
+1e-4 those of `transformers` on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from contracts.errors import CheckpointError
+from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
+from models.local import LocalModel
+from models.moe import ExpertHalf
+from models.safetensors_file import SafetensorsFile
+from tests.group_harness import ThreadGroup, group_config
+from tests.quantised_models import make_fp8, make_mxfp4
+
+Make = Callable[..., Path]
+Pair = tuple[Path, Path]
+TOLERANCE = 1e-4
+
+# sizes that are no multiples of a block, and larger than one
+LATENT: dict[str, Any] = {
+    "hidden_size": 150,
+    "moe_intermediate_size": 140,
+    "intermediate_size": 129,
+    "kv_lora_rank": 131,
+    "n_routed_experts": 6,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.06,
+}
+GROUPED: dict[str, Any] = {
+    "hidden_size": 150,
+    "moe_intermediate_size": 140,
+    "num_experts": 5,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.06,
+}
+CLAMPED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5}
+KINDS = ["deepseek_v3", "qwen3_moe", "gpt_oss"]
+
+
+@pytest.fixture(scope="module")
+def pair_of(
+    tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Pair]:
+    made: dict[str, Pair] = {}
+
+    def make(kind: str) -> Pair:
+        if kind not in made:
+            overrides = {"deepseek_v3": LATENT, "qwen3_moe": GROUPED, "gpt_oss": CLAMPED}[kind]
+            quantise = make_mxfp4 if kind == "gpt_oss" else make_fp8
+            plain = tiny_checkpoint(kind, **overrides)
+            made[kind] = quantise(plain, tmp_path_factory.mktemp(f"quantised-{kind}"))
+        return made[kind]
+
+    return make
+
+
+def prompt() -> list[int]:
+    return torch.randint(3, 131, (50,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_dequantised_weights(
+    pair_of: Callable[[str], Pair], kind: str
+) -> None:
+    import transformers
+
+    quantised, dequantised = pair_of(kind)
+    split = [[3, 0], [1, 4, 2] if kind != "deepseek_v3" else [1, 4, 2, 5]]
+    found = LocalModel.load(quantised, dtype="float32", expert_split=split).forward([prompt()])[0]
+    floats = LocalModel.load(dequantised, dtype="float32", expert_split=split)
+    assert torch.equal(found, floats.forward([prompt()])[0])
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        dequantised, experts_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        expected = oracle(torch.tensor([prompt()])).logits[0]
+    assert 0.5 < expected.abs().max() < 20
+    assert (found - expected).abs().max() < TOLERANCE
+
+
+def test_mxfp4_logits_equal_those_of_transformers_on_the_same_folder(
+    pair_of: Callable[[str], Pair],
+) -> None:
+    import transformers
+
+    quantised, _ = pair_of("gpt_oss")
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        quantised,
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+        dtype=torch.float32,
+        experts_implementation="eager",
+    ).eval()
+    with torch.no_grad():
+        expected = oracle(torch.tensor([prompt()])).logits[0]
+    found = LocalModel.load(quantised, dtype="float32").forward([prompt()])[0]
+    assert (found - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+def test_a_group_serves_quantised_checkpoints(pair_of: Callable[[str], Pair], kind: str) -> None:
+    quantised, dequantised = pair_of(kind)
+    expected = LocalModel.load(dequantised, dtype="float32").forward([prompt()])[0][-1]
+    with ThreadGroup(quantised, group_config(1, 2)) as group, group.client() as client:
+        answer = client.scored(client.submit(prompt(), candidates=list(range(131))))
+    torch.testing.assert_close(torch.tensor(answer.candidate_logits), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_check_reads_headers_only_and_ranks_only_their_experts(
+    pair_of: Callable[[str], Pair], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    original = SafetensorsFile.tensor
+
+    def spy(self: SafetensorsFile, name: str) -> torch.Tensor:
+        names.append(name)
+        return original(self, name)
+
+    monkeypatch.setattr(SafetensorsFile, "tensor", spy)
+    folder, _ = pair_of(kind)
+    spec = check_checkpoint(folder)
+    assert names == []
+    seen: list[tuple[int, int]] = []
+    ExpertHalf.load(
+        Checkpoint(folder),
+        spec,
+        [1, 3],
+        dtype=torch.bfloat16,
+        progress=lambda done, whole: seen.append((done, whole)),
+    )
+    assert all("experts" in name and "shared" not in name for name in names)
+    assert kind == "gpt_oss" or all(".1." in name or ".3." in name for name in names)
+    assert seen[-1][0] == seen[-1][1] > 0
+
+
+def test_fp8_checkpoints_are_computed_in_the_dtype_that_their_config_states(
+    pair_of: Callable[[str], Pair], tmp_path: Path
+) -> None:
+    folder = _changed(pair_of("deepseek_v3")[0], tmp_path, config={"dtype": "bfloat16"})
+    assert resolve_dtype(check_checkpoint(folder), "auto") is torch.bfloat16
+    logits = LocalModel.load(folder).forward([prompt()])[0]
+    exact = LocalModel.load(folder, dtype="float32").forward([prompt()])[0]
+    assert (logits - exact).abs().mean() < 0.05 * exact.abs().mean()
+
+
+def _changed(
+    folder: Path,
+    tmp_path: Path,
+    *,
+    config: dict[str, Any] | None = None,
+    change: Callable[[dict[str, torch.Tensor]], object] = lambda tensors: None,
+) -> Path:
+    """A copy with other fields in config.json and other tensors."""
+    tree = json.loads((folder / "config.json").read_text()) | (config or {})
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+_DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
+_PACKED = "model.layers.1.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "change", "parts"),
+    [
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+            {},
+            ["weight_block_size", "[64, 64]", "[128, 128]"],
+        ),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            {},
+            ["quant_method", "mxfp4", "fp8"],
+        ),
+        ("gpt_oss", {"quantization_config": {}}, {}, ["quant_method", "an unknown method"]),
+        ("deepseek_v3", {}, {f"{_DOWN}_scale_inv": None}, [f"{_DOWN}_scale_inv", "missing"]),
+        (
+            "deepseek_v3",
+            {},
+            {f"{_DOWN}_scale_inv": torch.ones(1, 2)},
+            [f"{_DOWN}_scale_inv", "[1, 2]", "[2, 2]"],
+        ),
+        (
+            "deepseek_v3",
+            {},
+            {f"{_DOWN}_scale_inv": torch.ones(2, 2, dtype=torch.int32)},
+            [f"{_DOWN}_scale_inv", "I32", "BF16"],
+        ),
+        (
+            "deepseek_v3",
+            {},
+            {"model.norm.weight": torch.ones(150).to(torch.float8_e4m3fn)},
+            ["model.norm.weight", "F8_E4M3", "matrices"],
+        ),
+        ("gpt_oss", {}, {f"{_PACKED}_scales": None}, [f"{_PACKED}_scales", "missing"]),
+        (
+            "gpt_oss",
+            {},
+            {f"{_PACKED}_scales": torch.ones(5, 64, 3)},
+            [f"{_PACKED}_scales", "F32", "U8"],
+        ),
+        ("gpt_oss", {"intermediate_size": 97}, {}, ["intermediate_size=97", "32"]),
+    ],
+)
+def test_what_cannot_be_dequantised_is_refused_in_one_line(
+    pair_of: Callable[[str], Pair],
+    tmp_path: Path,
+    kind: str,
+    config: dict[str, Any],
+    change: dict[str, torch.Tensor | None],
+    parts: list[str],
+) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in change.items():
+            del tensors[name]
+            if tensor is not None:
+                tensors[name] = tensor
+
+    folder = _changed(pair_of(kind)[0], tmp_path, config=config, change=edit)
+    with pytest.raises(CheckpointError) as caught:
+        check_checkpoint(folder)
+    assert "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)

@@ -1,0 +1,86 @@
+"""Quantised forms of tiny checkpoints, each beside a float32 folder with the values it stands for
+(made with the slow references)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from kernels.reference import dequantize_fp8_reference, dequantize_mxfp4_reference
+
+Tensors = dict[str, torch.Tensor]
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+
+
+def make_fp8(plain: Path, folder: Path) -> tuple[Path, Path]:
+    """(quantised, dequantised) copies of `plain`: all projections in 128x128 blocks of fp8."""
+
+    def quantise(name: str, weight: torch.Tensor, packed: Tensors, floats: Tensors) -> None:
+        if not name.endswith("proj.weight") and "kv_a_proj" not in name:
+            packed[name] = floats[name] = weight
+            return
+        rows, columns = (-(-size // 128) for size in weight.shape)
+        scales = torch.empty(rows, columns)
+        stored = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+        for i in range(rows):
+            for j in range(columns):
+                square = (slice(i * 128, (i + 1) * 128), slice(j * 128, (j + 1) * 128))
+                scales[i, j] = weight[square].abs().max() / 448
+                stored[square] = (weight[square] / scales[i, j]).to(torch.float8_e4m3fn)
+        packed[name], packed[f"{name}_scale_inv"] = stored, scales
+        floats[name] = dequantize_fp8_reference(stored, scales, 128).float()
+
+    return _pair(plain, folder, quantise, FP8)
+
+
+def make_mxfp4(plain: Path, folder: Path) -> tuple[Path, Path]:
+    """(quantised, dequantised) copies of a gpt-oss checkpoint: random MXFP4 experts."""
+    generator = torch.Generator().manual_seed(0)
+
+    def quantise(name: str, weight: torch.Tensor, packed: Tensors, floats: Tensors) -> None:
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            packed[name] = floats[name] = weight
+            return
+        E, columns, rows = weight.shape  # stored transposed
+        shape = (E, rows, columns // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        exponents = torch.randint(121, 125, shape, generator=generator, dtype=torch.uint8)
+        values = [
+            dequantize_mxfp4_reference(block.tolist(), int(exponent))
+            for block, exponent in zip(blocks.view(-1, 16), exponents.flatten(), strict=True)
+        ]
+        packed[f"{name}_blocks"], packed[f"{name}_scales"] = blocks, exponents
+        whole = torch.tensor(values).view(E, rows, columns)
+        floats[name] = whole.transpose(1, 2).contiguous()
+
+    return _pair(plain, folder, quantise, MXFP4)
+
+
+def _pair(
+    plain: Path,
+    folder: Path,
+    quantise: Callable[[str, torch.Tensor, Tensors, Tensors], None],
+    config: dict[str, object],
+) -> tuple[Path, Path]:
+    packed: Tensors = {}
+    floats: Tensors = {}
+    for name, weight in load_file(plain / "model.safetensors").items():
+        quantise(name, weight, packed, floats)
+    quantised = shutil.copytree(plain, folder / "quantised")
+    dequantised = shutil.copytree(plain, folder / "dequantised")
+    save_file(packed, quantised / "model.safetensors", metadata={"format": "pt"})
+    save_file(floats, dequantised / "model.safetensors", metadata={"format": "pt"})
+    tree = json.loads((plain / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps({**tree, "quantization_config": config}))
+    return quantised, dequantised

@@ -1,0 +1,24 @@
+"""The checkpoints that benchmarks run on can be loaded, of every family that has its experts so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.random_checkpoint import write_random_checkpoint
+from models.checkpoint import check_checkpoint
+from models.families import FAMILIES
+from models.local import LocalModel
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_random_checkpoint_is_whole(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    config = json.loads((tiny_checkpoint(family) / "config.json").read_text())
+    folder = write_random_checkpoint(tmp_path / "model", {**config, "torch_dtype": "float32"})
+    check_checkpoint(folder)
+    assert LocalModel.load(folder).greedy([3, 4, 5], 4)
