@@ -214,14 +214,11 @@ def test_an_unforeseen_error_in_an_expert_rank_is_told_by_its_name(
 # --- an attention rank is lost
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_other_attention_rank_goes_on_with_right_answers_when_one_is_killed(
-    deep: Path, backend: str
-) -> None:
+def test_the_other_attention_rank_goes_on_with_right_answers_when_one_is_killed(deep: Path) -> None:
     prompts = [tokens(seed, 30 + seed) for seed in range(3)]
     local = LocalModel.load(deep, dtype="float32")
     expected = [local.greedy(prompt, 24) for prompt in prompts]
-    with process_group(deep, 2, 2, backend) as group:
+    with process_group(deep, 2, 2, "shm") as group:
         doomed, other = clients_of(group)
         fill(doomed)
         requests = [other.submit(prompt, sampling=greedy(24)) for prompt in prompts]
@@ -325,7 +322,7 @@ def wrong_token(address: str, name: str, epoch: int | None) -> None:
 
 def send_garbage(address: str, garbage: bytes) -> None:
     sock = dial(address, 5.0)
-    with contextlib.suppress(ConnectionError):  # refused before all of it was sent
+    with contextlib.suppress(OSError):  # refused, and closed, before all of it was sent
         sock.sendall(garbage)
         sock.shutdown(socket.SHUT_WR)
     until_closed(sock)
