@@ -254,6 +254,7 @@ class AttentionWorker:
             raise NotReadyError(self._reason)
         if self._scheduler.has((client, submit.request_id)):
             raise RequestError(f"request_id {submit.request_id} is in use", "request_id")
+        self._check_token_ids(submit)
         if self._scheduler.waiting >= self.spec.config.schedule.max_waiting:
             raise OverloadError(f"{self.spec.name}: {self._scheduler.waiting} requests wait", 1.0)
         tokens = len(submit.token_ids)
@@ -267,6 +268,13 @@ class AttentionWorker:
                 "or raise kv.pool_tokens",
                 "prompt",
             )
+
+    def _check_token_ids(self, submit: Submit) -> None:
+        """The HTTP side checks these too; but one bad id in a batch would end the whole rank."""
+        vocabulary = self._half.spec.vocab_size
+        for field, ids in (("token_ids", submit.token_ids), ("candidates", submit.candidates)):
+            if ids and not (0 <= min(ids) and max(ids) < vocabulary):
+                raise RequestError(f"{field}: ids must be from 0 to {vocabulary - 1}", field)
 
     def _lose(self, error: PeerError) -> None:
         """An expert rank is lost: every request on this rank ends with an error that names it."""

@@ -30,6 +30,7 @@ from actors.channels.base import (
     transfers,
 )
 from actors.dispatch import RankSlice, plan_dispatch
+from actors.micro_batch import BatchRun, MicroBatch
 from actors.scheduler import Chunk, ScheduledBatch
 from actors.timeline import Timeline
 from contracts.clock import Clock
@@ -41,7 +42,7 @@ from models.batch import AttentionBatch, SequenceSlice
 from models.decoder import AttentionHalf
 from models.kv_pool import KvPool
 from models.router import Routed
-from planner.orders import Policy, Task, TaskStage, by_plan
+from planner.orders import Policy, TaskStage, by_plan
 from planner.placement import ExpertPlacement
 from planner.split import micro_batch_bounds, token_group_bounds
 
@@ -64,76 +65,6 @@ class ExecutorParts(NamedTuple):
     sink: Sink
     timeline: Timeline
     clock: Clock
-
-
-class MicroBatch:
-    """A slice of a batch's sequences on its way through the layers."""
-
-    __slots__ = (
-        "after",
-        "attended",
-        "batch",
-        "chunks",
-        "hidden_TD",
-        "index",
-        "inputs",
-        "layer",
-        "pending",
-        "replies",
-        "shared_TD",
-        "slices",
-        "stage",
-        "x_TD",
-    )
-
-    def __init__(
-        self, batch: BatchRun, index: int, chunks: list[Chunk], inputs: AttentionBatch
-    ) -> None:
-        self.batch = batch
-        self.index = index
-        self.chunks = chunks
-        self.inputs = inputs
-        self.after: list[MicroBatch] = []  # whose blocks this one shares
-        self.layer = 0
-        self.stage = TaskStage.ATTENTION
-        self.attended = -1  # the last layer whose K and V are in the pool
-        self.hidden_TD: torch.Tensor | None = None
-        self.x_TD: torch.Tensor | None = None
-        self.shared_TD: torch.Tensor | None = None
-        self.slices: list[RankSlice] = []
-        self.replies: dict[tuple[int, int], Packet] = {}  # by (token group, expert rank)
-        self.pending = 0  # replies that have not arrived
-
-    @property
-    def is_ready(self) -> bool:
-        if self.stage is TaskStage.SHARED:
-            return True
-        if self.stage is TaskStage.FINISH:
-            return self.pending == 0
-        return self.pending == 0 and all(other.attended >= self.layer for other in self.after)
-
-    def task(self) -> Task:
-        run = self.batch
-        return Task(
-            run.scheduled.priority,
-            run.scheduled.number,
-            self.layer,
-            self.index,
-            self.stage,
-            run.plan.order,
-        )
-
-
-class BatchRun:
-    """A batch in flight."""
-
-    __slots__ = ("micro_batches", "plan", "remaining", "scheduled")
-
-    def __init__(self, scheduled: ScheduledBatch, plan: Plan) -> None:
-        self.scheduled = scheduled
-        self.plan = plan
-        self.micro_batches: list[MicroBatch] = []
-        self.remaining = 0
 
 
 class Executor:

@@ -268,7 +268,7 @@ class BaseEndpoint(abc.ABC):
     # --- the end
 
     def bytes_moved(self) -> tuple[int, int]:
-        links = self._links.values()
+        links = tuple(self._links.values())  # any thread may ask while the owner's changes it
         return (
             self._moved[0] + sum(link.sent_bytes for link in links),
             self._moved[1] + sum(link.received_bytes for link in links),

@@ -277,6 +277,23 @@ def test_a_client_that_leaves_frees_its_blocks_and_changes_nobodys_answer(deep: 
         assert (status.running, status.waiting, status.kv_blocks["used"]) == (0, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("token_ids", {"token_ids": [5, 131], "candidates": [0]}),
+        ("token_ids", {"token_ids": [-1, 5], "candidates": [0]}),
+        ("candidates", {"token_ids": [5], "candidates": [0, 131]}),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused_and_the_rank_lives_on(
+    tiny_checkpoint: Checkpoints, field: str, fields: dict[str, list[int]]
+) -> None:
+    with ThreadGroup(tiny_checkpoint(), group_config()) as group, group.client() as client:
+        failed = client.failed(client.submit(**fields))
+        assert (failed.status, field in failed.message) == (400, True)
+        assert client.scored(client.submit([5, 6], candidates=[0])).candidate_logits is not None
+
+
 def test_the_same_request_id_twice_is_refused_and_the_rank_lives_on(deep: Path) -> None:
     config = group_config(1, 1)
     with ThreadGroup(deep, config) as group, group.client() as client, group.client() as other:
