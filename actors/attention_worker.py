@@ -273,7 +273,7 @@ class AttentionWorker:
         """The HTTP side checks these too; but one bad id in a batch would end the whole rank."""
         vocabulary = self._half.spec.vocab_size
         for field, ids in (("token_ids", submit.token_ids), ("candidates", submit.candidates)):
-            if ids and not (0 <= min(ids) and max(ids) < vocabulary):
+            if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
                 raise RequestError(f"{field}: ids must be from 0 to {vocabulary - 1}", field)
 
     def _lose(self, error: PeerError) -> None:
