@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import httpx
 import openai
 import uvicorn
+from fastapi import FastAPI
 
 from actors.channels.handshake import Identity
 from cluster.api.app import build_app
@@ -73,6 +74,7 @@ class Api:
             base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=TIMEOUT_S
         )
         self.dispatcher: Dispatcher
+        self.app: FastAPI
 
     @property
     def rank(self) -> FakeRank:
@@ -107,7 +109,7 @@ def serve_api(
     tokenizer = Tokenizer.load(folder)
     loop = Loop()
 
-    async def start() -> tuple[Dispatcher, uvicorn.Server, asyncio.Task[None]]:
+    async def start() -> tuple[Dispatcher, _Server, asyncio.Task[None]]:
         clients = [RankClient(rank.name, await rank.listen(), ME, QUICK) for rank in ranks]
         dispatcher = Dispatcher(clients, DispatcherConfig(**limits))
         dispatcher.start()
@@ -138,6 +140,7 @@ def serve_api(
     port = server.servers[0].sockets[0].getsockname()[1]
     api = Api(loop, f"http://127.0.0.1:{port}", ranks, tokenizer)
     api.dispatcher = dispatcher
+    api.app = server.app
     try:
         yield api
     finally:
@@ -149,7 +152,8 @@ def serve_api(
 class _Server(uvicorn.Server):
     """Says when it listens."""
 
-    def __init__(self, app: Any, listening: asyncio.Event) -> None:
+    def __init__(self, app: FastAPI, listening: asyncio.Event) -> None:
+        self.app = app
         config = uvicorn.Config(
             app, port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=1
         )

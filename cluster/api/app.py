@@ -16,6 +16,7 @@ from cluster.api.chat import chat_completions
 from cluster.api.classification import classify
 from cluster.api.completions import completions
 from cluster.api.errors import error_response, install_handlers, outcome_of
+from cluster.api.openapi import openapi_document
 from cluster.api.schemas import ServedModel
 from cluster.api.scoring import score
 from cluster.api.session import Backend, EventStream, Services, Session
@@ -70,6 +71,7 @@ def build_app(
     for path, plain in (
         ("/health", _health),
         ("/metrics", _metrics),
+        ("/openapi.json", _openapi),
         ("/v1/models", _models),
         ("/v1/models/{name:path}", _one_model),
     ):
@@ -141,6 +143,11 @@ async def _metrics(services: Services, request: Request) -> Response:
     if services.extra is not None:
         texts.append(await services.extra())
     return Response(merge_expositions(texts), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _openapi(services: Services, request: Request) -> Response:
+    """Open to all, as clients are generated from it."""
+    return json_response(openapi_document(services.model, services.http))
 
 
 async def _models(services: Services, request: Request) -> Response:

@@ -24,7 +24,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_N = 128
 MAX_LOGPROBS = 20
 DEFAULT_TEMPERATURE = 1.0
-_INT64 = 1 << 63
+INT64 = 1 << 63
 
 
 def check_supported(body: Unsupported) -> None:
@@ -125,9 +125,9 @@ def _sampling(body: GenerationBody, logprobs: int | None) -> Sampling:
     top_p = 1.0 if body.top_p is None else body.top_p
     if not 0 < top_p <= 1:
         raise RequestError(f"top_p={top_p} must be above 0 and at most 1", "top_p")
-    top_k = _within("top_k", body.top_k, -1, _INT64 - 1, default=0)
+    top_k = _within("top_k", body.top_k, -1, INT64 - 1, default=0)
     if body.seed is not None:
-        _within("seed", body.seed, -_INT64, _INT64 - 1, default=0)
+        _within("seed", body.seed, -INT64, INT64 - 1, default=0)
     return Sampling(
         temperature=temperature,
         top_p=top_p,

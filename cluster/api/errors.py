@@ -22,7 +22,7 @@ from contracts.errors import (
 from contracts.metrics import Outcome
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
+ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 class BodyTooLargeError(RequestError):
@@ -78,7 +78,7 @@ async def _on_routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = "no such route" if error.status_code == 404 else error.detail
     message = f"{request.method} {request.url.path}: {what}"
-    code = _ROUTING_CODES.get(error.status_code, "http_error")
+    code = ROUTING_CODES.get(error.status_code, "http_error")
     body = _body(error.status_code, message, code, None)
     return _response(error.status_code, body, dict(error.headers or {}))
 

@@ -1,0 +1,225 @@
+"""The shapes of our answers, for the OpenAPI document. The endpoints build plain dicts; the tests
+hold those against these."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+FinishReason = Literal["stop", "length"]
+
+
+class _Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class PromptTokensDetails(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """cached_tokens: of the prompt, found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class TokenUsage(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tokens that a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Four parallel lists. The first token of a prompt has no log-probability: null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One text. finish_reason null: more follows (streaming only)."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: TokenUsage
+
+
+class CompletionChunk(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One event of a streamed completion. usage: with stream_options.include_usage, null until
+    the last chunk, which has no choices."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: TokenUsage | UnsetType | None = UNSET
+
+
+class TopLogprob(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One alternative."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A generated token and its alternatives."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry per token."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class AssistantMessage(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One message."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: TokenUsage
+
+
+class ChatDelta(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The role in the first chunk of a choice; then pieces of its text."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A piece of one message."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletionChunk(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One event of a streamed chat completion. usage: as in CompletionChunk."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: TokenUsage | UnsetType | None = UNSET
+
+
+class ClassifiedRow(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One text's label. probs: in the order of the request's labels."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classification(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer of /v1/classify: one row per text, in order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassifiedRow]
+    usage: TokenUsage
+
+
+class Scoring(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer of /v1/score: per item a score for each of label_token_ids."""
+
+    id: str
+    object: Literal["scoring"]
+    created: int
+    model: str
+    scores: list[list[float]]
+    usage: TokenUsage
+
+
+class ModelCard(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A served model. max_model_len: tokens of prompt and answer together."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The models that are served: one."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Health(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every rank serves."""
+
+    status: Literal["ok"]
+
+
+class ErrorDetail(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """param: the field it is about, where it is about one."""
+
+    message: str
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "not_found_error",
+        "rate_limit_error",
+        "server_error",
+    ]
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every 4xx and 5xx."""
+
+    error: ErrorDetail

@@ -1,0 +1,192 @@
+"""The OpenAPI document at /openapi.json: what this server accepts and answers.
+
+Built for one model and configuration, so that names, vocabulary and limits in it are the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from cluster.api import answer_types as answers
+from cluster.api import schemas
+from cluster.api.errors import (
+    ROUTING_CODES,
+    BodyTooLargeError,
+    MediaTypeError,
+    UnsupportedFieldError,
+)
+from cluster.api.openapi_bounds import Schema, bounded, request_bounds
+from cluster.api.schemas import ServedModel
+from contracts import errors
+from contracts.config import HttpConfig
+
+VERSION = "3.1.0"
+_JSON = "application/json"
+_REF = "#/components/schemas/{name}"
+
+# Not in here: ClientGoneError, which nobody is left to read.
+ERRORS: tuple[type[errors.TandemError], ...] = (
+    errors.RequestError,
+    UnsupportedFieldError,
+    errors.UnauthorizedError,
+    errors.UnknownModelError,
+    errors.TooLongError,
+    BodyTooLargeError,
+    MediaTypeError,
+    errors.OverloadError,
+    errors.TandemError,
+    errors.NotReadyError,
+    errors.ChannelError,
+    errors.PeerError,
+    errors.PeerDeadError,
+    errors.PeerHungError,
+    errors.RequestTimeoutError,
+)
+_RANK_CODES = {500: ("bad_score", "no_answer")}  # of RankError, which has no code of its own
+_POST_STATUSES = (400, 401, 404, 413, 415, 429, 500, 503, 504)
+
+
+def openapi_document(model: ServedModel, http: HttpConfig) -> Schema:
+    shapes = [
+        *(schemas.CompletionBody, schemas.ChatBody, schemas.ClassifyBody, schemas.ScoreBody),
+        *(answers.Completion, answers.CompletionChunk),
+        *(answers.ChatCompletion, answers.ChatCompletionChunk),
+        *(answers.Classification, answers.Scoring),
+        *(answers.ModelList, answers.Health, answers.ErrorAnswer),
+    ]
+    _, components = msgspec.json.schema_components(shapes, ref_template=_REF)
+    bounded(components, request_bounds(model, http))
+    _require(components["ContentPart"], "text")
+    document: Schema = {
+        "openapi": VERSION,
+        "info": {
+            "title": "Tandem",
+            "version": "1",
+            "description": "Mixture-of-Experts serving: generation, classification, scoring.",
+        },
+        "paths": _paths(bool(http.api_keys)),
+        "components": {"schemas": components, "responses": _error_responses()},
+    }
+    if http.api_keys:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def _paths(keys: bool) -> Schema:
+    posts = (
+        ("/v1/completions", "Continue prompts", schemas.CompletionBody, answers.Completion),
+        ("/v1/chat/completions", "Answer a conversation", schemas.ChatBody, answers.ChatCompletion),
+        ("/v1/classify", "Which label fits", schemas.ClassifyBody, answers.Classification),
+        ("/v1/score", "How likely tokens come next", schemas.ScoreBody, answers.Scoring),
+    )
+    chunks: dict[type, type] = {
+        answers.Completion: answers.CompletionChunk,
+        answers.ChatCompletion: answers.ChatCompletionChunk,
+    }
+    paths: Schema = {}
+    for path, summary, body, answer in posts:
+        operation = _operation(summary, _answered(answer, chunks.get(answer)), _POST_STATUSES, keys)
+        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(body)}}}
+        paths[path] = {"post": operation}
+    return {**paths, **_plain_paths(keys)}
+
+
+def _plain_paths(keys: bool) -> Schema:
+    listed, card = _answered(answers.ModelList, None), _answered(answers.ModelCard, None)
+    name = {
+        "name": "name",
+        "in": "path",
+        "required": True,
+        "description": "May contain slashes.",
+        "schema": {"type": "string", "minLength": 1},
+    }
+    one = {**_operation("One model", card, (401, 404, 500), keys), "parameters": [name]}
+    health = _answered(answers.Health, None)
+    text = {
+        "description": "Metrics in Prometheus text format",
+        "content": {"text/plain": {"schema": {"type": "string"}}},
+    }
+    document = {
+        "description": "This document",
+        "content": {_JSON: {"schema": {"type": "object"}}},
+    }
+    return {
+        "/v1/models": {"get": _operation("Models", listed, (401, 500), keys)},
+        "/v1/models/{name}": {"get": one},
+        "/health": {"get": _operation("Does every rank serve?", health, (500, 503), False)},
+        "/metrics": {"get": _operation("Metrics", text, (500,), False)},
+        "/openapi.json": {"get": _operation("OpenAPI", document, (500,), False)},
+    }
+
+
+def _operation(summary: str, answer: Schema, statuses: Iterable[int], keys: bool) -> Schema:
+    """405 is not listed: it is never the answer to an operation that is."""
+    responses = {"200": answer}
+    for status in statuses:
+        if keys or status != 401:
+            responses[str(status)] = {"$ref": f"#/components/responses/Error{status}"}
+    security: Schema = {"security": [{"key": []}]} if keys else {}
+    return {"summary": summary, "responses": responses, **security}
+
+
+def _answered(answer: type, chunk: type | None) -> Schema:
+    content: Schema = {_JSON: {"schema": _ref(answer)}}
+    if chunk is not None:
+        content["text/event-stream"] = {
+            "schema": {
+                "type": "string",
+                "description": (
+                    f"With stream=true: server-sent events, each `data:` with one {chunk.__name__}"
+                    " as JSON, at last `data: [DONE]`. What fails once the stream has begun is one"
+                    " more event with an ErrorAnswer."
+                ),
+            }
+        }
+    return {"description": (answer.__doc__ or "").strip(), "content": content}
+
+
+def _error_responses() -> Schema:
+    """Per status, the error body with the codes that it comes with."""
+    responses: Schema = {}
+    for status, codes in sorted(_codes().items()):
+        known = {"properties": {"error": {"properties": {"code": {"enum": codes}}}}}
+        schema = {"allOf": [_ref(answers.ErrorAnswer), known]}
+        responses[f"Error{status}"] = {
+            "description": HTTPStatus(status).phrase,
+            "headers": _headers(status),
+            "content": {_JSON: {"schema": schema}},
+        }
+    return responses
+
+
+def _codes() -> dict[int, list[str]]:
+    codes: dict[int, list[str]] = {}
+    for error in ERRORS:
+        codes.setdefault(error.status, []).append(error.code)
+    for status, code in ROUTING_CODES.items():
+        codes.setdefault(status, []).append(code)
+    for status, more in _RANK_CODES.items():
+        codes.setdefault(status, []).extend(more)
+    return codes
+
+
+def _headers(status: int) -> dict[str, Any]:
+    if status == errors.OverloadError.status:
+        return {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "s"}}
+    if status == errors.UnauthorizedError.status:
+        return {"WWW-Authenticate": {"schema": {"const": "Bearer"}}}
+    return {}
+
+
+def _ref(shape: type) -> Schema:
+    return {"$ref": _REF.format(name=shape.__name__)}
+
+
+def _require(component: Schema, field: str) -> None:
+    """A field with a default, for another reason than that it may be left out."""
+    del component["properties"][field]["default"]
+    component["required"].append(field)

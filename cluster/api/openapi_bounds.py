@@ -1,0 +1,180 @@
+"""What the checks accept beyond the types of a request's fields, as JSON Schema.
+
+Per field, from the constants that `checks.py` and the endpoints enforce. Rules across fields (such
+as `stream_options` needs `stream`) are not expressed: what breaks them is a documented 400.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cluster.api.checks import INT64, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
+from cluster.api.classification import MAX_LABELS
+from cluster.api.schemas import NEUTRAL, ServedModel
+from cluster.api.scoring import MAX_LABEL_TOKENS
+from contracts.config import HttpConfig
+from contracts.requests import Priority
+
+Schema = dict[str, Any]
+NULL: Schema = {"type": "null"}
+
+
+def request_bounds(model: ServedModel, http: HttpConfig) -> dict[str, dict[str, Schema]]:
+    """By struct and field: the schema to take instead of the one that the type gives."""
+    generation = {**_unsupported(), **_generation(model, http)}
+    return {
+        "StreamOptions": {},
+        "CompletionBody": {**generation, **_completion(model, http)},
+        "ContentPart": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "ChatMessage": {},
+        "ChatBody": {**generation, **_chat(model)},
+        "ClassifyBody": _classify(model, http),
+        "ScoreBody": _score(model, http),
+    }
+
+
+def _unsupported() -> dict[str, Schema]:
+    return {
+        name: {
+            "description": "Not supported. Only values that change nothing are accepted.",
+            "enum": [None, *neutral],
+        }
+        for name, neutral in NEUTRAL.items()
+    }
+
+
+def _generation(model: ServedModel, http: HttpConfig) -> dict[str, Schema]:
+    return {
+        "model": {"const": model.name},
+        "temperature": _number(minimum=0, maximum=2),
+        "top_p": _number(exclusiveMinimum=0, maximum=1),
+        "top_k": _integer(-1, INT64 - 1, "-1 and 0: no limit."),
+        "seed": _integer(-INT64, INT64 - 1, "Choice i of a prompt draws from seed + i."),
+        "stop": {
+            "anyOf": [_stop(), {"type": "array", "maxItems": MAX_STOPS, "items": _stop()}, NULL]
+        },
+        "n": _integer(1, min(MAX_N, http.max_batch_items)),
+        "best_of": _integer(1, MAX_N, "Only as large as n."),
+        "priority": _priority(),
+    }
+
+
+def _completion(model: ServedModel, http: HttpConfig) -> dict[str, Schema]:
+    context, limit = model.max_context_tokens, http.max_batch_items
+    ids = _token_ids(model, context)
+    prompts = {"minItems": 1, "maxItems": limit}
+    return {
+        "max_tokens": _integer(0, context - 1, "0 only with echo."),
+        "logprobs": _integer(0, MAX_LOGPROBS, "Alternatives per token."),
+        "prompt": {
+            "anyOf": [
+                _text(),
+                {"type": "array", "items": _text(), **prompts},
+                ids,
+                {"type": "array", "items": ids, **prompts},
+            ]
+        },
+    }
+
+
+def _chat(model: ServedModel) -> dict[str, Schema]:
+    most = model.max_context_tokens - 1
+    return {
+        "max_tokens": _integer(1, most, "Default: what fits behind the prompt."),
+        "max_completion_tokens": _integer(1, most, "Goes before max_tokens."),
+        "top_logprobs": _integer(0, MAX_LOGPROBS, "Alternatives per token; needs logprobs."),
+        "echo": {"enum": [None, False]},
+        "messages": {
+            "type": "array",
+            "minItems": 1,
+            "items": {"$ref": "#/components/schemas/ChatMessage"},
+        },
+    }
+
+
+def _classify(model: ServedModel, http: HttpConfig) -> dict[str, Schema]:
+    return {
+        "model": {"const": model.name},
+        "input": {
+            "anyOf": [
+                _text(),
+                {
+                    "type": "array",
+                    "items": _text(),
+                    "minItems": 1,
+                    "maxItems": http.max_batch_items,
+                },
+            ]
+        },
+        "labels": {
+            "type": "array",
+            "items": {"type": "string", "pattern": r"\S"},
+            "minItems": 1,
+            "maxItems": MAX_LABELS,
+            "uniqueItems": True,
+        },
+        "multi_label": {"enum": [None, False]},
+        "template": {
+            "description": "{text} and {prefix} in it are filled in.",
+            "anyOf": [{"type": "string", "pattern": r"\{text\}"}, NULL],
+        },
+        "priority": _priority(),
+    }
+
+
+def _score(model: ServedModel, http: HttpConfig) -> dict[str, Schema]:
+    ids = _token_ids(model, model.max_context_tokens, least=0)
+    several = {"minItems": 1, "maxItems": http.max_batch_items}
+    return {
+        "model": {"enum": [None, model.name]},
+        "query": {"anyOf": [{"type": "string"}, ids]},
+        "items": {
+            "description": "Texts if query is a text, lists of token ids if it is one.",
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, **several},
+                {"type": "array", "items": ids, **several},
+            ],
+        },
+        "label_token_ids": _token_ids(model, MAX_LABEL_TOKENS),
+        "priority": _priority(),
+    }
+
+
+def _text() -> Schema:
+    return {"type": "string", "minLength": 1}
+
+
+def _stop() -> Schema:
+    return {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+
+
+def _token_ids(model: ServedModel, most: int, *, least: int = 1) -> Schema:
+    token_id = {"type": "integer", "minimum": 0, "maximum": model.vocab_size - 1}
+    return {"type": "array", "items": token_id, "minItems": least, "maxItems": most}
+
+
+def _priority() -> Schema:
+    names = [priority.label for priority in Priority]
+    return {
+        "description": "Latency-sensitive (ls, 0) goes before best-effort (be, above 0).",
+        "anyOf": [{"enum": names}, {"type": "integer", "minimum": 0}, NULL],
+    }
+
+
+def _integer(low: int, high: int, description: str | None = None) -> Schema:
+    told = {} if description is None else {"description": description}
+    return {**told, "anyOf": [{"type": "integer", "minimum": low, "maximum": high}, NULL]}
+
+
+def _number(**bounds: float) -> Schema:
+    return {"anyOf": [{"type": "number", **bounds}, NULL]}
+
+
+def bounded(components: dict[str, Schema], bounds: dict[str, dict[str, Schema]]) -> None:
+    """Puts `bounds` into msgspec's `components`, in place. Defaults stay."""
+    for struct, fields in bounds.items():
+        properties = components[struct]["properties"]
+        for name, schema in fields.items():
+            kept = {key: properties[name][key] for key in ("default",) if key in properties[name]}
+            properties[name] = {**schema, **kept}

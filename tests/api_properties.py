@@ -1,0 +1,80 @@
+"""Requests made up from the OpenAPI document, and what every answer to one must be."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.api_harness import TIMEOUT_S, Api
+
+CHUNKS = {"/v1/completions": "CompletionChunk", "/v1/chat/completions": "ChatCompletionChunk"}
+CHECKS = [
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+]
+
+
+class Fuzzed:
+    """Counts what came back. document: the server's own."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.document: dict[str, Any] = api.http.get("/openapi.json").json()
+        self.statuses: dict[int, int] = {}
+        self._schema = schemathesis.openapi.from_dict(self.document)
+
+    def run(self, path: str, method: str, mode: GenerationMode, cases: int) -> None:
+        """`cases` requests, each answered as the document says; a good one after each of them."""
+        operation = self._schema[path][method]
+
+        @settings(
+            max_examples=cases,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def check(case: Case) -> None:
+            self._check(path, case)
+
+        check()
+
+    def _check(self, path: str, case: Case) -> None:
+        response = case.call(base_url=self.api.url, timeout=TIMEOUT_S)
+        status = response.status_code
+        self.statuses[status] = self.statuses.get(status, 0) + 1
+        if self.api.rank.healthy:
+            case.validate_response(response, checks=[not_a_server_error, *CHECKS])
+            assert self.api.post("/v1/completions", prompt="a").status_code == 200
+        else:
+            case.validate_response(response, checks=CHECKS)
+            assert status < 500 or response.json()["error"]["code"] == "not_ready"
+        if response.headers["content-type"][0].startswith("text/event-stream"):
+            self._check_events(path, response.content.decode())
+
+    def _check_events(self, path: str, text: str) -> None:
+        events = text.split("\n\n")
+        assert events.pop() == ""
+        assert events.pop() == "data: [DONE]"
+        schema = {**self.document, "$ref": f"#/components/schemas/{CHUNKS[path]}"}
+        validator = jsonschema.Draft202012Validator(schema)
+        for event in events:
+            validator.validate(json.loads(event.removeprefix("data: ")))

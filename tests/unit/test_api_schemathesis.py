@@ -1,0 +1,75 @@
+"""Whatever fits the OpenAPI document, and whatever does not, is answered as it says.
+
+The default run makes up some 200 requests, `-m slow` over 2,000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from schemathesis import GenerationMode
+
+from contracts.config import HttpConfig
+from tests.api_harness import Api, serve_api
+from tests.api_properties import Fuzzed
+from tests.fake_rank import FakeRank
+from tests.tiny_tokenizer import write_byte_level
+
+POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/classify", "/v1/score")
+GETS = ("/v1/models", "/health", "/metrics", "/openapi.json")
+MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+FEW, MANY = 22, 260
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def api(folder: Path) -> Iterator[Api]:
+    rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
+    with serve_api(folder, [rank], HttpConfig(max_batch_items=64)) as api:
+        yield api
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("path", POSTS)
+def test_made_up_requests_are_answered_as_documented(
+    api: Api, path: str, mode: GenerationMode
+) -> None:
+    Fuzzed(api).run(path, "POST", mode, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("path", POSTS)
+def test_many_made_up_requests_are_answered_as_documented(
+    api: Api, path: str, mode: GenerationMode
+) -> None:
+    Fuzzed(api).run(path, "POST", mode, MANY)
+
+
+@pytest.mark.parametrize("path", GETS)
+def test_plain_routes_answer_as_documented(api: Api, path: str) -> None:
+    Fuzzed(api).run(path, "GET", GenerationMode.POSITIVE, 1)
+
+
+def test_any_model_name_is_answered_as_documented(api: Api) -> None:
+    Fuzzed(api).run("/v1/models/{name}", "GET", GenerationMode.POSITIVE, 10)
+
+
+def test_before_the_ranks_are_ready_a_good_request_is_a_503_as_documented(folder: Path) -> None:
+    rank = FakeRank("attention-0", lambda submit: [60])
+    with serve_api(folder, [rank]) as api:
+        rank.healthy = False
+        api.wait_for(lambda: bool(api.dispatcher.problems()))
+        fuzzed = Fuzzed(api)
+        for path in POSTS:
+            fuzzed.run(path, "POST", GenerationMode.POSITIVE, 3)
+        fuzzed.run("/health", "GET", GenerationMode.POSITIVE, 1)
+        assert 503 in fuzzed.statuses
+        assert 200 not in fuzzed.statuses
