@@ -15,6 +15,16 @@ from tests.tiny_models import make_tiny_checkpoint
 torch.set_num_threads(1)  # two cores, several workers; and sums that do not depend on the machine
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked slow run only where `-m` names them."""
+    if "slow" in config.option.markexpr:
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """tiny_checkpoint(family, **overrides) -> folder, written once per set of arguments.

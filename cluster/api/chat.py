@@ -30,7 +30,7 @@ from contracts.errors import RequestError
 from contracts.messages import Submit
 from contracts.requests import Usage
 
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 async def chat_completions(services: Services, session: Session, request: Request) -> Response:
-    body = await read_body(request, ChatBody, services.http.max_body_bytes)
+    body = await session.read(read_body(request, ChatBody, services.http.max_body_bytes))
     job = await session.run(_job(services, body))
     session.priority = job.options.priority
     run = _Run(services, session, job)

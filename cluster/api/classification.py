@@ -33,7 +33,7 @@ MAX_LABELS = 256
 
 async def classify(services: Services, session: Session, request: Request) -> Response:
     session.pipeline = Pipeline.PREFILL
-    body = await read_body(request, ClassifyBody, services.http.max_body_bytes)
+    body = await session.read(read_body(request, ClassifyBody, services.http.max_body_bytes))
     texts, task = _checked(services, body)
     session.priority = task.priority
     results = await session.run(_run(services, session, texts, task))

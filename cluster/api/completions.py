@@ -58,7 +58,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 async def completions(services: Services, session: Session, request: Request) -> Response:
-    body = await read_body(request, CompletionBody, services.http.max_body_bytes)
+    body = await session.read(read_body(request, CompletionBody, services.http.max_body_bytes))
     job = await session.run(_job(services, body))
     session.priority = job.options.priority
     run = _Run(services, session, job)

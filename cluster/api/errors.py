@@ -30,6 +30,13 @@ class BodyTooLargeError(RequestError):
     status = 413
 
 
+class BodyTimeoutError(RequestError):
+    """The client was slower to send its body than a request may take."""
+
+    code = "request_timeout"
+    status = 408
+
+
 class MediaTypeError(RequestError):
     code = "unsupported_media_type"
     status = 415
@@ -55,6 +62,8 @@ def error_response(error: TandemError) -> Response:
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     if isinstance(error, UnauthorizedError):
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, BodyTimeoutError):
+        headers["Connection"] = "close"  # the rest of the body is not waited for
     return _response(error.status, error_body(error), headers)
 
 

@@ -15,11 +15,12 @@ from cluster.api import answer_types as answers
 from cluster.api import schemas
 from cluster.api.errors import (
     ROUTING_CODES,
+    BodyTimeoutError,
     BodyTooLargeError,
     MediaTypeError,
     UnsupportedFieldError,
 )
-from cluster.api.openapi_bounds import Schema, bounded, request_bounds
+from cluster.api.openapi_bounds import Schema, bound_together, bounded, request_bounds
 from cluster.api.schemas import ServedModel
 from contracts import errors
 from contracts.config import HttpConfig
@@ -36,6 +37,7 @@ ERRORS: tuple[type[errors.TandemError], ...] = (
     errors.UnknownModelError,
     errors.TooLongError,
     BodyTooLargeError,
+    BodyTimeoutError,
     MediaTypeError,
     errors.OverloadError,
     errors.TandemError,
@@ -47,7 +49,7 @@ ERRORS: tuple[type[errors.TandemError], ...] = (
     errors.RequestTimeoutError,
 )
 _RANK_CODES = {500: ("bad_score", "no_answer")}  # of RankError, which has no code of its own
-_POST_STATUSES = (400, 401, 404, 413, 415, 429, 500, 503, 504)
+_POST_STATUSES = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
 def openapi_document(model: ServedModel, http: HttpConfig) -> Schema:
@@ -60,7 +62,7 @@ def openapi_document(model: ServedModel, http: HttpConfig) -> Schema:
     ]
     _, components = msgspec.json.schema_components(shapes, ref_template=_REF)
     bounded(components, request_bounds(model, http))
-    _require(components["ContentPart"], "text")
+    bound_together(components, model, http)
     document: Schema = {
         "openapi": VERSION,
         "info": {
@@ -134,19 +136,16 @@ def _operation(summary: str, answer: Schema, statuses: Iterable[int], keys: bool
 
 
 def _answered(answer: type, chunk: type | None) -> Schema:
+    description = (answer.__doc__ or "").strip()
     content: Schema = {_JSON: {"schema": _ref(answer)}}
     if chunk is not None:
-        content["text/event-stream"] = {
-            "schema": {
-                "type": "string",
-                "description": (
-                    f"With stream=true: server-sent events, each `data:` with one {chunk.__name__}"
-                    " as JSON, at last `data: [DONE]`. What fails once the stream has begun is one"
-                    " more event with an ErrorAnswer."
-                ),
-            }
-        }
-    return {"description": (answer.__doc__ or "").strip(), "content": content}
+        description += (
+            f" With stream=true it is server-sent events: each `data:` holds a {chunk.__name__} as"
+            " JSON, the last one is `data: [DONE]`. What fails once the stream began is one more"
+            " event, with an ErrorAnswer."
+        )
+        content["text/event-stream"] = {"x-event-data": _ref(chunk)}
+    return {"description": description, "content": content}
 
 
 def _error_responses() -> Schema:
@@ -184,9 +183,3 @@ def _headers(status: int) -> dict[str, Any]:
 
 def _ref(shape: type) -> Schema:
     return {"$ref": _REF.format(name=shape.__name__)}
-
-
-def _require(component: Schema, field: str) -> None:
-    """A field with a default, for another reason than that it may be left out."""
-    del component["properties"][field]["default"]
-    component["required"].append(field)

@@ -1,7 +1,8 @@
 """What the checks accept beyond the types of a request's fields, as JSON Schema.
 
-Per field, from the constants that `checks.py` and the endpoints enforce. Rules across fields (such
-as `stream_options` needs `stream`) are not expressed: what breaks them is a documented 400.
+Per field, from the constants that `checks.py` and the endpoints enforce. Of the rules
+across fields only those are expressed that every request meets; what breaks another one (such as
+`stream_options` needs `stream`) is a documented 400.
 """
 
 from __future__ import annotations
@@ -23,13 +24,11 @@ def request_bounds(model: ServedModel, http: HttpConfig) -> dict[str, dict[str, 
     """By struct and field: the schema to take instead of the one that the type gives."""
     generation = {**_unsupported(), **_generation(model, http)}
     return {
-        "StreamOptions": {},
         "CompletionBody": {**generation, **_completion(model, http)},
         "ContentPart": {"type": {"const": "text"}, "text": {"type": "string"}},
-        "ChatMessage": {},
         "ChatBody": {**generation, **_chat(model)},
         "ClassifyBody": _classify(model, http),
-        "ScoreBody": _score(model, http),
+        "ScoreBody": _score(model),
     }
 
 
@@ -122,19 +121,13 @@ def _classify(model: ServedModel, http: HttpConfig) -> dict[str, Schema]:
     }
 
 
-def _score(model: ServedModel, http: HttpConfig) -> dict[str, Schema]:
-    ids = _token_ids(model, model.max_context_tokens, least=0)
-    several = {"minItems": 1, "maxItems": http.max_batch_items}
+def _score(model: ServedModel) -> dict[str, Schema]:
     return {
         "model": {"enum": [None, model.name]},
-        "query": {"anyOf": [{"type": "string"}, ids]},
+        "query": {"type": ["string", "array"]},
         "items": {
+            "type": ["string", "array"],
             "description": "Texts if query is a text, lists of token ids if it is one.",
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, **several},
-                {"type": "array", "items": ids, **several},
-            ],
         },
         "label_token_ids": _token_ids(model, MAX_LABEL_TOKENS),
         "priority": _priority(),
@@ -169,6 +162,27 @@ def _integer(low: int, high: int, description: str | None = None) -> Schema:
 
 def _number(**bounds: float) -> Schema:
     return {"anyOf": [{"type": "number", **bounds}, NULL]}
+
+
+def bound_together(components: dict[str, Schema], model: ServedModel, http: HttpConfig) -> None:
+    """The rules across fields that a client would stumble over, put into `components`."""
+    part, message = components["ContentPart"], components["ChatMessage"]
+    del part["properties"]["text"]["default"]
+    part["required"].append("text")
+    content = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
+    calls = {
+        "required": ["tool_calls"],
+        "properties": {"tool_calls": {"type": "array", "minItems": 1}},
+    }
+    message["anyOf"] = [content, calls]
+    ids = _token_ids(model, model.max_context_tokens, least=0)
+    several = {"type": "array", "minItems": 1, "maxItems": http.max_batch_items}
+    texts = {
+        "query": {"type": "string"},
+        "items": {"anyOf": [{"type": "string"}, {**several, "items": {"type": "string"}}]},
+    }
+    tokens = {"query": ids, "items": {**several, "items": ids}}
+    components["ScoreBody"]["anyOf"] = [{"properties": texts}, {"properties": tokens}]
 
 
 def bounded(components: dict[str, Schema], bounds: dict[str, dict[str, Schema]]) -> None:

@@ -116,7 +116,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[Any] | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):

@@ -38,7 +38,7 @@ class Job(msgspec.Struct, frozen=True):
 
 async def score(services: Services, session: Session, request: Request) -> Response:
     session.pipeline = Pipeline.PREFILL
-    body = await read_body(request, ScoreBody, services.http.max_body_bytes)
+    body = await session.read(read_body(request, ScoreBody, services.http.max_body_bytes))
     job = await session.run(_job(services, body))
     session.priority = job.priority
     answers = await session.run(_run(services, session, job))

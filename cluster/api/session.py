@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from actors.telemetry import Telemetry
-from cluster.api.errors import error_body, outcome_of
+from cluster.api.errors import BodyTimeoutError, error_body, outcome_of
 from cluster.api.schemas import ServedModel
 from contracts import metrics
 from contracts.clock import Clock
@@ -76,6 +76,18 @@ class Session:
         self._deadline_s = asyncio.get_running_loop().time() + services.http.request_timeout_s
         self._has_token = False
         self._finished = False
+
+    async def read(self, body: Awaitable[Result]) -> Result:
+        """The request's body. Raises BodyTimeoutError if it does not come within the time that the
+        whole request has, or what reading it raises."""
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                return await body
+        except TimeoutError:
+            limit_s = self._services.http.request_timeout_s
+            raise BodyTimeoutError(
+                f"the body did not arrive within {limit_s:g} s (http.request_timeout_s)", None
+            ) from None
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, which is cancelled when the client leaves or time is up.
