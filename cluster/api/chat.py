@@ -55,14 +55,16 @@ async def _job(services: Services, body: ChatBody) -> Job:
     if body.echo:
         raise UnsupportedFieldError("echo is not supported for chat", "echo")
     check_model(body.model, services.model)
+    for name in ("max_tokens", "max_completion_tokens"):
+        most = getattr(body, name)
+        if most is not None and most < 1:
+            raise RequestError(f"{name}={most} must be at least 1", name)
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
     top = check_logprobs("top_logprobs", body.top_logprobs or 0) if body.logprobs else None
     options = check_options(body, logprobs=top)
-    if options.max_tokens == 0:
-        raise RequestError("max_tokens must be at least 1", "max_tokens")
     if options.n > services.http.max_batch_items:
         raise RequestError(f"n={options.n} is more than http.max_batch_items", "n")
     messages = [_plain(index, message) for index, message in enumerate(body.messages)]

@@ -30,8 +30,13 @@ INT64 = 1 << 63
 def check_supported(body: Unsupported) -> None:
     for name, neutral in NEUTRAL.items():
         value = getattr(body, name)
-        if value is not None and value not in neutral:
+        if value is not None and not any(_same(value, harmless) for harmless in neutral):
             raise UnsupportedFieldError(f"{name} is not supported", name)
+
+
+def _same(value: object, other: object) -> bool:
+    """Equal as JSON: 0 and 0.0 are, 0 and false are not."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def check_model(name: str, model: ServedModel) -> None:

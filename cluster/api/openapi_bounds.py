@@ -79,8 +79,8 @@ def _completion(model: ServedModel, http: HttpConfig) -> dict[str, Schema]:
 def _chat(model: ServedModel) -> dict[str, Schema]:
     most = model.max_context_tokens - 1
     return {
-        "max_tokens": _integer(1, most, "Default: what fits behind the prompt."),
-        "max_completion_tokens": _integer(1, most, "Goes before max_tokens."),
+        "max_tokens": _integer(1, None, "Default: what fits behind the prompt."),
+        "max_completion_tokens": _integer(1, most, "Given: max_tokens does not count."),
         "top_logprobs": _integer(0, MAX_LOGPROBS, "Alternatives per token; needs logprobs."),
         "echo": {"enum": [None, False]},
         "messages": {
@@ -155,9 +155,10 @@ def _priority() -> Schema:
     }
 
 
-def _integer(low: int, high: int, description: str | None = None) -> Schema:
+def _integer(low: int, high: int | None, description: str | None = None) -> Schema:
     told = {} if description is None else {"description": description}
-    return {**told, "anyOf": [{"type": "integer", "minimum": low, "maximum": high}, NULL]}
+    within = {"minimum": low} if high is None else {"minimum": low, "maximum": high}
+    return {**told, "anyOf": [{"type": "integer", **within}, NULL]}
 
 
 def _number(**bounds: float) -> Schema:

@@ -81,6 +81,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
     ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
     ({"prompt": "a", "min_p": 0.5}, "min_p"),
+    ({"prompt": "a", "min_p": False}, "min_p"),
+    ({"prompt": "a", "use_beam_search": 0.0}, "use_beam_search"),
 ]
 
 
@@ -101,6 +103,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
     ({"messages": USER, "max_tokens": 0}, "max_tokens"),
+    ({"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": USER, "max_tokens": -1, "max_completion_tokens": 5}, "max_tokens"),
+    ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
     ({"messages": USER, "max_completion_tokens": 10**6}, "max_tokens"),
     ({"messages": USER, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": USER, "logprobs": 2}, "logprobs"),
