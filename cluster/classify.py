@@ -27,7 +27,7 @@ from contracts.requests import Priority, Usage
 from models.tokenizer import Tokenizer
 
 DEFAULT_TEMPLATE = "{prefix}{text}"
-_PLACEHOLDER = re.compile(r"\{(text|prefix)\}")
+_PLACEHOLDER = re.compile(r"\{(text|prefix|label)\}")
 
 
 class Scorer(Protocol):
@@ -36,13 +36,14 @@ class Scorer(Protocol):
 
 
 class ClassifyTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What all rows share."""
+    """What all rows share. asked: what {label} stands for (`multilabel.py`); None: for itself."""
 
     labels: tuple[str, ...]
     prefix: str = ""
     template: str = DEFAULT_TEMPLATE
     priority: Priority = Priority.BE
     max_context_tokens: int = 1 << 30
+    asked: str | None = None
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -89,7 +90,9 @@ def check_task(task: ClassifyTask) -> None:
 def fill(task: ClassifyTask, text: str) -> str:
     """The row's prompt. Plain replacement, once: braces in `text` are just text."""
     values = {"text": text, "prefix": task.prefix}
-    return _PLACEHOLDER.sub(lambda match: values[match[1]], task.template)
+    if task.asked is not None:
+        values["label"] = task.asked
+    return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), task.template)
 
 
 async def tokenize_row(tokenizer: Tokenizer, task: ClassifyTask, text: str) -> Row:

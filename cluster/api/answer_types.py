@@ -151,10 +151,11 @@ class ChatCompletionChunk(_Shape, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ClassifiedRow(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One text's label. probs: in the order of the request's labels."""
+    """One text's label; with multi_label a list, of those with a probability of at least 0.5.
+    probs: in the order of the request's labels."""
 
     index: int
-    label: str
+    label: str | list[str]
     probs: list[float]
     num_classes: int
 

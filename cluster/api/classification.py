@@ -23,6 +23,7 @@ from cluster.classify import (
     classify_row,
     tokenize_row,
 )
+from cluster.multilabel import YES, applying, check_questions, questions
 from contracts.errors import RequestError
 from contracts.metrics import Pipeline
 from contracts.requests import Priority
@@ -36,14 +37,21 @@ async def classify(services: Services, session: Session, request: Request) -> Re
     body = await session.read(read_body(request, ClassifyBody, services.http.max_body_bytes))
     texts, task = _checked(services, body)
     session.priority = task.priority
-    results = await session.run(_run(services, session, texts, task))
-    return json_response(_answer(services, task, results))
+    tasks = questions(task) if body.multi_label else [task]
+    asked = [(text, each) for text in texts for each in tasks]
+    results = await session.run(_run(services, session, asked))
+    rows = _multi_rows(task, results) if body.multi_label else _rows(task, results)
+    return json_response(
+        {
+            **header("classify", "list", services.model.name),
+            "data": rows,
+            "usage": prefill_usage(result.usage for result in results),
+        }
+    )
 
 
 def _checked(services: Services, body: ClassifyBody) -> tuple[list[str], ClassifyTask]:
     check_model(body.model, services.model)
-    if body.multi_label:
-        raise RequestError("multi_label comes with the prefill pipeline", "multi_label")
     if len(body.labels) > MAX_LABELS:
         raise RequestError(f"labels: {len(body.labels)} are more than {MAX_LABELS}", "labels")
     task = ClassifyTask(
@@ -54,6 +62,8 @@ def _checked(services: Services, body: ClassifyBody) -> tuple[list[str], Classif
         max_context_tokens=services.model.max_context_tokens,
     )
     check_task(task)
+    if body.multi_label:
+        check_questions(task)
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not texts:
         raise RequestError("input is empty", "input")
@@ -62,6 +72,12 @@ def _checked(services: Services, body: ClassifyBody) -> tuple[list[str], Classif
         raise RequestError(
             f"input: {len(texts)} texts are more than {limit} (http.max_batch_items)", "input"
         )
+    if body.multi_label and len(texts) * len(task.labels) > limit:
+        raise RequestError(
+            f"input: {len(texts)} texts times {len(task.labels)} labels are more than {limit}"
+            " (http.max_batch_items)",
+            "input",
+        )
     for index, text in enumerate(texts):
         if not text:
             raise RequestError(f"input[{index}] is empty", "input")
@@ -69,38 +85,45 @@ def _checked(services: Services, body: ClassifyBody) -> tuple[list[str], Classif
 
 
 async def _run(
-    services: Services, session: Session, texts: list[str], task: ClassifyTask
+    services: Services, session: Session, asked: list[tuple[str, ClassifyTask]]
 ) -> list[Classified]:
     """All texts are tokenised, and so checked, before the first one is sent to a rank."""
 
-    async def tokenize(text: str) -> Row:
+    async def tokenize(pair: tuple[str, ClassifyTask]) -> Row:
+        text, task = pair
         return await tokenize_row(services.tokenizer, task, text)
 
     async def classified(numbered: tuple[int, Row]) -> Classified:
         index, row = numbered
         patient = index > 0  # the first row is what the request is admitted or refused with
         row = msgspec.structs.replace(row, patient=patient)
-        result = await classify_row(services.backend, task, row)
+        result = await classify_row(services.backend, asked[index][1], row)
         session.on_token()
         session.on_sequence_end(result.usage, 0.0, 0.0)
         return result
 
-    rows = await map_bounded(tokenize, texts, limit=1)
+    rows = await map_bounded(tokenize, asked, limit=1)
     return await map_bounded(classified, enumerate(rows), CONCURRENT_ROWS)
 
 
-def _answer(services: Services, task: ClassifyTask, results: list[Classified]) -> dict[str, Any]:
-    data = [
-        {
-            "index": index,
-            "label": task.labels[result.best],
-            "probs": result.probs,
-            "num_classes": len(task.labels),
-        }
+def _rows(task: ClassifyTask, results: list[Classified]) -> list[dict[str, Any]]:
+    return [
+        _row(index, task, task.labels[result.best], result.probs)
         for index, result in enumerate(results)
     ]
-    return {
-        **header("classify", "list", services.model.name),
-        "data": data,
-        "usage": prefill_usage(result.usage for result in results),
-    }
+
+
+def _multi_rows(task: ClassifyTask, results: list[Classified]) -> list[dict[str, Any]]:
+    """results: for each text one per label."""
+    count = len(task.labels)
+    rows = []
+    for index in range(len(results) // count):
+        probs = [result.probs[YES] for result in results[index * count : (index + 1) * count]]
+        rows.append(_row(index, task, applying(task.labels, probs), probs))
+    return rows
+
+
+def _row(
+    index: int, task: ClassifyTask, label: str | list[str], probs: list[float]
+) -> dict[str, Any]:
+    return {"index": index, "label": label, "probs": probs, "num_classes": len(task.labels)}

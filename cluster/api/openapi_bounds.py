@@ -112,9 +112,12 @@ def _classify(model: ServedModel, http: HttpConfig) -> dict[str, Schema]:
             "maxItems": MAX_LABELS,
             "uniqueItems": True,
         },
-        "multi_label": {"enum": [None, False]},
+        "multi_label": {
+            "description": "Each label by itself: yes or no? Needs a template with {label}.",
+            "type": ["boolean", "null"],
+        },
         "template": {
-            "description": "{text} and {prefix} in it are filled in.",
+            "description": "{text}, {prefix} and, with multi_label, {label} are filled in.",
             "anyOf": [{"type": "string", "pattern": r"\{text\}"}, NULL],
         },
         "priority": _priority(),

@@ -137,7 +137,18 @@ BAD_CLASSIFICATIONS: list[tuple[dict[str, Any], str]] = [
     ({"input": ["x"] * 65, "labels": ["a"]}, "input"),
     ({"input": "x", "labels": ["a"], "template": "no place"}, "template"),
     ({"input": "x", "labels": ["a"], "template": "{text}", "prefix": "p"}, "template"),
-    ({"input": "x", "labels": ["a"], "multi_label": True}, "multi_label"),
+    ({"input": "x", "labels": ["a"], "multi_label": True}, "template"),
+    ({"input": "x", "labels": ["a"], "multi_label": True, "template": "{text}"}, "template"),
+    ({"input": "x", "labels": ["a"], "multi_label": True, "template": "{label}"}, "template"),
+    (
+        {
+            "input": ["x"] * 33,
+            "labels": ["a", "b"],
+            "multi_label": True,
+            "template": "{text} {label}",
+        },
+        "input",
+    ),
 ]
 
 
