@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from schemathesis import GenerationMode
 
 from contracts.config import HttpConfig
 from tests.api_harness import Api, serve_api
@@ -19,8 +18,8 @@ from tests.tiny_tokenizer import CHATML, write_byte_level
 
 POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/classify", "/v1/score")
 GETS = ("/v1/models", "/health", "/metrics", "/openapi.json")
-MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
-FEW, MANY = 22, 260
+KINDS = ("valid", "full", "invalid")
+FEW, MANY = 15, 175  # of each kind for each route
 
 
 @pytest.fixture(scope="module")
@@ -36,33 +35,29 @@ def api(folder: Path) -> Iterator[Api]:
         yield api
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", POSTS)
-def test_made_up_requests_are_answered_as_documented(
-    api: Api, path: str, mode: GenerationMode
-) -> None:
-    Fuzzed(api).run(path, "POST", mode, FEW)
+def test_made_up_requests_are_answered_as_documented(api: Api, path: str, kind: str) -> None:
+    Fuzzed(api).run(path, "POST", kind, FEW)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", POSTS)
-def test_many_made_up_requests_are_answered_as_documented(
-    api: Api, path: str, mode: GenerationMode
-) -> None:
+def test_many_made_up_requests_are_answered_as_documented(api: Api, path: str, kind: str) -> None:
     fuzzed = Fuzzed(api, vary=True)
-    fuzzed.run(path, "POST", mode, MANY)
-    print(path, mode.value, sorted(fuzzed.statuses.items()))  # noqa: T201
+    fuzzed.run(path, "POST", kind, MANY)
+    print(path, kind, sorted(fuzzed.statuses.items()))  # noqa: T201
 
 
 @pytest.mark.parametrize("path", GETS)
 def test_plain_routes_answer_as_documented(api: Api, path: str) -> None:
-    Fuzzed(api).run(path, "GET", GenerationMode.POSITIVE, 1)
+    Fuzzed(api).run(path, "GET", "valid", 1)
 
 
 def test_any_model_name_is_answered_as_documented(api: Api) -> None:
-    Fuzzed(api).run("/v1/models/{name}", "GET", GenerationMode.POSITIVE, 10)
+    Fuzzed(api).run("/v1/models/{name}", "GET", "valid", 10)
 
 
 def test_before_the_ranks_are_ready_a_good_request_is_a_503_as_documented(folder: Path) -> None:
@@ -72,7 +67,7 @@ def test_before_the_ranks_are_ready_a_good_request_is_a_503_as_documented(folder
         api.wait_for(lambda: bool(api.dispatcher.problems()))
         fuzzed = Fuzzed(api)
         for path in POSTS:
-            fuzzed.run(path, "POST", GenerationMode.POSITIVE, 3)
-        fuzzed.run("/health", "GET", GenerationMode.POSITIVE, 1)
+            fuzzed.run(path, "POST", "valid", 3)
+        fuzzed.run("/health", "GET", "valid", 1)
         assert 503 in fuzzed.statuses
         assert 200 not in fuzzed.statuses
