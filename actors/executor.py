@@ -27,6 +27,7 @@ from actors.channels.base import (
     Part,
     PeerJoined,
     PeerLost,
+    transfer_span,
     transfers,
 )
 from actors.dispatch import RankSlice, plan_dispatch
@@ -192,19 +193,7 @@ class Executor:
         micro_batch = run.micro_batches[header.micro_batch]
         micro_batch.replies[header.token_group, self._rank_of[packet.peer]] = packet
         micro_batch.pending -= 1
-        self._timeline.add(
-            TaskSpan(
-                f"{packet.peer}>{self._endpoint.name}",
-                Stage.E2A,
-                header.sent_s,
-                packet.arrived_s,
-                header.batch,
-                header.layer,
-                header.micro_batch,
-                header.token_group,
-                packet.tensors[0].shape[0],
-            )
-        )
+        self._timeline.add(transfer_span(packet, self._endpoint.name))
 
     def _run_task(self, micro_batch: MicroBatch) -> None:
         start_s = self._clock()

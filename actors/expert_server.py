@@ -21,6 +21,7 @@ from actors.channels.base import (
     Packet,
     Part,
     PeerLost,
+    transfer_span,
     transfers,
 )
 from actors.timeline import Timeline
@@ -109,19 +110,7 @@ class ExpertServer:
     def _enqueue(self, packet: Packet) -> None:
         header = packet.header
         self._queues[int(header.priority), header.layer].append(packet)
-        self._timeline.add(
-            TaskSpan(
-                f"{packet.peer}>{self._endpoint.name}",
-                Stage.A2E,
-                header.sent_s,
-                packet.arrived_s,
-                header.batch,
-                header.layer,
-                header.micro_batch,
-                header.token_group,
-                packet.tensors[0].shape[0],
-            )
-        )
+        self._timeline.add(transfer_span(packet, self._endpoint.name))
 
     def _forget(self, lost: PeerLost) -> None:
         """Drops what a lost attention rank still waits for."""

@@ -27,6 +27,7 @@ import msgspec
 import torch
 
 from contracts.errors import ChannelError, PeerError
+from contracts.events import Stage, TaskSpan
 from contracts.requests import Priority
 
 Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -133,6 +134,22 @@ Happening = Packet | PeerJoined | PeerLost
 def transfers(happenings: Sequence[Happening]) -> list[tuple[float, float]]:
     """(sent_s, arrived_s) of each packet among `happenings`, on the node's monotonic clock."""
     return [(h.header.sent_s, h.arrived_s) for h in happenings if isinstance(h, Packet)]
+
+
+def transfer_span(packet: Packet, receiver: str) -> TaskSpan:
+    """The packet's way to `receiver`, for its timeline: from sent to seen."""
+    header = packet.header
+    return TaskSpan(
+        f"{packet.peer}>{receiver}",
+        Stage.A2E if header.kind is Kind.A2E else Stage.E2A,
+        header.sent_s,
+        packet.arrived_s,
+        header.batch,
+        header.layer,
+        header.micro_batch,
+        header.token_group,
+        packet.tensors[0].shape[0],
+    )
 
 
 class Endpoint(Protocol):
