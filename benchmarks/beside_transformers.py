@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.channels.handshake import Identity
 from actors.local_group import LocalGroup
-from benchmarks.harness import Result, write_result
+from benchmarks.harness import record
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
 from cluster.rank_client import RankClient
 from contracts.loading import load_config
@@ -208,15 +207,7 @@ def _report(
             f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
         )
     Console(width=100).print(table)
-    settings = {**msgspec.to_builtins(vars(options), enc_hook=str), "model": MEDIUM}
-    result = Result(
-        name=f"beside_transformers_{options.dtype}",
-        kind="measured",
-        settings=settings,
-        samples=samples,
-        summary=summary,
-    )
-    print(f"written: {write_result(result, options.output)}")
+    record(f"beside_transformers_{options.dtype}", options, samples, summary)
 
 
 if __name__ == "__main__":

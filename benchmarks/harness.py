@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -12,6 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+
+from benchmarks.random_checkpoint import MEDIUM
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "ray", "transformers", "msgspec", "numpy")
@@ -57,6 +60,15 @@ def write_result(result: Result, path: Path | None) -> Path:
     body = json.dumps(msgspec.to_builtins(result), indent=1)
     path.write_text(body + "\n", encoding="utf-8")
     return path
+
+
+def record(
+    name: str, options: argparse.Namespace, samples: dict[str, Any], summary: dict[str, Any]
+) -> None:
+    """Writes what was measured on the medium model, to `options.output` or benchmarks/results/."""
+    settings = {**msgspec.to_builtins(vars(options), enc_hook=str), "model": MEDIUM}
+    result = Result(name=name, kind="measured", settings=settings, samples=samples, summary=summary)
+    print(f"written: {write_result(result, options.output)}")
 
 
 def _processor() -> str:

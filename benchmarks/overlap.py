@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +22,7 @@ from rich.table import Table
 from actors.channels.handshake import Identity
 from actors.local_group import LocalGroup
 from actors.timeline import busy_seconds, exposed_communication, write_chrome_trace
-from benchmarks.harness import Result, write_result
+from benchmarks.harness import record
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
 from cluster.rank_client import RankClient
 from contracts.events import Stage, TaskSpan
@@ -166,15 +165,7 @@ def _report(samples: dict[str, list[dict[str, float]]], options: argparse.Namesp
             f"{row['exposed_communication_fraction']:.1%}",
         )
     Console(width=100).print(table)
-    settings = {**msgspec.to_builtins(vars(options), enc_hook=str), "model": MEDIUM}
-    result = Result(
-        name=f"overlap_{options.dtype}_{options.backend}",
-        kind="measured",
-        settings=settings,
-        samples=samples,
-        summary=summary,
-    )
-    print(f"written: {write_result(result, options.output)}")
+    record(f"overlap_{options.dtype}_{options.backend}", options, samples, summary)
 
 
 if __name__ == "__main__":

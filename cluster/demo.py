@@ -18,7 +18,7 @@ from rich.table import Table
 
 from actors.timeline import exposed_communication, write_chrome_trace
 from cluster.demo_rows import CHATS, TASKS, DemoChat, DemoTask
-from cluster.front import bind
+from cluster.front import free_port
 from cluster.model_folder import resolve_model_folder
 from cluster.serving import Served, serving
 from contracts.config import BUNDLED, TandemConfig
@@ -74,9 +74,6 @@ def run_demo(trace: Path | None) -> int:
 
 
 def _config() -> TandemConfig:
-    listener = bind("127.0.0.1", 0, reuse_port=False)
-    port = listener.getsockname()[1]
-    listener.close()
     return load_config(
         None,
         [
@@ -85,7 +82,7 @@ def _config() -> TandemConfig:
             "schedule.r1=2",
             "schedule.r2=2",
             "kv.pool_tokens=32768",
-            f"http.port={port}",
+            f"http.port={free_port()}",
         ],
     )
 

@@ -19,7 +19,7 @@ START_TIMEOUT_S = 10.0
 
 
 class DirectFront:
-    """Serves `app` until `stop`. The app's lifespan is run by Serve, not here."""
+    """Serves `app` as long as its replica lives. Serve runs the app's lifespan, not this."""
 
     def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         self._config = config
@@ -44,11 +44,6 @@ class DirectFront:
                     self._task.result()
                 await asyncio.sleep(0.01)
 
-    async def stop(self) -> None:
-        self._server.should_exit = True
-        if self._task is not None:
-            await self._task
-
 
 def bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:
     """A bound TCP socket. Raises ResourceError that names host, port and what to do."""
@@ -65,3 +60,10 @@ def bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:
             f"http.host={host} http.port={port}: {error.strerror}; choose others (--host, --port)"
         ) from None
     return listener
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with bind("127.0.0.1", 0, reuse_port=False) as listener:
+        port: int = listener.getsockname()[1]
+    return port

@@ -15,8 +15,6 @@ import codecs
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-REPLACEMENT = "\ufffd"
-
 
 class Detokenizer(Protocol):
     """The pieces of all pushes and the final flush, joined, are the text of all ids."""

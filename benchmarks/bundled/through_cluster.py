@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.bundled.evaluate import Evaluator, Question, load, questions
 from benchmarks.bundled.tasks import TASKS, Task, read_rows
 from benchmarks.harness import Result, write_result
-from cluster.front import bind
+from cluster.front import free_port
 from cluster.model_folder import resolve_model_folder
 from cluster.serving import serving
 from contracts.config import BUNDLED
@@ -49,15 +49,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with classification/")
     parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
     options = parser.parse_args()
-    listener = bind("127.0.0.1", 0, reuse_port=False)
-    port = listener.getsockname()[1]
-    listener.close()
     settings = [
         "groups.attention_ranks=2",
         "groups.expert_ranks=2",
         "model.dtype=float32",
         "schedule.r2=2",
-        f"http.port={port}",
+        f"http.port={free_port()}",
     ]
     with serving(load_config(None, settings)) as served:
         by_task = {task.name: _ask(served.url, task, options.data) for task in track(TASKS)}
