@@ -10,19 +10,19 @@ import logging
 import os
 import sys
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
-import msgspec
 import torch
 
 from actors.block_manager import BlockManager
-from actors.channels.factory import make_endpoint
+from actors.channels.factory import rank_endpoint
 from actors.client_server import ClientServer, FromClient
 from actors.executor import Executor, ExecutorParts
 from actors.finisher import Finisher
-from actors.memory import kv_pool_blocks
+from actors.memory import keep_freed_memory, kv_pool_blocks
 from actors.rank_metrics import RankMetrics
+from actors.rank_planning import RankPlanning
 from actors.scheduler import Scheduler
 from actors.sequence import Sequence
 from actors.timeline import Timeline
@@ -39,6 +39,7 @@ from contracts.errors import (
 from contracts.events import TaskSpan
 from contracts.messages import Cancel, Event, Events, Failed, RankState, Submit
 from contracts.plan import Plan
+from contracts.requests import Sampling
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec, rank_name
 from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.decoder import AttentionHalf
@@ -46,7 +47,6 @@ from models.kv_pool import KvPool
 from models.layout import attention_parameters
 from models.loading import progress_line
 from models.spec import ModelSpec
-from planner.default_plan import default_plan
 from planner.placement import ExpertPlacement
 
 log = logging.getLogger("tandem.attention")
@@ -54,6 +54,9 @@ log = logging.getLogger("tandem.attention")
 STATE_PERIOD_S = 0.05
 IDLE_POLL_S = 0.1
 CHECK_PERIOD_S = 10.0
+NOBODY = -1  # no client has this number
+WARM_UP_IDS = list(range(64))  # enough for two micro-batches, and for many experts
+WARM_UP = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
 
 
 class AttentionWorker:
@@ -63,26 +66,22 @@ class AttentionWorker:
         started_s = monotonic_s()
         config = spec.config
         torch.set_num_threads(config.groups.torch_threads)
+        keep_freed_memory()
         self.spec = spec
         self._stopping = threading.Event()
         self._loop_thread = threading.Thread(target=self._run, name=f"{spec.name}-loop")
         self._metrics = RankMetrics(spec, monotonic_s)
-        self._timeline = Timeline(config.trace.spans, self._metrics.observe)
+        self._timeline = Timeline(config.trace.spans, self._observe)
         self._reason = ""  # why this rank cannot serve; empty: it can
         self._last_state_s = 0.0
         self._checked_s = monotonic_s()
         self._started_s = 0.0
-        self._pinned: Plan | None = None
-        self._batches: Counter[str] = Counter()
+        self._upcoming_changed = False
         self._load(spec)
-        self._endpoint = make_endpoint(
-            name=spec.name,
-            token=spec.token,
-            epoch=spec.epoch,
-            config=msgspec.structs.replace(config.channel, backend=spec.backend),
-            clock=monotonic_s,
-            device=self._half.device,
+        self._planning = RankPlanning(
+            spec, chunk_cost=ChunkCost(self._half.spec), clock=monotonic_s
         )
+        self._endpoint = rank_endpoint(spec, self._half.device, monotonic_s)
         self._executor = self._make_executor()
         self._clients = ClientServer(spec.name, token=spec.token, wake=self._endpoint.wake)
         self.ready = RankReady(
@@ -124,12 +123,18 @@ class AttentionWorker:
                 raise type(error)(message, *error.args[1:]) from None
 
     def start(self) -> None:
+        """The first batch is our own, answered to nobody: it takes several times as long."""
         self._started_s = monotonic_s()
+        self._admit(NOBODY, Submit(request_id=0, token_ids=WARM_UP_IDS, sampling=WARM_UP))
         self._loop_thread.start()
 
     def pin_plan(self, plan: Plan | None) -> None:
         """Batches formed from now on run under `plan` (None: under one chosen for each)."""
-        self._pinned = plan
+        self._planning.pin(plan)
+
+    def join_planner(self, address: str) -> None:
+        """Asks the planner there for the plans of batches from now on."""
+        self._planning.join(address)
 
     def stop(self) -> None:
         """Ends the loop, every thread and every link. Waiting requests get an error."""
@@ -139,6 +144,7 @@ class AttentionWorker:
             self._loop_thread.join(10.0)
         try:
             self._clients.close()
+            self._planning.close()
         finally:
             self._endpoint.close()
 
@@ -157,9 +163,11 @@ class AttentionWorker:
             bytes_received=received,
             uptime_s=monotonic_s() - self._started_s if self._started_s else 0.0,
             epoch=self.spec.epoch,
-            batches=dict(self._batches),
+            batches=dict(self._planning.batches),
             kv_evictions=self._blocks.evicted_total,
             requeued=self._scheduler.requeued_total,
+            planner=self._planning.state,
+            chosen=dict(self._planning.chosen),
         )
 
     def metrics(self) -> str:
@@ -169,6 +177,10 @@ class AttentionWorker:
     def spans(self) -> list[TaskSpan]:
         """The last recorded task spans of this rank."""
         return self._timeline.spans()
+
+    def _observe(self, span: TaskSpan) -> None:
+        self._metrics.observe(span)
+        self._planning.observe(span)
 
     def _make_executor(self) -> Executor:
         model, expert_ranks = self._half.spec, self.spec.expert_ranks
@@ -187,8 +199,9 @@ class AttentionWorker:
     def _run(self) -> None:
         """The loop. An error that nobody foresaw fails the rank by name instead of hanging it."""
         try:
-            while not self._stopping.is_set():
-                self._turn()
+            with torch.inference_mode():
+                while not self._stopping.is_set():
+                    self._turn()
             self._fail_everything(NotReadyError(f"{self.spec.name} is shutting down"))
         except BaseException as error:
             self._reason = f"{self.spec.name} failed: {type(error).__name__}: {error}"
@@ -207,14 +220,18 @@ class AttentionWorker:
     def _turn(self) -> None:
         for received in self._clients.receive():
             self._take(received)
+            self._upcoming_changed = True
         if not self._executor.in_flight and not self._reason:
             batch = self._scheduler.next_batch()
             if batch is not None:
-                plan = self._pinned or default_plan(self.spec.config.schedule, batch.tokens)
-                self._executor.submit(batch, plan)
-                self._batches[plan.label] += 1
+                self._executor.submit(batch, self._planning.choose(batch))
+                self._upcoming_changed = True
         for done in self._executor.step(IDLE_POLL_S):
             self._scheduler.complete(done)
+            self._planning.finished(done)
+        if self._upcoming_changed and self._executor.in_flight:  # experts have work meanwhile
+            self._upcoming_changed = False
+            self._planning.look_ahead(self._scheduler.upcoming())
         if self._executor.lost is not None and not self._reason:
             self._lose(self._executor.lost.error)
         self._send_answers()

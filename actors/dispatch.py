@@ -12,6 +12,7 @@ Index arithmetic is numpy on the CPU: sizes must be known there before a packet 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.placement import ExpertPlacement
+
+
+class TokenGroups(NamedTuple):
+    """How the pairs of a micro-batch are grouped: by token (`bounds`, half-open), or expert-wise:
+    `of_slot` is then the group of each expert slot, and every group spans all tokens."""
+
+    bounds: Sequence[tuple[int, int]]
+    of_slot: NDArray[np.int64] | None = None
 
 
 class RankSlice(NamedTuple):
@@ -46,43 +55,58 @@ class RankSlice(NamedTuple):
 def plan_dispatch(
     topk_ids_TK: NDArray[np.int64],
     topk_weights_TK: NDArray[np.float32],
-    group_bounds: Sequence[tuple[int, int]],
+    token_groups: TokenGroups,
     placement: ExpertPlacement,
 ) -> list[RankSlice]:
     """The packets of one micro-batch, token group by token group, rank by rank; none is empty."""
-    tokens, top_k = topk_ids_TK.shape
-    experts, groups = placement.num_experts, len(group_bounds)
-    key_N = placement.slot_of_expert[topk_ids_TK]
-    if groups > 1:
-        starts = np.array([start for start, _ in group_bounds[1:]])
-        key_N = key_N + np.searchsorted(starts, np.arange(tokens), "right")[:, None] * experts
-    key_N = key_N.ravel()
+    experts = placement.num_experts
+    key_N = _sort_keys(topk_ids_TK, token_groups, placement)
     order_N = np.argsort(key_N, kind="stable")
+    groups = len(token_groups.bounds)
     counts_GE = np.bincount(key_N, minlength=groups * experts).reshape(groups, experts)
     edges = np.concatenate([[0], np.cumsum(counts_GE.ravel())])
-    token_N = order_N // top_k
+    token_N = order_N // topk_ids_TK.shape[1]
     weights_N = topk_weights_TK.ravel()[order_N]
+    # The only rank's pairs hold every token of a group, unless groups divide the experts.
+    whole = placement.ranks == 1 and token_groups.of_slot is None
     slices = []
-    for group, (start, stop) in enumerate(group_bounds):
-        for rank in range(placement.ranks):
-            low, high = placement.first_slot[rank], placement.first_slot[rank + 1]
-            first, last = edges[group * experts + low], edges[group * experts + high]
-            if first == last:
+    for group, (start, stop) in enumerate(token_groups.bounds):
+        for rank, (low, high) in enumerate(itertools.pairwise(placement.first_slot.tolist())):
+            pairs = slice(edges[group * experts + low], edges[group * experts + high])
+            if pairs.start == pairs.stop:
                 continue
-            rows_U, index_N = _deduplicate(token_N[first:last] - start, stop - start)
+            rows_U, index_N = _rows(token_N[pairs], start, stop, whole=whole)
+            counts_e = counts_GE[group, low:high].astype(np.int32)
             slices.append(
-                RankSlice(
-                    rank,
-                    group,
-                    start,
-                    stop,
-                    None if rows_U is None else rows_U + start,
-                    index_N,
-                    weights_N[first:last],
-                    counts_GE[group, low:high].astype(np.int32),
-                )
+                RankSlice(rank, group, start, stop, rows_U, index_N, weights_N[pairs], counts_e)
             )
     return slices
+
+
+def _sort_keys(
+    topk_ids_TK: NDArray[np.int64], token_groups: TokenGroups, placement: ExpertPlacement
+) -> NDArray[np.int64]:
+    """Of each pair: its token group * experts + its expert's slot."""
+    bounds, of_slot = token_groups
+    slot_TK = placement.slot_of_expert[topk_ids_TK]
+    if of_slot is not None:
+        slot_TK = slot_TK + of_slot[slot_TK] * placement.num_experts
+    elif len(bounds) > 1:
+        starts = np.array([start for start, _ in bounds[1:]])
+        group_T = np.searchsorted(starts, np.arange(len(topk_ids_TK)), "right")
+        slot_TK = slot_TK + group_T[:, None] * placement.num_experts
+    return slot_TK.ravel()
+
+
+def _rows(
+    token_N: NDArray[np.int64], start: int, stop: int, *, whole: bool
+) -> tuple[NDArray[np.int64] | None, NDArray[np.int32]]:
+    """`rows_U` and `index_N` of a slice; whole: every token of the group is known to be there."""
+    local_N = token_N - start
+    if whole:
+        return None, local_N.astype(np.int32)
+    rows_U, index_N = _deduplicate(local_N, stop - start)
+    return None if rows_U is None else rows_U + start, index_N
 
 
 def _deduplicate(

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from actors.channels.base import (
     Endpoint,
@@ -30,8 +31,8 @@ from actors.channels.base import (
     transfer_span,
     transfers,
 )
-from actors.dispatch import RankSlice, plan_dispatch
-from actors.micro_batch import BatchRun, MicroBatch
+from actors.dispatch import RankSlice, TokenGroups, plan_dispatch
+from actors.micro_batch import BatchRun, MicroBatch, cut_batch
 from actors.scheduler import Chunk, ScheduledBatch
 from actors.timeline import Timeline
 from contracts.clock import Clock
@@ -45,7 +46,7 @@ from models.kv_pool import KvPool
 from models.router import Routed
 from planner.orders import Policy, TaskStage, by_plan
 from planner.placement import ExpertPlacement
-from planner.split import micro_batch_bounds, token_group_bounds
+from planner.split import token_group_bounds
 
 
 class Sink(Protocol):
@@ -90,6 +91,7 @@ class Executor:
         self._clock = parts.clock
         self._chunk_cost = chunk_cost
         self._policy = policy
+        self._expert_groups: dict[int, NDArray[np.int64]] = {}  # by number of groups
         self._runs: dict[int, BatchRun] = {}
         self.lost: PeerLost | None = None
 
@@ -101,15 +103,12 @@ class Executor:
         """Cuts the batch into micro-batches as `plan` says; they are ready at once."""
         run = BatchRun(scheduled, plan)
         costs = [self._chunk_cost(chunk.start, chunk.stop) for chunk in scheduled.chunks]
-        owner: dict[int, MicroBatch] = {}  # chunk -> the micro-batch it is in
-        for index, (first, last) in enumerate(micro_batch_bounds(costs, plan)):
-            chunks = scheduled.chunks[first:last]
-            micro_batch = MicroBatch(run, index, chunks, self._inputs(chunks))
+        for index, part in enumerate(cut_batch(scheduled, plan, costs)):
+            micro_batch = MicroBatch(run, index, part.chunks, self._inputs(part.chunks))
+            micro_batch.after = [run.micro_batches[other] for other in sorted(part.after)]
+            if part.previous is not None:
+                micro_batch.previous = run.micro_batches[part.previous]
             run.micro_batches.append(micro_batch)
-            owner.update((chunk, micro_batch) for chunk in range(first, last))
-            shared = {id(owner[other]): owner[other] for chunk in chunks for other in chunk.after}
-            shared.pop(id(micro_batch), None)  # within one, K and V are written first anyway
-            micro_batch.after = list(shared.values())
         run.remaining = len(run.micro_batches)
         self._runs[scheduled.number] = run
 
@@ -119,14 +118,13 @@ class Executor:
         Returns the batches that this step completed.
         """
         ready = self._ready()
-        self._take(self._poll(0.0 if ready else timeout_s))
-        if self.lost is not None:
+        happenings = self._poll(0.0 if ready else timeout_s)
+        if happenings:
+            self._take(happenings)
+            ready = self._ready()
+        if self.lost is not None or not ready:
             return []
-        ready = self._ready()
-        if not ready:
-            return []
-        task = self._policy([micro_batch.task() for micro_batch in ready])
-        micro_batch = next(m for m in ready if m.task() == task)
+        micro_batch = self._pick(ready)
         try:
             self._run_task(micro_batch)
         except PeerError as error:
@@ -137,6 +135,12 @@ class Executor:
             return []
         del self._runs[run.scheduled.number]
         return [run.scheduled]
+
+    def _pick(self, ready: list[MicroBatch]) -> MicroBatch:
+        if len(ready) == 1:
+            return ready[0]
+        tasks = [micro_batch.task() for micro_batch in ready]
+        return ready[tasks.index(self._policy(tasks))]
 
     def fail_all(self) -> list[ScheduledBatch]:
         """Drops everything in flight; returns what was dropped."""
@@ -212,7 +216,9 @@ class Executor:
             routed = self._attend(micro_batch)
             self._span(Stage.ATTENTION, start_s, micro_batch, layer)
             if routed is not None:
+                sent_s = self._clock()
                 self._dispatch(micro_batch, routed)
+                self._span(Stage.SEND, sent_s, micro_batch, layer)
 
     def _attend(self, micro_batch: MicroBatch) -> Routed | None:
         """Runs attention of one layer, and the dense feed-forward of a layer without experts."""
@@ -254,12 +260,20 @@ class Executor:
         micro_batch.slices = plan_dispatch(
             routed.topk_ids_TK.cpu().numpy(),
             routed.topk_weights_TK.cpu().numpy(),
-            token_group_bounds(routed.x_TD.shape[0], plan.r2),
+            self._token_groups(routed.x_TD.shape[0], plan),
             self._placement,
         )
         micro_batch.pending = len(micro_batch.slices)
         for piece in micro_batch.slices:
             self._send(micro_batch, piece, routed.x_TD)
+
+    def _token_groups(self, tokens: int, plan: Plan) -> TokenGroups:
+        if not plan.expert_wise:
+            return TokenGroups(token_group_bounds(tokens, plan.r2))
+        of_slot = self._expert_groups.get(plan.r2)
+        if of_slot is None:
+            of_slot = self._expert_groups[plan.r2] = self._placement.expert_groups(plan.r2)
+        return TokenGroups([(0, tokens)] * plan.r2, of_slot)
 
     def _send(self, micro_batch: MicroBatch, piece: RankSlice, x_TD: torch.Tensor) -> None:
         sent_s = self._clock()
@@ -307,7 +321,8 @@ class Executor:
         if not slices:
             return hidden_TD
         total_TD = hidden_TD
-        if self._placement.ranks > 1 or shared_TD is not None:
+        summed = self._placement.ranks > 1 or micro_batch.batch.plan.expert_wise
+        if summed or shared_TD is not None:
             total_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
         for piece in slices:
             packet = micro_batch.replies.pop((piece.token_group, piece.rank))

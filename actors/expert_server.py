@@ -104,7 +104,10 @@ class ExpertServer:
             return self._endpoint.poll(0.0)
         start_s = self._clock()
         happenings = self._endpoint.poll(timeout_s)
-        self._timeline.waited(start_s, self._clock(), transfers(happenings))
+        end_s = self._clock()
+        if happenings:  # else nobody has asked for anything: idle, not waiting
+            self._timeline.add(TaskSpan(self._endpoint.name, Stage.WAIT, start_s, end_s))
+        self._timeline.waited(start_s, end_s, transfers(happenings))
         return happenings
 
     def _enqueue(self, packet: Packet) -> None:
@@ -153,20 +156,24 @@ class ExpertServer:
         done_s = self._clock()
         for number, packet in enumerate(packets):
             self._answer(packet, y_UD[groups.first_row[number] : groups.first_row[number + 1]])
-        first = packets[0].header
-        self._timeline.add(
-            TaskSpan(
-                self._endpoint.name,
-                Stage.EXPERT,
-                start_s,
-                done_s,
-                first.batch,
-                layer,
-                first.micro_batch,
-                first.token_group,
-                y_UD.shape[0],
+        first, tokens = packets[0].header, y_UD.shape[0]
+        for stage, began_s, ended_s in (
+            (Stage.EXPERT, start_s, done_s),
+            (Stage.SEND, done_s, self._clock()),
+        ):
+            self._timeline.add(
+                TaskSpan(
+                    self._endpoint.name,
+                    stage,
+                    began_s,
+                    ended_s,
+                    first.batch,
+                    layer,
+                    first.micro_batch,
+                    first.token_group,
+                    tokens,
+                )
             )
-        )
         for packet in packets:
             packet.release()
 

@@ -10,12 +10,15 @@ import sys
 import threading
 from pathlib import Path
 
-import msgspec
 import torch
 
-from actors.channels.factory import make_endpoint
+from actors.channels.factory import rank_endpoint
+from actors.channels.handshake import Identity
 from actors.expert_server import ExpertServer
+from actors.memory import keep_freed_memory
+from actors.planner_link import PlannerLink
 from actors.rank_metrics import RankMetrics
+from actors.stage_report import ExpertRecorder
 from actors.timeline import Timeline
 from contracts.clock import monotonic_s
 from contracts.events import TaskSpan
@@ -35,6 +38,7 @@ class ExpertWorker:
         started_s = monotonic_s()
         config, device, folder = spec.config, torch.device(spec.device), Path(spec.model_folder)
         torch.set_num_threads(config.groups.torch_threads)
+        keep_freed_memory()
         self.spec = spec
         model = check_checkpoint(folder)
         placement = ExpertPlacement.contiguous(model.num_experts, spec.expert_ranks)
@@ -47,15 +51,10 @@ class ExpertWorker:
             progress=progress_line(spec.name, sys.stderr),
         )
         self._metrics = RankMetrics(spec, monotonic_s)
-        self._timeline = Timeline(config.trace.spans, self._metrics.observe)
-        self._endpoint = make_endpoint(
-            name=spec.name,
-            token=spec.token,
-            epoch=spec.epoch,
-            config=msgspec.structs.replace(config.channel, backend=spec.backend),
-            clock=monotonic_s,
-            device=device,
-        )
+        self._timeline = Timeline(config.trace.spans, self._observe)
+        self._planner: PlannerLink | None = None
+        self._recorder: ExpertRecorder | None = None
+        self._endpoint = rank_endpoint(spec, device, monotonic_s)
         self._server = ExpertServer(
             self._endpoint, self._half, timeline=self._timeline, clock=monotonic_s
         )
@@ -73,6 +72,16 @@ class ExpertWorker:
     def connect(self, addresses: dict[str, str]) -> None:
         """Attention ranks connect to expert ranks, not the other way round."""
 
+    def join_planner(self, address: str) -> None:
+        """Tells the planner there, from now on, how long calls of experts take."""
+        planner = self.spec.config.planner
+        me = Identity(name=self.spec.name, token=self.spec.token, epoch=None)
+        self._planner = PlannerLink(
+            me, address, answer_deadline_s=planner.answer_deadline_s, clock=monotonic_s
+        )
+        if planner.refit:
+            self._recorder = ExpertRecorder(self.spec.name, planner.report_s, self._planner.report)
+
     def start(self) -> None:
         self._started_s = monotonic_s()
         self._loop_thread.start()
@@ -82,6 +91,8 @@ class ExpertWorker:
         self._endpoint.wake()
         if self._loop_thread.is_alive():
             self._loop_thread.join(10.0)
+        if self._planner is not None:
+            self._planner.close()
         self._endpoint.close()
 
     def status(self) -> RankStatus:
@@ -106,11 +117,17 @@ class ExpertWorker:
         """The last recorded task spans of this rank."""
         return self._timeline.spans()
 
+    def _observe(self, span: TaskSpan) -> None:
+        self._metrics.observe(span)
+        if self._recorder is not None:
+            self._recorder.observe(span)
+
     def _run(self) -> None:
         """The loop. On an unforeseen error the links close, so that every peer learns of it."""
         try:
-            while not self._stopping.is_set():
-                self._server.step(IDLE_POLL_S)
+            with torch.inference_mode():
+                while not self._stopping.is_set():
+                    self._server.step(IDLE_POLL_S)
         except BaseException as error:
             self._reason = f"{self.spec.name} failed: {type(error).__name__}: {error}"
             self._endpoint.close()

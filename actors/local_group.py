@@ -10,6 +10,7 @@ from actors.process import RankProcess
 from actors.rendezvous import Formation, Seat, form_group, make_specs
 from contracts.config import TandemConfig
 from contracts.events import TaskSpan
+from contracts.hardware import Hardware
 from contracts.worker import Group, RankReady, RankStatus
 
 TOKEN_BYTES = 32
@@ -23,14 +24,24 @@ class LocalGroup:
     """
 
     def __init__(
-        self, model_folder: str, config: TandemConfig, *, backend: str = "shm", device: str = "cpu"
+        self,
+        model_folder: str,
+        config: TandemConfig,
+        *,
+        backend: str = "shm",
+        device: str = "cpu",
+        planner: bool = False,
+        hardware: Hardware | None = None,
     ) -> None:
+        """planner: with a planner process, whatever `config.planner.enabled` says, which is about
+        clusters. hardware: what it starts from (None: from nothing)."""
         groups = config.groups
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        formation = Formation(config, model_folder, self.token, 1, backend)
+        formation = Formation(config, model_folder, self.token, 1, backend, hardware)
         attention = [Seat(device, "127.0.0.1", groups.attention_ranks)] * groups.attention_ranks
         expert = [Seat(device, "127.0.0.1", groups.attention_ranks)] * groups.expert_ranks
-        self._specs = make_specs(formation, attention, expert)
+        planners = [Seat("cpu", "127.0.0.1", 1)] if planner else []
+        self._specs = make_specs(formation, attention, expert, planners)
         self._timeout_s = groups.ready_timeout_s
         self.processes: dict[str, RankProcess] = {}
         self.ready: list[RankReady] = []
@@ -64,14 +75,24 @@ class LocalGroup:
         }
 
     def status(self, timeout_s: float = 10.0) -> list[RankStatus]:
-        futures = [process.call("status") for process in self.processes.values()]
+        """What each rank says of itself (the planner is none)."""
+        futures = [rank.call("status") for rank in self._ranks]
         return [future.result(timeout_s) for future in futures]
+
+    def metrics(self, timeout_s: float = 10.0) -> dict[str, str]:
+        """Prometheus text of each process, by name."""
+        futures = [(name, process.call("metrics")) for name, process in self.processes.items()]
+        return {name: future.result(timeout_s) for name, future in futures}
 
     def spans(self, timeout_s: float = 30.0) -> list[TaskSpan]:
         """The recorded spans of all ranks, in order of their start."""
-        futures = [process.call("spans") for process in self.processes.values()]
+        futures = [rank.call("spans") for rank in self._ranks]
         spans = [span for future in futures for span in future.result(timeout_s)]
         return sorted(spans, key=lambda span: span.start_s)
+
+    @property
+    def _ranks(self) -> list[RankProcess]:
+        return [self.processes[s.name] for s in self._specs if s.group is not Group.PLANNER]
 
     def close(self) -> None:
         """Stops all ranks at once, so that none takes the others for lost; then ends them."""

@@ -6,6 +6,9 @@ what it would run next, `pending` and `after` what it still waits for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from actors.channels.base import Packet
@@ -14,6 +17,53 @@ from actors.scheduler import Chunk, ScheduledBatch
 from contracts.plan import Plan
 from models.batch import AttentionBatch
 from planner.orders import Task, TaskStage
+from planner.split import chunk_bounds, sequence_ranges
+
+
+class Part(NamedTuple):
+    """What becomes a micro-batch, in terms of its index among the parts of a batch. `after`: those
+    whose blocks it reads; `previous`: the one with the chunk before it of the same sequences."""
+
+    chunks: list[Chunk]
+    after: frozenset[int]
+    previous: int | None
+
+
+def cut_batch(batch: ScheduledBatch, plan: Plan, costs: Sequence[float]) -> list[Part]:
+    """The batch as `plan` cuts it. costs: attention cost of each chunk.
+
+    Sequences that run together and share blocks cannot be cut along their length: the first piece
+    of one would need the last piece of another.
+    """
+    parts: list[Part] = []
+    parts_of: list[list[int]] = []  # by chunk of the batch
+    for first, last in sequence_ranges(costs, plan):
+        members = batch.chunks[first:last]
+        needed = {part for chunk in members for other in chunk.after if other < first
+                  for part in parts_of[other]}  # fmt: skip
+        together = any(other >= first for chunk in members for other in chunk.after)
+        ends = plan.sequence_chunks if plan.sequence_chunks and not together else (1.0,)
+        begun = len(parts)
+        for pieces in _along_length(members, ends):
+            previous = len(parts) - 1 if len(parts) > begun else None
+            after = needed if previous is None else needed | {previous}
+            parts.append(Part(pieces, frozenset(after), previous))
+        parts_of += [list(range(begun, len(parts)))] * len(members)
+    return parts
+
+
+def _along_length(chunks: list[Chunk], ends: Sequence[float]) -> list[list[Chunk]]:
+    """The pieces of all chunks up to each of `ends`, in order, without those that are empty."""
+    bounds = [chunk_bounds(chunk.stop - chunk.start, ends) for chunk in chunks]
+    cut = [
+        [
+            chunk._replace(start=chunk.start + cuts[piece][0], stop=chunk.start + cuts[piece][1])
+            for chunk, cuts in zip(chunks, bounds, strict=True)
+            if cuts[piece][0] < cuts[piece][1]
+        ]
+        for piece in range(len(ends))
+    ]
+    return [pieces for pieces in cut if pieces]
 
 
 class MicroBatch:
@@ -29,6 +79,7 @@ class MicroBatch:
         "inputs",
         "layer",
         "pending",
+        "previous",
         "replies",
         "shared_TD",
         "slices",
@@ -43,7 +94,8 @@ class MicroBatch:
         self.index = index
         self.chunks = chunks
         self.inputs = inputs
-        self.after: list[MicroBatch] = []  # whose blocks this one shares
+        self.after: list[MicroBatch] = []  # whose blocks this one reads
+        self.previous: MicroBatch | None = None  # the chunk before this one: it finishes first
         self.layer = 0
         self.stage = TaskStage.ATTENTION
         self.attended = -1  # the last layer whose K and V are in the pool
@@ -59,7 +111,7 @@ class MicroBatch:
         if self.stage is TaskStage.SHARED:
             return True
         if self.stage is TaskStage.FINISH:
-            return self.pending == 0
+            return self.pending == 0 and (self.previous is None or self.previous.layer < 0)
         return self.pending == 0 and all(other.attended >= self.layer for other in self.after)
 
     def task(self) -> Task:
@@ -71,6 +123,8 @@ class MicroBatch:
             self.index,
             self.stage,
             run.plan.order,
+            run.plan.shared_lag,
+            len(run.micro_batches),
         )
 
 

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 _ARGUMENTS: dict[str, Any] = {
     "prepare": WorkerSpec,
     "connect": dict[str, str],
+    "join_planner": str,
     "pin_plan": Plan | None,
 }
 _RESULTS: dict[str, Any] = {"prepare": RankReady, "status": RankStatus, "spans": list[TaskSpan]}

@@ -9,7 +9,7 @@ from contracts.events import Stage, TaskSpan
 from contracts.worker import Group, RankStatus, WorkerSpec
 
 _EXPORTED = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.A2E, Stage.E2A)
-_BUSY = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.FINISH)
+_BUSY = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.SEND, Stage.FINISH)
 
 
 class RankMetrics:
@@ -20,6 +20,7 @@ class RankMetrics:
         self._clock = clock
         self._telemetry = Telemetry()
         self._bytes_sent = 0
+        self._chosen: dict[str, int] = {}
         self._busy_s = 0.0
         self._scraped_s = clock()
 
@@ -39,6 +40,11 @@ class RankMetrics:
         telemetry.set(metrics.GROUP_EPOCH, "attention_expert", to=status.epoch)
         for state, blocks in status.kv_blocks.items():
             telemetry.set(metrics.KV_BLOCKS, spec.name, state, to=blocks)
+        for choice, count in status.chosen.items():
+            chosen_by, _, reason = choice.partition(" ")
+            grown = count - self._chosen.get(choice, 0)
+            telemetry.count(metrics.PLAN_BATCHES, spec.name, chosen_by, reason, by=grown)
+        self._chosen = status.chosen
         return telemetry.exposition()
 
     def _busy_fraction(self, status: RankStatus) -> float:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, NamedTuple, Protocol
 
 from contracts.config import TandemConfig
 from contracts.errors import ChannelError, LaunchError, TandemError
+from contracts.hardware import Hardware
 from contracts.worker import Group, RankReady, WorkerSpec
 
 
@@ -33,19 +34,23 @@ class Seat(NamedTuple):
 
 
 class Formation(NamedTuple):
-    """What all ranks of one group have in common."""
+    """What all ranks of one group have in common. hardware: for the planner."""
 
     config: TandemConfig
     model_folder: str
     token: bytes
     epoch: int
     backend: str
+    hardware: Hardware | None = None
 
 
 def make_specs(
-    formation: Formation, attention: Sequence[Seat], expert: Sequence[Seat]
+    formation: Formation,
+    attention: Sequence[Seat],
+    expert: Sequence[Seat],
+    planner: Sequence[Seat] = (),
 ) -> list[WorkerSpec]:
-    """One spec per rank: attention ranks first."""
+    """One spec per rank: attention ranks first, the planner, if any, last."""
     return [
         WorkerSpec(
             group=group,
@@ -60,8 +65,13 @@ def make_specs(
             host=seat.host,
             ranks_on_node=seat.ranks_on_node,
             config=formation.config,
+            hardware=formation.hardware if group is Group.PLANNER else None,
         )
-        for group, seats in ((Group.ATTENTION, attention), (Group.EXPERT, expert))
+        for group, seats in (
+            (Group.ATTENTION, attention),
+            (Group.EXPERT, expert),
+            (Group.PLANNER, planner),
+        )
         for rank, seat in enumerate(seats)
     ]
 
@@ -88,14 +98,23 @@ def form_group(
     attention = [(spec.name, h) for spec, h in pairs if spec.group is Group.ATTENTION]
     connecting = [(name, handle.call("connect", addresses)) for name, handle in attention]
     _gather(connecting, "connect to the expert ranks", deadline_s)
+    for spec, answer in zip(specs, ready, strict=True):
+        if spec.group is Group.PLANNER:
+            address = answer.channel_address
+            joining = [(s.name, handle.call("join_planner", address)) for s, handle in pairs]
+            _gather(joining, "be told where the planner is", deadline_s)
     starting = [(spec.name, handle.call("start")) for spec, handle in pairs]
     _gather(starting, "start its loop", deadline_s)
     return ready
 
 
 def _gather(futures: Sequence[tuple[str, Future[Any]]], what: str, deadline_s: float) -> list[Any]:
+    """All answers. A rank that fails is told of at once, however long others may still take."""
+    left_s = max(0.0, deadline_s - time.monotonic())
+    done, _ = wait([future for _, future in futures], left_s, return_when=FIRST_EXCEPTION)
+    failed = [(name, f) for name, f in futures if f in done and f.exception() is not None]
     answers = []
-    for name, future in futures:
+    for name, future in failed or futures:
         try:
             answers.append(future.result(max(0.0, deadline_s - time.monotonic())))
         except FutureTimeoutError:

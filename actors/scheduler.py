@@ -111,6 +111,32 @@ class Scheduler:
         priority = min(chunk.sequence.priority for chunk in chunks)
         return ScheduledBatch(number, priority, chunks)
 
+    def upcoming(self) -> list[tuple[int, int]]:
+        """New tokens [start, stop) per sequence of the batch that would come next, in its order: a
+        guess, made while a batch runs. Changes nothing.
+
+        What runs now is taken to end well, and to generate; blocks are taken to suffice, and what
+        sequences of that batch will share among each other is not known yet.
+        """
+        budget, most = self._config.max_batch_tokens, self._config.max_batch_sequences
+        found: list[tuple[int, int]] = []
+        going_on = [s for s in self._running if not s.done and not _ends_now(s)]
+        for sequence in sorted(going_on, key=lambda s: s.num_uncomputed > 1):
+            length = max(len(sequence.token_ids), sequence.num_computed + 1)
+            found.append((sequence.num_computed, min(length, sequence.num_computed + budget)))
+            budget -= found[-1][1] - found[-1][0]
+            if budget == 0 or len(found) == most:
+                return found
+        for sequence in (s for priority in Priority for s in self._waiting[priority]):
+            shareable = sequence.first_needed // sequence.block_tokens
+            matched = self.blocks.match(sequence.hashes[:shareable], batch=self._batches)
+            start = len(matched) * sequence.block_tokens
+            found.append((start, min(len(sequence.token_ids), start + budget)))
+            budget -= found[-1][1] - found[-1][0]
+            if budget == 0 or len(found) == most:
+                return found
+        return found
+
     def complete(self, batch: ScheduledBatch) -> None:
         """The batch has run: its tokens are in the pool. Sequences that are done end here."""
         self.blocks.commit(batch.number)
@@ -207,3 +233,11 @@ class Scheduler:
         self.blocks.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = 0
+
+
+def _ends_now(sequence: Sequence) -> bool:
+    """Whether the batch that runs now is the sequence's last one, as far as that can be known."""
+    sampling = sequence.submit.sampling
+    if not sequence.in_flight or sequence.num_computed < len(sequence.token_ids):
+        return False
+    return sampling is None or sequence.generated + 1 >= sampling.max_tokens

@@ -4,26 +4,39 @@ from __future__ import annotations
 
 from actors.attention_worker import AttentionWorker
 from actors.expert_worker import ExpertWorker
+from actors.planner_worker import PlannerWorker
 from contracts.errors import LaunchError
 from contracts.events import TaskSpan
 from contracts.plan import Plan
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
+
+Worker = AttentionWorker | ExpertWorker | PlannerWorker
+_KINDS: dict[Group, type[Worker]] = {
+    Group.ATTENTION: AttentionWorker,
+    Group.EXPERT: ExpertWorker,
+    Group.PLANNER: PlannerWorker,
+}
 
 
 class WorkerShell:
     """Holds one worker. Weights load in `prepare`, so that its errors reach the launcher."""
 
     def __init__(self) -> None:
-        self._worker: AttentionWorker | ExpertWorker | None = None
+        self._worker: Worker | None = None
 
     def prepare(self, spec: WorkerSpec) -> RankReady:
         """Makes the worker: loads weights, listens. Raises what keeps it from doing so."""
-        kind = AttentionWorker if spec.group is Group.ATTENTION else ExpertWorker
-        self._worker = kind(spec)
+        self._worker = _KINDS[spec.group](spec)
         return self._worker.ready
 
     def connect(self, addresses: dict[str, str]) -> None:
         self._made.connect(addresses)
+
+    def join_planner(self, address: str) -> None:
+        """Ranks only: connects to the planner in the background."""
+        worker = self._made
+        if not isinstance(worker, PlannerWorker):
+            worker.join_planner(address)
 
     def start(self) -> None:
         self._made.start()
@@ -49,7 +62,7 @@ class WorkerShell:
             self._worker.stop()
 
     @property
-    def _made(self) -> AttentionWorker | ExpertWorker:
+    def _made(self) -> Worker:
         if self._worker is None:
             raise LaunchError("the worker is used before prepare()")
         return self._worker

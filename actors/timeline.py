@@ -1,4 +1,4 @@
-"""A ring of task spans per rank, the Chrome trace of several rings, and what of it was exposed."""
+"""A ring of task spans per rank, and the Chrome trace of several rings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from contracts.events import Stage, TaskSpan
+from planner.exposure import length, union
 
-_COMPUTE = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.FINISH)
 _COMMUNICATION = (Stage.A2E, Stage.E2A)
 
 
@@ -41,44 +41,10 @@ class Timeline:
     ) -> None:
         """The rank waited from start_s to end_s, and `transfers` arrived in that time."""
         inside = [(max(start_s, sent), min(end_s, arrived)) for sent, arrived in transfers]
-        self.exposed_s += _length(_union([(a, b) for a, b in inside if b > a]))
+        self.exposed_s += length(union([(a, b) for a, b in inside if b > a]))
 
     def spans(self) -> list[TaskSpan]:
         return list(self._spans)
-
-
-def busy_seconds(spans: Iterable[TaskSpan], stages: Sequence[Stage]) -> float:
-    """Seconds in which at least one span of `stages` was running."""
-    return _length(_union([(s.start_s, s.end_s) for s in spans if s.stage in stages]))
-
-
-def exposed_communication(spans: Sequence[TaskSpan]) -> tuple[float, float]:
-    """(seconds in which payloads were under way and no rank computed, that over the makespan).
-
-    FinDEP's non-overlapped communication, from measured spans: time covered by A2E or E2A spans and
-    by no attention, shared or expert span of any rank in `spans`.
-    """
-    if not spans:
-        return 0.0, 0.0
-    compute = [(s.start_s, s.end_s) for s in spans if s.stage in _COMPUTE]
-    communication = [(s.start_s, s.end_s) for s in spans if s.stage in _COMMUNICATION]
-    exposed_s = _length(_union(compute + communication)) - _length(_union(compute))
-    makespan_s = max(s.end_s for s in spans) - min(s.start_s for s in spans)
-    return exposed_s, exposed_s / makespan_s if makespan_s else 0.0
-
-
-def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _length(intervals: list[tuple[float, float]]) -> float:
-    return sum(end - start for start, end in intervals)
 
 
 def write_chrome_trace(spans: Sequence[TaskSpan], path: Path) -> None:

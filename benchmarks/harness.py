@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ import torch
 from benchmarks.random_checkpoint import MEDIUM
 
 RESULTS = Path(__file__).parent / "results"
+_NUMBERS = re.compile(r'[\[{]\n(\s+("[^"\n]*": )?[-+.\deE]+,?\n)+\s*[\]}]')
 PACKAGES = ("torch", "ray", "transformers", "msgspec", "numpy")
 
 
@@ -57,16 +59,30 @@ def write_result(result: Result, path: Path | None) -> Path:
     """Writes the result as JSON (default: benchmarks/results/NAME.json); returns the path."""
     path = path or RESULTS / f"{result.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    body = json.dumps(msgspec.to_builtins(result), indent=1)
-    path.write_text(body + "\n", encoding="utf-8")
+    path.write_text(dump(msgspec.to_builtins(result)), encoding="utf-8")
     return path
 
 
+def dump(body: Any) -> str:
+    """Indented JSON in which a list of numbers, and an object of numbers alone, is one line."""
+    text = json.dumps(body, indent=1)
+    return _NUMBERS.sub(lambda found: _one_line(found[0]), text) + "\n"
+
+
+def _one_line(numbers: str) -> str:
+    flat = re.sub(r"\n\s*", " ", numbers)
+    return f"{flat[0]}{flat[2:-2]}{flat[-1]}"
+
+
 def record(
-    name: str, options: argparse.Namespace, samples: dict[str, Any], summary: dict[str, Any]
+    name: str,
+    options: argparse.Namespace,
+    samples: dict[str, Any],
+    summary: dict[str, Any],
+    model: dict[str, Any] = MEDIUM,
 ) -> None:
-    """Writes what was measured on the medium model, to `options.output` or benchmarks/results/."""
-    settings = {**msgspec.to_builtins(vars(options), enc_hook=str), "model": MEDIUM}
+    """Writes what was measured on `model`, to `options.output` or benchmarks/results/."""
+    settings = {**msgspec.to_builtins(vars(options), enc_hook=str), "model": model}
     result = Result(name=name, kind="measured", settings=settings, samples=samples, summary=summary)
     print(f"written: {write_result(result, options.output)}")
 

@@ -19,16 +19,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from actors.channels.handshake import Identity
 from actors.local_group import LocalGroup
-from actors.timeline import busy_seconds, exposed_communication, write_chrome_trace
+from actors.timeline import write_chrome_trace
 from benchmarks.harness import record
+from benchmarks.pinned_batches import BatchRunner, bench_client, pin_to_core
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
-from cluster.rank_client import RankClient
 from contracts.events import Stage, TaskSpan
 from contracts.loading import load_config
-from contracts.messages import Submit
 from contracts.plan import Order, Plan
+from planner.exposure import busy_seconds, exposed_communication
 
 PLANS = {
     "naive": Plan(order=Order.NAIVE),
@@ -38,8 +37,7 @@ PLANS = {
     "asas r1=4 r2=2": Plan(order=Order.ASAS, r1=4, r2=2),
 }
 TRACED = "asas r1=2 r2=2"
-BLOCKER_TOKENS = 512
-BLOCKER_HEAD_START_S = 0.01
+_CALL_TIMEOUT_S = 10.0
 
 
 def main() -> None:
@@ -52,18 +50,18 @@ def main() -> None:
                 f"model.dtype={options.dtype}",
                 f"schedule.max_batch_tokens={options.sequences * options.tokens}",
                 "kv.prefix_cache=false",
-                f"kv.pool_tokens={2 * options.sequences * options.tokens}",
+                f"kv.pool_tokens={3 * options.sequences * options.tokens}",
             ],
         )
         with LocalGroup(str(path), config, backend=options.backend) as group:
             if os.cpu_count() == 2:  # one core each, so that the plan decides what overlaps
                 for core, process in enumerate(group.processes.values()):
-                    os.sched_setaffinity(process.pid, {core})
+                    pin_to_core(process.pid, core)
             samples, traced = asyncio.run(_measure(group, options))
     if options.trace is not None:
         write_chrome_trace(traced, options.trace)
     if options.picture is not None:
-        from benchmarks.gantt import draw_gantt  # matplotlib is in the bench extra only
+        from cluster.gantt import draw_gantt
 
         title = f"Measured: {TRACED}, layers 2 to 4 of 8, {options.dtype}, one core per rank"
         draw_gantt(traced, range(2, 5), title, options.picture)
@@ -88,15 +86,19 @@ async def _measure(
 ) -> tuple[dict[str, list[dict[str, float]]], list[TaskSpan]]:
     """Per plan one dict per round, plans interleaved; and the spans of the traced batch."""
     ((name, address),) = group.client_addresses.items()
-    client = RankClient(name, address, Identity(name="bench", token=group.token, epoch=None))
-    client.start()
-    await client.wait_until(lambda ready: ready.problem is None)
+    client = await bench_client(name, address, group.token)
+    attention = group.processes[name]
+    runner = BatchRunner(
+        client,
+        lambda plan: attention.call("pin_plan", plan).result(_CALL_TIMEOUT_S),
+        group.spans,
+        ahead_tokens=options.sequences * options.tokens,  # a batch of its own
+    )
     samples: dict[str, list[dict[str, float]]] = {label: [] for label in PLANS}
     traced: list[TaskSpan] = []
     for number in range(options.rounds + 1):  # the first round warms up
         for label, plan in PLANS.items():
-            group.processes[name].call("pin_plan", plan).result(10.0)
-            spans = await _one_batch(group, client, options, seed=number)
+            spans = (await runner.run(plan, _rows(options, seed=number))).spans
             if number == 0:
                 continue
             samples[label].append(_figures(spans, options))
@@ -106,31 +108,11 @@ async def _measure(
     return samples, traced
 
 
-async def _one_batch(
-    group: LocalGroup, client: RankClient, options: argparse.Namespace, *, seed: int
-) -> list[TaskSpan]:
-    """Runs the sequences as one batch; the spans of that batch, of both ranks."""
+def _rows(options: argparse.Namespace, *, seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(1, 8192, (options.sequences, options.tokens), generator=generator)
-    submits = [
-        Submit(request_id=0, token_ids=ids, sampling=None, candidates=[0, 1])
-        for ids in ([1] * BLOCKER_TOKENS, *rows.tolist())
-    ]
-    # The first one keeps the rank busy until all others have arrived: those are then one batch.
-    streams = [await client.submit(submits[0])]
-    await asyncio.sleep(BLOCKER_HEAD_START_S)
-    streams += [await client.submit(submit) for submit in submits[1:]]
-    for stream in streams:
-        async for event in stream:
-            if not hasattr(event, "candidate_logits"):
-                raise RuntimeError(f"the batch failed: {event}")
-    spans = await asyncio.to_thread(group.spans)
-    last = max(span.batch for span in spans)
-    spans = [span for span in spans if span.batch == last and span.stage is not Stage.WAIT]
-    tokens = sum(s.tokens for s in spans if s.stage is Stage.ATTENTION and s.layer == 0)
-    if tokens != rows.numel():
-        raise RuntimeError(f"the batch had {tokens} tokens, not {rows.numel()}: raise --tokens")
-    return spans
+    size = (options.sequences, options.tokens)
+    rows: list[list[int]] = torch.randint(1, 8192, size, generator=generator).tolist()
+    return rows
 
 
 def _figures(spans: Sequence[TaskSpan], options: argparse.Namespace) -> dict[str, float]:

@@ -38,6 +38,43 @@ MEDIUM: dict[str, Any] = {
     "bos_token_id": 0,
 }
 
+# The same size in DeepSeek-V2's shape: latent attention, a dense first layer, two shared experts.
+MEDIUM_SHARED: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": None,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "head_dim": 32,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "moe_intermediate_size": 256,
+    "intermediate_size": 1024,
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "vocab_size": 8192,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 0,
+    "bos_token_id": 0,
+}
+
 
 def write_random_checkpoint(folder: Path, config: dict[str, Any], *, seed: int = 0) -> Path:
     """A folder with config.json and one shard per layer. Norms are ones, the rest is normal."""

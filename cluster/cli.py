@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from contracts.config import TandemConfig
+from cluster.hardware import known_hardware
+from contracts.config import BUNDLED, TandemConfig
 from contracts.errors import TandemError
 from contracts.loading import load_config
 
@@ -38,6 +39,27 @@ _DEMO_EXAMPLE = """example:
 _DOCTOR_EXAMPLE = """example:
   tandem doctor
   tandem doctor --config tandem.yaml --json
+"""
+_PLAN_EXAMPLE = """example:
+  tandem plan spec.json
+  tandem plan spec.json --devices 8 --json
+  tandem plan spec.json --beyond --picture plan.svg --trace plan.trace.json
+spec.json, a model on a machine (a Hugging Face folder, or the fields of its config.json; a file of
+`tandem profile`, or one of: {hardware}):
+  {{"model": "bundled", "hardware": "h200-node", "sequence_tokens": 2048,
+   "attention_ranks": 3, "expert_ranks": 5}}
+or stage models, in ms per sample (attention, shared) and per token of an expert (expert, link):
+  {{"stages": {{"attention": {{"alpha_ms": 0.2, "beta_ms": 1.5}},
+              "shared": {{"alpha_ms": 0.1, "beta_ms": 0.4}},
+              "expert": {{"alpha_ms": 0.5, "beta_ms": 0.02}},
+              "link": {{"alpha_ms": 0.1, "beta_ms": 0.01}}}},
+   "tokens_per_expert_per_sample": 64, "num_layers": 24, "max_samples": 8, "max_r2": 16,
+   "has_shared": true}}
+"""
+_PROFILE_EXAMPLE = """example:
+  tandem profile --output here.json --plot here.png
+  tandem profile --model DIR --seconds 90
+then name the file as "hardware" in a SPEC of `tandem plan`
 """
 
 
@@ -66,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_demo(commands)
+    _add_plan(commands)
+    _add_profile(commands)
     _add_doctor(commands)
     return parser
 
@@ -98,6 +122,35 @@ def _add_demo(commands: Any) -> None:
     )
     demo.add_argument("--trace", type=Path, help="also write a Perfetto trace to this file")
     demo.set_defaults(run=_demo)
+
+
+def _add_plan(commands: Any) -> None:
+    help_ = "Plan capacity: the best schedule and split, or why not to split."
+    example = _PLAN_EXAMPLE.format(hardware=", ".join(known_hardware()))
+    plan = _add_command(commands, "plan", help_, example)
+    plan.add_argument("spec", type=Path, metavar="SPEC.json")
+    plan.add_argument(
+        "--devices", type=int, metavar="N", help="search over the splits of N devices"
+    )
+    plan.add_argument(
+        "--beyond", action="store_true", help="also schedules that are not in the paper"
+    )
+    plan.add_argument("--picture", type=Path, metavar="F", help="draw the plan (.png, .svg, .pdf)")
+    plan.add_argument("--trace", type=Path, metavar="F", help="write a Perfetto trace of the plan")
+    plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    plan.set_defaults(run=_plan)
+
+
+def _add_profile(commands: Any) -> None:
+    help_ = "Measure this machine's stages and links with a model, and fit a hardware file to them."
+    profile = _add_command(commands, "profile", help_, _PROFILE_EXAMPLE)
+    profile.add_argument("--model", default=BUNDLED, help='Hugging Face folder, or "bundled"')
+    profile.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    profile.add_argument("--seconds", type=float, default=60.0, help="to measure for (default 60)")
+    profile.add_argument("--output", type=Path, metavar="F", help="write the hardware file (.json)")
+    profile.add_argument("--plot", type=Path, metavar="F", help="draw the fits (.png, .svg, .pdf)")
+    profile.add_argument("--json", action="store_true", help="print the hardware file, no table")
+    profile.set_defaults(run=_profile)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -157,12 +210,55 @@ def _demo(options: argparse.Namespace) -> int:
     return run_demo(options.trace)
 
 
+def _plan(options: argparse.Namespace) -> int:
+    from cluster.plan import plan_file, print_report
+    from cluster.plan_files import write_picture, write_trace
+
+    report = plan_file(options.spec, devices=options.devices, beyond=options.beyond)
+    if options.picture is not None:
+        write_picture(report, options.picture)
+    if options.trace is not None:
+        write_trace(report, options.trace)
+    if options.json:
+        print(_pretty(report.answer))
+    else:
+        print_report(report)
+    return 0
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from cluster.hardware import write_hardware
+    from cluster.model_folder import resolve_model_folder
+    from cluster.pictures import check_format, pyplot
+    from cluster.profile import ProfileSettings, profile
+    from cluster.profile_report import draw_profile, print_profile
+
+    if options.plot is not None:  # before a minute of measuring
+        check_format(options.plot, "--plot")
+        pyplot("--plot")
+    folder = resolve_model_folder(options.model)
+    hardware = profile(ProfileSettings(folder, options.dtype, options.seconds))
+    if options.output is not None:
+        write_hardware(hardware, options.output)
+    if options.plot is not None:
+        draw_profile(hardware, options.plot)
+    if options.json:
+        print(_pretty(hardware))
+    else:
+        print_profile(hardware)
+    return 0
+
+
+def _pretty(value: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(value)).decode()
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from cluster.doctor import examine, print_findings
 
     findings = examine(_config(options), os.environ)
     if options.json:
-        print(msgspec.json.format(msgspec.json.encode(findings)).decode())
+        print(_pretty(findings))
     else:
         print_findings(findings)
     return EXIT_ERROR if any(finding.level == "error" for finding in findings) else 0

@@ -16,7 +16,7 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-from actors.timeline import exposed_communication, write_chrome_trace
+from actors.timeline import write_chrome_trace
 from cluster.demo_rows import CHATS, TASKS, DemoChat, DemoTask
 from cluster.front import free_port
 from cluster.model_folder import resolve_model_folder
@@ -26,6 +26,7 @@ from contracts.errors import TandemError
 from contracts.events import TaskSpan
 from contracts.loading import load_config
 from contracts.worker import RankStatus
+from planner.exposure import exposed_communication
 
 MAX_CHAT_TOKENS = 48
 TIMEOUT_S = 60.0
@@ -198,22 +199,27 @@ def _ranks(served: Served, spans: Sequence[TaskSpan]) -> Table:
         "of the batches' time)",
         title_justify="left",
     )
-    for heading in ("rank", "plans (batches)"):
+    for heading in ("rank", "plans (batches)", "chosen by"):
         table.add_column(heading)
     for heading in ("compute ms", "A2E+E2A sent kB", "KV blocks used"):
         table.add_column(heading, justify="right")
     for status in statuses:
-        plans = Counter(status.batches)
         compute_s = sum(status.stage_s.get(s, 0.0) for s in ("attention", "expert", "finish"))
         blocks = status.kv_blocks
         table.add_row(
             status.name,
-            ", ".join(f"{plan} ({count})" for plan, count in plans.most_common(3)) or "–",
+            _counted(status.batches),
+            _counted(status.chosen),
             f"{1e3 * compute_s:.0f}",
             f"{status.bytes_sent / 1e3:.0f}",
             f"{sum(blocks.values()) - blocks['free']}" if blocks else "–",
         )
     return table
+
+
+def _counted(counts: dict[str, int]) -> str:
+    """The three most frequent."""
+    return ", ".join(f"{name} ({count})" for name, count in Counter(counts).most_common(3)) or "–"
 
 
 def _within_batches(spans: Sequence[TaskSpan]) -> list[TaskSpan]:

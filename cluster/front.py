@@ -16,6 +16,7 @@ from contracts.config import HttpConfig
 from contracts.errors import ResourceError
 
 START_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 75  # uvicorn's 5 s is also when httpx drops an idle connection: they would race
 
 
 class DirectFront:
@@ -28,6 +29,7 @@ class DirectFront:
             lifespan="off",
             log_config=None,
             access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=2,
             h11_max_incomplete_event_size=64 << 10,
         )

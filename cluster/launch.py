@@ -15,9 +15,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.remote import RayRank, RemoteWorker
 from actors.rendezvous import Formation, Seat, form_group, make_specs
+from cluster.hardware import load_hardware
 from contracts.config import GroupsConfig, TandemConfig
 from contracts.errors import ResourceError
 from contracts.events import TaskSpan
+from contracts.plan import Plan
 from contracts.worker import Group, RankReady, RankStatus, rank_name
 
 log = logging.getLogger("tandem.launch")
@@ -35,7 +37,10 @@ class RankRequest(NamedTuple):
 
 
 class RunningGroup:
-    """An attention/expert group of Ray actors. `close` ends it."""
+    """An attention/expert group of Ray actors, and its planner. `close` ends it.
+
+    A planner that dies stays away: the ranks go on with their default plans.
+    """
 
     def __init__(
         self,
@@ -44,11 +49,12 @@ class RunningGroup:
         placement: PlacementGroup,
         formation: Formation,
     ) -> None:
-        self.ready = ready
+        self.ready = [one for one, rank in zip(ready, ranks, strict=True) if not _plans(rank)]
         self.token = formation.token
         self.backend = formation.backend
         self.epoch = formation.epoch
-        self._ranks = ranks
+        self._actors = ranks
+        self._ranks = [rank for rank in ranks if not _plans(rank)]
         self._placement = placement
 
     @property
@@ -67,8 +73,8 @@ class RunningGroup:
         return answers
 
     def metrics(self, timeout_s: float) -> list[str]:
-        """Prometheus text of each rank that answers."""
-        futures = [(rank.name, rank.call("metrics")) for rank in self._ranks]
+        """Prometheus text of each rank, and of the planner, that answers."""
+        futures = [(rank.name, rank.call("metrics")) for rank in self._actors]
         texts: list[str] = []
         for name, future in futures:
             try:
@@ -82,10 +88,15 @@ class RunningGroup:
         spans = [span for future in futures for span in future.result(timeout_s)]
         return sorted(spans, key=lambda span: span.start_s)
 
+    def pin_plan(self, plan: Plan | None, timeout_s: float) -> None:
+        """The plan of all batches from now on; None: one is chosen for each."""
+        for future in [rank.call("pin_plan", plan) for rank in self._ranks]:
+            future.result(timeout_s)
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends the loops in order, then the actors, then gives the resources back."""
-        futures = [rank.call("stop") for rank in self._ranks]
-        for rank, future in zip(self._ranks, futures, strict=True):
+        futures = [rank.call("stop") for rank in self._actors]
+        for rank, future in zip(self._actors, futures, strict=True):
             try:
                 future.result(timeout_s)
             except Exception as error:  # noqa: BLE001 - it is killed next, whatever it answers
@@ -97,12 +108,17 @@ class RunningGroup:
 def launch_group(config: TandemConfig, model_folder: str, *, epoch: int = 1) -> RunningGroup:
     """Places, starts and joins the ranks on the Ray cluster that this process is connected to.
 
-    Raises ResourceError if the cluster lacks what is asked for, the first error of a rank, or
-    LaunchError at groups.ready_timeout_s; nothing is left running then.
+    Raises ConfigError for a hardware file that cannot be used, ResourceError if the cluster lacks
+    what is asked for, the first error of a rank, or LaunchError at groups.ready_timeout_s; nothing
+    is left running then.
     """
+    name = config.planner.hardware
+    hardware = load_hardware(name) if config.planner.enabled and name else None
     device = resolve_device(config, ray.cluster_resources())
     requests = rank_requests(config, device)
     check_resources(requests, ray.cluster_resources())
+    if config.planner.enabled:
+        requests.append(RankRequest(Group.PLANNER, 0, {}))  # it computes now and then only
     placement = _place(requests, config.groups)
     ranks: list[RayRank] = []
     try:
@@ -110,10 +126,11 @@ def launch_group(config: TandemConfig, model_folder: str, *, epoch: int = 1) -> 
         hosts = _hosts(placement, len(ranks))
         token = secrets.token_bytes(TOKEN_BYTES)
         backend = resolve_backend(config, device, hosts)
-        formation = Formation(config, model_folder, token, epoch, backend)
+        formation = Formation(config, model_folder, token, epoch, backend, hardware)
         seats = _seats(requests, hosts, device)
-        split = config.groups.attention_ranks
-        specs = make_specs(formation, seats[:split], seats[split:])
+        first = config.groups.attention_ranks
+        last = first + config.groups.expert_ranks
+        specs = make_specs(formation, seats[:first], seats[first:last], seats[last:])
         ready = form_group(specs, ranks, timeout_s=config.groups.ready_timeout_s)
         log.info("group_ready epoch=%d backend=%s ranks=%d", epoch, backend, len(ranks))
         return RunningGroup(ranks, ready, placement, formation)
@@ -207,9 +224,14 @@ def _spread_hosts(requests: Sequence[RankRequest]) -> list[str]:
             f"groups.placement=spread needs at least 2 nodes, the Ray cluster has {len(hosts)}; "
             "use placement=pack"
         )
-    attention = sum(1 for request in requests if request.group is Group.ATTENTION)
-    split = min(max(1, round(len(hosts) * attention / len(requests))), len(hosts) - 1)
-    of_group = {Group.ATTENTION: hosts[:split], Group.EXPERT: hosts[split:]}
+    groups = Counter(request.group for request in requests)
+    attention = groups[Group.ATTENTION] / (groups[Group.ATTENTION] + groups[Group.EXPERT])
+    split = min(max(1, round(len(hosts) * attention)), len(hosts) - 1)
+    of_group = {
+        Group.ATTENTION: hosts[:split],
+        Group.EXPERT: hosts[split:],
+        Group.PLANNER: hosts[:split],
+    }
     return [
         of_group[request.group][request.rank % len(of_group[request.group])] for request in requests
     ]
@@ -228,6 +250,10 @@ def _start_rank(request: RankRequest, placement: PlacementGroup, bundle: int) ->
         ),
     ).remote()
     return RayRank(rank_name(request.group, request.rank), actor)
+
+
+def _plans(rank: RayRank) -> bool:
+    return rank.name.startswith(Group.PLANNER)
 
 
 def _hosts(placement: PlacementGroup, count: int) -> list[str]:

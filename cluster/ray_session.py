@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import ray
 
 from contracts.config import TandemConfig
-from contracts.errors import ResourceError
+from contracts.errors import LaunchError, ResourceError
 
 OBJECT_STORE_BYTES = 256 << 20  # nothing large goes through it
 PROBE_TIMEOUT_S = 3.0
@@ -33,7 +33,8 @@ def ray_session(
     """Inside, this process is connected to Ray. A local cluster ends with it, an existing one not.
 
     show_rank_logs: what ranks write to standard error (loading progress, warnings) appears here.
-    Raises ResourceError if the cluster at groups.address (or RAY_ADDRESS) does not answer.
+    Raises ResourceError if the cluster at groups.address (or RAY_ADDRESS) does not answer, and
+    LaunchError if a local one does not start.
     """
     address = cluster_address(config, environment)
     if address is not None:
@@ -100,14 +101,21 @@ def check_cores(config: TandemConfig) -> None:
 
 
 def _start_local(folder: str, show_rank_logs: bool) -> None:
+    """Raises LaunchError."""
     for name, value in LOCAL_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        log_to_driver=show_rank_logs,
-        logging_level="ERROR",
-        _temp_dir=folder,
-        _node_ip_address="127.0.0.1",
-    )
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=show_rank_logs,
+            logging_level="ERROR",
+            _temp_dir=folder,
+            _node_ip_address="127.0.0.1",
+        )
+    except Exception as error:  # noqa: BLE001 - what Ray raises if one of its processes is late
+        first = str(error).strip().partition("\n")[0]
+        raise LaunchError(
+            f"the local Ray cluster did not start: {first} [on an overloaded machine: start again]"
+        ) from None

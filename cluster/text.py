@@ -78,7 +78,8 @@ class SequenceText:
     """Assembles the text of one generated sequence.
 
     A token's log-probability is given out with the text that the token begins; tokens that a stop
-    string cuts off, and the end-of-sequence token, are not shown but do count in `usage`.
+    string cuts off are not shown but do count in `usage`. Tokens of hidden_ids add no text; they
+    are listed, with an empty piece of it, if lists_hidden.
     """
 
     def __init__(
@@ -88,10 +89,12 @@ class SequenceText:
         prompt_tokens: int,
         stops: Sequence[str] = (),
         hidden_ids: Collection[int] = (),
+        lists_hidden: bool = False,
     ) -> None:
         self._detokenizer = tokenizer.detokenizer()
         self._stops = StopStrings(stops)
         self._hidden_ids = frozenset(hidden_ids)
+        self._lists_hidden = lists_hidden
         self._pending: deque[ShownToken] = deque()
         self._decoded = 0
         self._shown = 0
@@ -124,10 +127,12 @@ class SequenceText:
         True once a stop string is complete."""
         for index, token_id in enumerate(event.token_ids):
             self.completion_tokens += 1
-            if token_id in self._hidden_ids:
+            is_hidden = token_id in self._hidden_ids
+            if self._lists_hidden or not is_hidden:
+                logprob = event.logprobs[index] if event.logprobs else None
+                self._pending.append(ShownToken(token_id, self._decoded, logprob))
+            if is_hidden:
                 continue
-            logprob = event.logprobs[index] if event.logprobs else None
-            self._pending.append(ShownToken(token_id, self._decoded, logprob))
             self._add(self._detokenizer.push((token_id,)), pieces)
             if self._stops.hit:
                 return True

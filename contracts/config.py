@@ -17,6 +17,7 @@ NonNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 
 BUNDLED = "bundled"
+SPIN_S = 0.005
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,13 +58,16 @@ class ChannelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """backend "auto" follows placement: nccl between GPUs, ipc on one GPU, shm on one node, tcp.
 
     A peer that is silent for silence_s (its heartbeat comes every heartbeat_s) counts as hung.
-    deadline_s bounds connecting, handshakes and a blocked send.
+    deadline_s bounds connecting, handshakes and a blocked send. For spin_s after a payload a
+    waiting rank looks again and again instead of sleeping: to wake a core costs more than a short
+    wait (None: SPIN_S where a node has a core for each rank, else 0).
     """
 
     backend: Literal["auto", "shm", "tcp", "nccl", "ipc"] = "auto"
     heartbeat_s: Seconds = 0.2
     silence_s: Seconds = 1.5
     deadline_s: Seconds = 10.0
+    spin_s: Annotated[float, Meta(ge=0, le=1)] | None = None
     segment_bytes: Annotated[int, Meta(ge=4096)] = 8 << 20
 
     def __post_init__(self) -> None:
@@ -99,6 +103,31 @@ class ScheduleConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=
         Plan(r1=self.r1, r2=self.r2, order=self.order)  # raises if they do not fit together
 
 
+class PlannerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The planner that chooses a plan for every batch. Where it has none, `schedule` rules.
+
+    hardware: a file of `tandem profile`, or the name of one in the package; None: learned from what
+    the ranks measure. refit: whether the file's figures follow what they measure. beyond: also
+    plans that FinDEP's search space lacks. A rank that waits for an answer for longer than
+    answer_deadline_s says so and asks no more until it comes. Of all batches that a rank runs, one
+    every report_s is measured for the planner.
+    """
+
+    enabled: bool = True
+    hardware: str | None = None
+    refit: bool = True
+    beyond: bool = True
+    answer_deadline_s: Seconds = 1.0
+    report_s: Annotated[float, Meta(ge=0, le=3600)] = 0.1
+
+    def __post_init__(self) -> None:
+        if self.hardware is None and not self.refit:
+            raise ValueError(
+                "planner.refit=false without planner.hardware: nothing tells how long stages take; "
+                "name a hardware file, or set planner.enabled=false"
+            )
+
+
 class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """front "direct": the ingress listens on host:port itself, so that a streamed token costs no
     Ray call; "serve": through Ray Serve's proxy (`serve run`), which has its own host and port."""
@@ -124,5 +153,6 @@ class TandemConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     channel: ChannelConfig = ChannelConfig()
     kv: KvConfig = KvConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    planner: PlannerConfig = PlannerConfig()
     http: HttpConfig = HttpConfig()
     trace: TraceConfig = TraceConfig()

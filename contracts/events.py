@@ -9,13 +9,15 @@ import msgspec
 
 
 class Stage(enum.StrEnum):
-    """Stages as the metrics name them (`tandem_stage_seconds{stage}`)."""
+    """Stages as the metrics name them (`tandem_stage_seconds{stage}`). SEND: a rank cuts and sends
+    packets; FINISH: logits and sampling; WAIT: it has nothing to do."""
 
     ATTENTION = "attention"
     SHARED = "shared"
     EXPERT = "expert"
     A2E = "a2e"
     E2A = "e2a"
+    SEND = "send"
     FINISH = "finish"
     WAIT = "wait"
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import enum
+import re
 import tomllib
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,19 @@ def config_from(tree: dict[str, Any], *, source: str) -> TandemConfig:
         return msgspec.convert(tree, TandemConfig)
     except msgspec.ValidationError as error:
         message = str(error).replace("`$.", "`")
-        raise ConfigError(f"{source}: {message}") from None
+        raise ConfigError(f"{source}: {message}{_choices(message)}") from None
+
+
+def _choices(message: str) -> str:
+    """What a field takes, where msgspec tells only that the value is none of it."""
+    field = re.fullmatch(r"Invalid enum value .* - at `([\w.]+)`", message)
+    if field is None:
+        return ""
+    kind: Any = TandemConfig
+    for key in field[1].split("."):
+        kind = typing.get_type_hints(kind)[key]
+    choices = list(kind) if isinstance(kind, enum.EnumMeta) else typing.get_args(kind)
+    return f"; choose {', '.join(str(choice) for choice in choices)}"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -136,6 +136,13 @@ PLAN_INFO = _gauge("tandem_plan_info", "1 for the order of the latest plan.", "o
 PLAN_PREDICTED = _gauge("tandem_plan_predicted_seconds", "Predicted makespan.", unit="s")
 PLAN_MEASURED = _gauge("tandem_plan_measured_seconds", "Measured makespan.", unit="s")
 PLAN_SOLVE = _gauge("tandem_plan_solve_seconds", "Time to find the latest plan.", unit="s")
+PLAN_BATCHES = _counter(
+    "tandem_plan_batches_total",
+    "Batches by who chose their plan, and why it was not the planner.",
+    "rank",
+    "chosen_by",
+    "reason",
+)
 SATURATION = _gauge(
     "tandem_saturation_flops", "FLOPs per batch that saturate a rank.", "rank", unit="flops"
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 
 import msgspec
 
@@ -30,6 +31,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ma: samples in a micro-batch of one attention rank. r1: number of micro-batches.
     me: tokens per expert in a token group (an average; None until a planner fills it in).
     r2: token groups that each micro-batch is cut into.
+
+    Beyond the paper:
+    shared_lag: under ASAS, each shared expert runs that many attention tasks later, counted on into
+    the next layer; below r1, because a micro-batch's next attention needs it.
+    expert_wise: a token group is not a part of the tokens but all tokens of a part of each rank's
+    experts.
+    micro_batch_samples: sizes of the micro-batches where they differ on purpose (`ma` is then the
+    largest).
+    sequence_chunks: where every sample is cut along its length, as ascending ends in parts of the
+    length, the last 1.0. Micro-batches are then the chunks of the first ma samples in order, then
+    those of the next ones; r1 counts them all.
     """
 
     r1: int = 1
@@ -37,12 +49,32 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     order: Order = Order.ASAS
     ma: int | None = None
     me: float | None = None
+    shared_lag: int = 0
+    expert_wise: bool = False
+    micro_batch_samples: tuple[int, ...] = ()
+    sequence_chunks: tuple[float, ...] = ()
 
     @property
     def label(self) -> str:
         """ "asas r1=2 r2=1": for tables and logs."""
         samples = "" if self.ma is None else f"ma={self.ma} "
-        return f"{self.order.value} {samples}r1={self.r1} r2={self.r2}"
+        if self.micro_batch_samples:
+            samples = f"ma={'+'.join(map(str, self.micro_batch_samples))} "
+        parts = [f"{self.order.value} {samples}r1={self.r1} r2={self.r2}"]
+        if self.shared_lag:
+            parts.append(f"lag={self.shared_lag}")
+        if self.expert_wise:
+            parts.append("expert-wise")
+        if self.sequence_chunks:
+            parts.append(f"chunks={len(self.sequence_chunks)}")
+        return " ".join(parts)
+
+    @property
+    def is_beyond_paper(self) -> bool:
+        """Whether FinDEP's search space lacks this plan."""
+        return bool(
+            self.shared_lag or self.expert_wise or self.micro_batch_samples or self.sequence_chunks
+        )
 
     def __post_init__(self) -> None:
         if self.r1 < 1 or self.r2 < 1 or (self.ma is not None and self.ma < 1):
@@ -51,3 +83,30 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError(f"order naive means r1=1, r2=1, got r1={self.r1}, r2={self.r2}")
         if self.order is Order.PPPIPE and self.r2 != 1:
             raise ValueError(f"order pppipe means r2=1, got r2={self.r2}")
+        if self.is_beyond_paper:
+            self._check_beyond()
+
+    def _check_beyond(self) -> None:
+        if self.order.shared_before_dispatch:
+            raise ValueError(f"order {self.order.value} takes none of the fields beyond the paper")
+        lag_limit = self.r1 if self.order is Order.ASAS else 1
+        if not 0 <= self.shared_lag < lag_limit:
+            raise ValueError(
+                f"shared_lag={self.shared_lag} with order {self.order.value}, r1={self.r1}: "
+                "give 0, or with order asas less than r1"
+            )
+        sizes, ends = self.micro_batch_samples, self.sequence_chunks
+        if sizes and (min(sizes) < 1 or self.ma not in (None, max(sizes))):
+            raise ValueError(
+                f"micro_batch_samples={sizes}, ma={self.ma}: sizes are at least 1, ma the largest"
+            )
+        if ends and not (
+            ends[0] > 0 and ends[-1] == 1 and all(a < b for a, b in itertools.pairwise(ends))
+        ):
+            raise ValueError(f"sequence_chunks={ends}: give ascending parts of 1, the last 1.0")
+        chunks = max(1, len(ends))
+        if (sizes and len(sizes) * chunks != self.r1) or self.r1 % chunks:
+            raise ValueError(
+                f"r1={self.r1} with {len(sizes) or 'any number of'} sizes "
+                f"in {chunks} chunks: r1 counts every chunk of every size"
+            )

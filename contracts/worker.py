@@ -7,17 +7,21 @@ import enum
 import msgspec
 
 from contracts.config import TandemConfig
+from contracts.hardware import Hardware
 
 
 class Group(enum.StrEnum):
     ATTENTION = "attention"
     EXPERT = "expert"
+    PLANNER = "planner"
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank. `device`: "cpu" or "cuda:N". `backend`: the resolved channel backend.
+    """One rank, or the planner. `device`: "cpu" or "cuda:N". `backend`: the resolved backend of
+    channels.
 
     `ranks_on_node`: attention ranks that share this node's memory (for the size of the KV pool).
+    `hardware`: what the planner starts from.
     """
 
     group: Group
@@ -32,6 +36,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     ranks_on_node: int = 1
     config: TandemConfig = TandemConfig()
+    hardware: Hardware | None = None
 
     @property
     def name(self) -> str:
@@ -44,7 +49,8 @@ def rank_name(group: Group, rank: int) -> str:
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank has loaded its weights and listens. `client_address`: attention ranks only."""
+    """A rank has loaded its weights and listens. `client_address`: attention ranks only.
+    `channel_address`: expert ranks', and where the planner listens."""
 
     name: str
     pid: int
@@ -58,7 +64,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What `status` answers at any time.
 
     stage_s: seconds in each stage since the loop started. exposed_s: seconds in which the rank
-    waited while a payload for it was under way. batches: how many ran under which plan.
+    waited while a payload for it was under way. batches: how many ran under which plan. planner:
+    "ready", or why its plans are not used. chosen: how many batches' plans came from whom.
     """
 
     name: str
@@ -76,3 +83,5 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     batches: dict[str, int] = {}
     kv_evictions: int = 0
     requeued: int = 0
+    planner: str = ""
+    chosen: dict[str, int] = {}

@@ -96,6 +96,20 @@ def panels() -> list[Panel]:
         Panel(
             "Channel payload sent", "Bps", [_rate(metrics.CHANNEL_BYTES, "direction", "backend")]
         ),
+        Panel(
+            "Makespan of the latest planned batch, predicted and measured",
+            "s",
+            [
+                (metrics.PLAN_PREDICTED.name, "predicted"),
+                (metrics.PLAN_MEASURED.name, "measured"),
+            ],
+        ),
+        Panel(
+            "Batches by who chose the plan",
+            "ops",
+            [_rate(metrics.PLAN_BATCHES, "chosen_by", "reason")],
+        ),
+        Panel("Time to find the latest plan", "s", [(metrics.PLAN_SOLVE.name, "solve")]),
         Panel("Epoch of the group", "short", [(f"max({metrics.GROUP_EPOCH.name})", "epoch")]),
     ]
 

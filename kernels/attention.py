@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.sinks import attend_with_sinks
+from kernels.tiles import Masks, Tile, attend_tiles, tile_bounds
 
-_TILE_ROWS = 128  # a tile skips the keys it cannot see; smaller ones cost more calls
 _MIN_FILL = 0.75  # a decode group is cut where padding would exceed a quarter
 _GROUP_SLOTS = 4096  # and where its gathered keys would leave the cache
 
@@ -40,23 +40,6 @@ class SequenceRows:
     @property
     def context(self) -> int:
         return self.start + self.count
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
-    """Query rows q_first..q_last against context positions k_first..k_last.
-
-    Row i stands at key offset + i of the tile. mask [rows, keys] is additive; a causal tile is a
-    plain lower triangle and needs none.
-    """
-
-    q_first: int
-    q_last: int
-    k_first: int
-    k_last: int
-    offset: int
-    causal: bool
-    mask: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,11 +77,11 @@ def plan_attention(
 ) -> AttentionPlan:
     """window W: position p sees p-W+1 .. p. None: all up to p. dtype: that of the queries."""
     cut = [
-        (seq, _tile_bounds(seq, window, whole=device.type != "cpu"))
+        (seq, tile_bounds(seq.start, seq.count, window, whole=device.type != "cpu"))
         for seq in sequences
         if seq.count > 1
     ]
-    masks = _Masks([tile for _, tiles in cut for tile in tiles], window, dtype, device)
+    masks = Masks([tile for _, tiles in cut for tile in tiles], window, device)
     prefill = tuple(
         PrefillPart(
             seq.first,
@@ -148,47 +131,6 @@ def ragged_attention(
     return out_THd
 
 
-def attend_tiles(
-    q_TGRd: Tensor,
-    k_SGd: Tensor,
-    v_SGd: Tensor,
-    tiles: tuple[Tile, ...],
-    out_TGRd: Tensor,
-    scale: float,
-    sinks_GR: Tensor | None = None,
-) -> None:
-    """Attention of one sequence's queries [T, G, R, d], tile by tile, into out_TGRd.
-
-    KV heads stand in the batch dim, the R queries of each in the head dim.
-    """
-    R = q_TGRd.shape[2]
-    q_GRTd = q_TGRd.permute(1, 2, 0, 3)
-    out_GRTd = out_TGRd.permute(1, 2, 0, 3)
-    k_GRSd = k_SGd.transpose(0, 1).unsqueeze(1).expand(-1, R, -1, -1)
-    v_GRSd = v_SGd.transpose(0, 1).unsqueeze(1).expand(-1, R, -1, -1)
-    for tile in tiles:
-        rows, keys = slice(tile.q_first, tile.q_last), slice(tile.k_first, tile.k_last)
-        if sinks_GR is not None:
-            out_GRTd[:, :, rows] = attend_with_sinks(
-                q_GRTd[:, :, rows],
-                k_GRSd[:, 0, keys],
-                v_GRSd[:, 0, keys],
-                sinks_GR,
-                mask=tile.mask,
-                causal=tile.causal,
-                scale=scale,
-            )
-            continue
-        out_GRTd[:, :, rows] = functional.scaled_dot_product_attention(
-            q_GRTd[:, :, rows],
-            k_GRSd[:, :, keys],
-            v_GRSd[:, :, keys],
-            attn_mask=tile.mask,
-            is_causal=tile.causal,
-            scale=scale,
-        )
-
-
 def _decode(
     q_BGRd: Tensor,
     k_BGSd: Tensor,
@@ -211,52 +153,6 @@ def _decode(
 def take(pool_PGd: Tensor, keys: Keys) -> Tensor:
     """The entries of the pool at `keys`, in order."""
     return pool_PGd[keys] if isinstance(keys, slice) else pool_PGd.index_select(0, keys)
-
-
-def _tile_bounds(seq: SequenceRows, window: int | None, *, whole: bool) -> list[Tile]:
-    """Tiles without masks. whole: a fresh sequence is one tile (a fused kernel skips inside)."""
-    full = window is None or window >= seq.count
-    if seq.start == 0 and full and (whole or seq.count <= _TILE_ROWS):
-        return [Tile(0, seq.count, 0, seq.count, offset=0, causal=True)]
-    tiles = []
-    for q_first in range(0, seq.count, _TILE_ROWS):
-        q_last = min(q_first + _TILE_ROWS, seq.count)
-        oldest = seq.start + q_first
-        k_first = 0 if window is None else max(0, oldest - window + 1)
-        k_last = seq.start + q_last
-        tiles.append(Tile(q_first, q_last, k_first, k_last, offset=oldest - k_first, causal=False))
-    return tiles
-
-
-class _Masks:
-    """One additive mask for all tiles: what row i sees at key j depends on offset + i - j only, so
-    a tile's mask is a view of the one with the largest offset, further to the right.
-
-        offset 3, the largest     0 0 0 0 - -      offset 1      | 0 0 - - |
-                                  0 0 0 0 0 -                    | 0 0 0 - |
-    """
-
-    def __init__(
-        self, tiles: Sequence[Tile], window: int | None, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        masked = [tile for tile in tiles if not tile.causal]
-        rows = max((tile.q_last - tile.q_first for tile in masked), default=0)
-        self._offset = max((tile.offset for tile in masked), default=0)
-        distance = torch.arange(rows).unsqueeze(1) + self._offset
-        distance = distance - torch.arange(self._offset + rows)
-        hidden = distance < 0
-        if window is not None:
-            hidden |= distance >= window
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        self._mask = mask.to(device)
-
-    def add_to(self, tile: Tile) -> Tile:
-        if tile.causal:
-            return tile
-        first = self._offset - tile.offset
-        keys = tile.k_last - tile.k_first
-        rows = tile.q_last - tile.q_first
-        return dataclasses.replace(tile, mask=self._mask[:rows, first : first + keys])
 
 
 def _width(seq: SequenceRows, window: int | None) -> int:

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention import AttentionPlan, Tile, attend_tiles, take
+from kernels.attention import AttentionPlan, take
+from kernels.linear import linear
+from kernels.tiles import Tile, attend_tiles
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def _expanded(
     """Keys [S, H, d] and values [S, H, v] of all heads, then attention."""
     H, nv, r = up.weight.shape
     S, p = entries_S1C.shape[0], entries_S1C.shape[2] - r
-    kv_SHnv = functional.linear(entries_S1C[:, 0, :r], up.weight.view(H * nv, r)).view(S, H, nv)
+    kv_SHnv = linear(entries_S1C[:, 0, :r], up.weight.view(H * nv, r)).view(S, H, nv)
     turned_SHp = entries_S1C[..., r:].expand(S, H, p)
     k_SHd = torch.cat((kv_SHnv[..., : up.nope_dim], turned_SHp), dim=-1)
     v_SHv = kv_SHnv[..., up.nope_dim :]

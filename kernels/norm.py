@@ -13,7 +13,11 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = Fals
     only at the end (gpt-oss).
     """
     x_f32 = x.float()
-    scale = torch.rsqrt(x_f32.square().mean(-1, keepdim=True).add_(eps))
-    if x.dtype is torch.float32 or round_once:
-        return torch.mul(x_f32, scale).mul_(weight_D).to(x.dtype)
-    return torch.mul(x_f32, scale).to(x.dtype).mul_(weight_D)
+    norm = torch.linalg.vector_norm(x_f32, dim=-1, keepdim=True)  # one pass, no squares in memory
+    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    if x.dtype is torch.float32:
+        return torch.mul(x_f32, scale).mul_(weight_D)
+    x_f32.mul_(scale)
+    if round_once:
+        return x_f32.mul_(weight_D).to(x.dtype)
+    return x_f32.to(x.dtype).mul_(weight_D)

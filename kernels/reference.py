@@ -86,18 +86,20 @@ def clamped_experts_reference(
     x_UD: Tensor,
     gate_up_e: Tensor,
     down_e: Tensor,
+    biases_e: tuple[Tensor, Tensor],
     pairs: Sequence[tuple[int, int, float]],
     clamped: ClampedGate,
 ) -> Tensor:
     """The same with biases and the clamped gate: (up + 1) * gate * sigmoid(alpha * gate)."""
     out_UD = torch.zeros(x_UD.shape, dtype=torch.float64)
     limit = clamped.limit
+    gate_up_bias_e, down_bias_e = biases_e
     for row, expert, weight in pairs:
-        both = gate_up_e[expert].double() @ x_UD[row].double() + clamped.gate_up_bias_e[expert]
+        both = gate_up_e[expert].double() @ x_UD[row].double() + gate_up_bias_e[expert]
         gate, up = both.chunk(2)
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
         inner = (up + 1) * gate / (1 + torch.exp(-clamped.alpha * gate))
-        y = down_e[expert].double() @ inner + clamped.down_bias_e[expert]
+        y = down_e[expert].double() @ inner + down_bias_e[expert]
         out_UD[row] += weight * y
     return out_UD
 

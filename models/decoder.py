@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from kernels.attention import plan_attention
 from kernels.experts import swiglu
+from kernels.linear import Linear
 from kernels.norm import rms_norm
 from kernels.rope import cos_sin, inverse_frequencies
 from models import layout
@@ -37,8 +38,8 @@ class Attended:
 
 class _Mlp:
     def __init__(self, wants: layout.Wants, loader: Loader) -> None:
-        self._gate_up = loader.load(wants["gate"], wants["up"])
-        self._down = loader.load(wants["down"])
+        self._gate_up = loader.linear(wants["gate"], wants["up"])
+        self._down = loader.linear(wants["down"])
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return swiglu(x_TD, self._gate_up, self._down)
@@ -72,7 +73,7 @@ class AttentionHalf:
         outer = layout.outer_tensors(spec)
         self._embed = loader.load(outer["embed"])
         self._final_norm = loader.load(outer["final_norm"])
-        self._head = loader.load(outer["head"]) if "head" in outer else self._embed
+        self._head = loader.linear(outer["head"]) if "head" in outer else Linear(self._embed)
         loader.layer_done()
         self._layers: list[_Layer] = []
         for layer in range(spec.num_layers):
@@ -136,7 +137,7 @@ class AttentionHalf:
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V] float32 for the rows given (final norm, head)."""
         x_RD = self._norm(hidden_RD, self._final_norm)
-        return functional.linear(x_RD, self._head).float()
+        return self._head(x_RD).float()
 
     def _norm(self, x: Tensor, weight_D: Tensor) -> Tensor:
         spec = self.spec

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.experts import ClampedGate
+from kernels.linear import Linear, linears
 from kernels.quantization import dequantize_mxfp4
 from models import layout
 from models.checkpoint import Checkpoint, clamped_wants, is_fused
@@ -20,10 +21,10 @@ from models.spec import ModelSpec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """gate_up [e, 2F, D] (gate rows first), down [e, D, F]."""
+    """Of each local expert: gate_up D -> 2F (gate rows first), down F -> D."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: tuple[Linear, ...]
+    down: tuple[Linear, ...]
     clamped: ClampedGate | None = None
 
 
@@ -45,7 +46,7 @@ def _empty_layer(spec: ModelSpec, num_local: int, loader: Loader) -> tuple[Tenso
 def _load_single(
     checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert_ids: Sequence[int], loader: Loader
 ) -> ExpertLayer:
-    """gate_up [e, 2F, D] and down [e, D, F] from three tensors per expert."""
+    """From three tensors per expert."""
     F = spec.expert_ffn_size
     gate_up, down = _empty_layer(spec, len(expert_ids), loader)
     for local, expert in enumerate(expert_ids):
@@ -53,7 +54,7 @@ def _load_single(
         loader.copy(checkpoint.load(wants["gate"]), gate_up[local, :F])
         loader.copy(checkpoint.load(wants["up"]), gate_up[local, F:])
         loader.copy(checkpoint.load(wants["down"]), down[local])
-    return ExpertLayer(gate_up, down)
+    return ExpertLayer(linears(gate_up), linears(down))
 
 
 def _load_fused(
@@ -67,7 +68,7 @@ def _load_fused(
     for local, expert in enumerate(expert_ids):
         loader.copy(stored_gate_up[expert], gate_up[local])
         loader.copy(stored_down[expert], down[local])
-    return ExpertLayer(gate_up, down)
+    return ExpertLayer(linears(gate_up), linears(down))
 
 
 def _load_clamped(
@@ -91,8 +92,8 @@ def _load_clamped(
             loader.copy(bias_F2[first::2], gate_up_bias[local, part])
         loader.copy(_matrix(stored, "down", expert), down[local])
         loader.copy(stored["down_bias"][expert], down_bias[local])
-    clamped = ClampedGate(gate_up_bias, down_bias, spec.clamp.alpha, spec.clamp.limit)
-    return ExpertLayer(gate_up, down, clamped)
+    clamped = ClampedGate(spec.clamp.alpha, spec.clamp.limit)
+    return ExpertLayer(linears(gate_up, gate_up_bias), linears(down, down_bias), clamped)
 
 
 def _matrix(stored: dict[str, Tensor], role: str, expert: int) -> Tensor:

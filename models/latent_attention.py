@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kernels.latent_attention import LatentUp, ragged_latent_attention
+from kernels.linear import Linear
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope
 from models.batch import AttentionBatch, Prepared
@@ -40,12 +40,10 @@ class LatentAttention:
             for role, heads in (("q", self._H), ("q_b", self._H), ("kv_a", 1), ("kv_a_bias", 1)):
                 if role in weights:
                     _to_halves(weights[role], heads, self._latent.rope_dim)
-        self._q = weights.get("q")
-        self._q_a, self._q_a_bias = weights.get("q_a"), weights.get("q_a_bias")
-        self._q_norm, self._q_b = weights.get("q_norm"), weights.get("q_b")
-        self._kv_a, self._kv_a_bias = weights["kv_a"], weights.get("kv_a_bias")
+        self._queries = Linear(weights["q"]) if "q" in weights else _LowRankQueries(weights)
+        self._kv_a = Linear(weights["kv_a"], weights.get("kv_a_bias"))
         self._kv_norm = weights["kv_norm"]
-        self._o, self._o_bias = weights["o"], weights.get("o_bias")
+        self._o = Linear(weights["o"], weights.get("o_bias"))
         up_HcC = weights["kv_b"].view(self._H, -1, self._latent.kv_rank)
         self._up = LatentUp(up_HcC, self._latent.nope_dim)
 
@@ -54,9 +52,9 @@ class LatentAttention:
     ) -> None:
         """Adds the attention of the normed x_TD to hidden_TD in place; latents go to the pool."""
         T, n = x_TD.shape[0], self._latent.nope_dim
-        q_THd = self._queries(x_TD)
+        q_THd = self._queries(x_TD).view(T, self._H, self._d)
         q_THd[..., n:] = apply_rope(q_THd[..., n:], prepared.cos, prepared.sin)
-        latent_T1C = functional.linear(x_TD, self._kv_a, self._kv_a_bias).unsqueeze(1)
+        latent_T1C = self._kv_a(x_TD).unsqueeze(1)
         rank = self._latent.kv_rank
         latent_T1C[..., :rank] = rms_norm(latent_T1C[..., :rank], self._kv_norm, _EPS)
         latent_T1C[..., rank:] = apply_rope(latent_T1C[..., rank:], prepared.cos, prepared.sin)
@@ -67,18 +65,19 @@ class LatentAttention:
         attended_THv = ragged_latent_attention(
             q_THd, latent_T1C, pool_P1C, self._up, plan, scale=self._scale
         )
-        hidden_TD.add_(functional.linear(attended_THv.view(T, -1), self._o, self._o_bias))
+        hidden_TD.add_(self._o(attended_THv.view(T, -1)))
 
-    def _queries(self, x_TD: Tensor) -> Tensor:
-        if self._q is not None:
-            q = functional.linear(x_TD, self._q)
-        else:
-            assert self._q_a is not None
-            assert self._q_norm is not None
-            assert self._q_b is not None
-            q = functional.linear(x_TD, self._q_a, self._q_a_bias)
-            q = functional.linear(rms_norm(q, self._q_norm, _EPS), self._q_b)
-        return q.view(x_TD.shape[0], self._H, self._d)
+
+class _LowRankQueries:
+    """q_b @ norm(q_a @ x)."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self._a = Linear(weights["q_a"], weights.get("q_a_bias"))
+        self._norm = weights["q_norm"]
+        self._b = Linear(weights["q_b"])
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return self._b(rms_norm(self._a(x_TD), self._norm, _EPS))
 
 
 def _to_halves(weight: Tensor, heads: int, rope_dim: int) -> None:

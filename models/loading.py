@@ -7,13 +7,14 @@ after each layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TextIO
 
 import torch
 from torch import Tensor
 
 from contracts.clock import Clock, monotonic_s
+from kernels.linear import Linear
 from models.checkpoint import Checkpoint
 from models.layout import Wanted
 
@@ -48,6 +49,10 @@ class Loader:
             self.copy(self._checkpoint.load(part), whole[first : first + part.shape[0]])
             first += part.shape[0]
         return whole
+
+    def linear(self, *parts: Wanted, bias: Sequence[Wanted] = ()) -> Linear:
+        """The product with the parts, one below the other, and their biases."""
+        return Linear(self.load(*parts), self.load(*bias) if bias else None)
 
     def copy(self, stored: Tensor, out: Tensor) -> None:
         out.copy_(stored)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 from torch import Tensor
-from torch.nn import functional
 
+from kernels.linear import Linear
 from kernels.routing import GroupLimit, limited_top_k, softmax_top_k
 from models import layout
 from models.loading import Loader
@@ -30,8 +30,9 @@ class Router:
 
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
         wants = layout.router_tensors(spec, layer)
-        self._weight = loader.load(wants["router"])
-        self._bias = loader.load(wants["bias"]) if "bias" in wants else None
+        router = loader.load(wants["router"])
+        self._dtype = router.dtype
+        self._scores = Linear(router, loader.load(wants["bias"]) if "bias" in wants else None)
         self._correction = loader.load(wants["correction"]) if "correction" in wants else None
         self._top_k = spec.top_k
         self._routing = spec.routing
@@ -40,7 +41,7 @@ class Router:
 
     def __call__(self, x_TD: Tensor) -> Routed:
         routing = self._routing
-        logits_TE = functional.linear(x_TD.to(self._weight.dtype), self._weight, self._bias)
+        logits_TE = self._scores(x_TD.to(self._dtype))
         if self._plain:
             round_to = logits_TE.dtype if self._rounds else None
             ids_TK, weights_TK = softmax_top_k(

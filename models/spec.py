@@ -99,6 +99,11 @@ def read_spec(folder: Path) -> ModelSpec:
     Raises CheckpointError: one line that names the file and the field.
     """
     config = _read_config(folder)
+    return spec_from(config, _eos_token_ids(folder, config))
+
+
+def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> ModelSpec:
+    """The spec that the fields of a config.json state. Raises CheckpointError, as `read_spec`."""
     family = _family(config)
     _refuse_unsupported(config, family)
     num_layers = config.positive_int("num_hidden_layers")
@@ -131,7 +136,7 @@ def read_spec(folder: Path) -> ModelSpec:
         qk_norm=family.qk_norm,
         sliding_windows=read_windows(config, family, num_layers),
         dtype=_stored_dtype(config),
-        eos_token_ids=_eos_token_ids(folder, config),
+        eos_token_ids=eos_token_ids,
         bos_token_id=config.token_ids("bos_token_id")[0] if config.has("bos_token_id") else None,
         num_shared_experts=_shared_experts(config, family),
         latent=latent,

@@ -3,8 +3,10 @@
 FinDEP (Section 4.2) fixes a static order; here the order is a preference among the tasks that can
 run now, so that a late message never idles the rank while other work is ready:
 
-    ASAS   A(t,0) S(t,0) A(t,1) S(t,1) ...      micro-batch by micro-batch
-    AASS   A(t,0) A(t,1) ... S(t,0) S(t,1) ...  all attention of a layer first
+    ASAS        A(t,0) S(t,0) A(t,1) S(t,1) ...        micro-batch by micro-batch
+    AASS        A(t,0) A(t,1) ... S(t,0) S(t,1) ...    all attention of a layer first
+    ASAS lag 1  A(t,0) A(t,1) S(t,0) ... A(t,r1-1) S(t,r1-2) A(t+1,0) S(t,r1-1) A(t+1,1) ...
+                                                       shared experts late, beyond the paper
 
 NAIVE and PPPIPE have no S tasks of their own (the executor runs S inside A, before A2E).
 """
@@ -33,18 +35,39 @@ class Task(NamedTuple):
     micro_batch: int
     stage: TaskStage
     order: Order
+    shared_lag: int = 0
+    micro_batches: int = 1  # of its batch; matters with a lag only
 
 
 Policy = Callable[[Sequence[Task]], Task]
 
 
-def _within_batch(task: Task) -> tuple[int, int, int]:
+def position(task: Task) -> tuple[int, int, int, int]:
+    """Where the plan puts the task among those of its batch. The first number is the layer during
+    which it runs: a late shared expert may run during the attention of the next layer."""
     if task.order is Order.AASS:
-        return (task.layer, task.stage, task.micro_batch)
-    return (task.layer, task.micro_batch, task.stage)
+        return (task.layer, task.stage, task.micro_batch, 0)
+    layers, slot = 0, task.micro_batch
+    if task.stage is TaskStage.SHARED and task.shared_lag:
+        layers, slot = divmod(task.micro_batch + task.shared_lag, task.micro_batches)
+    return (task.layer + layers, slot, task.stage, task.micro_batch)
 
 
 def by_plan(ready: Sequence[Task]) -> Task:
     """The next task: latency-sensitive before best-effort, older batch before newer, then the
     order of the batch's plan."""
-    return min(ready, key=lambda task: (task.priority, task.batch, *_within_batch(task)))
+    return min(ready, key=lambda task: (task.priority, task.batch, *position(task)))
+
+
+def static_order(
+    order: Order, micro_batches: int, num_layers: int, shared_lag: int = 0
+) -> list[Task]:
+    """The A and S tasks of one batch in the order that `by_plan` follows as long as no task waits
+    for a message. NAIVE and PPPIPE: S right after its A."""
+    tasks = [
+        Task(0, 0, layer, micro_batch, stage, order, shared_lag, micro_batches)
+        for layer in range(num_layers)
+        for micro_batch in range(micro_batches)
+        for stage in (TaskStage.ATTENTION, TaskStage.SHARED)
+    ]
+    return sorted(tasks, key=position)

@@ -8,17 +8,21 @@ from collections.abc import Sequence
 from contracts.plan import Plan
 
 
-def micro_batch_bounds(costs: Sequence[float], plan: Plan) -> list[tuple[int, int]]:
-    """Half-open ranges of sequences, one per micro-batch, in order.
+def sequence_ranges(costs: Sequence[float], plan: Plan) -> list[tuple[int, int]]:
+    """Half-open ranges of sequences that run together, in order; a plan with sequence chunks makes
+    several micro-batches of each.
 
-    With `plan.ma`, ranges of ma samples (the last may be shorter). Otherwise at most r1 ranges
-    whose largest total cost is the least possible. Ranges are contiguous: a sequence that shares
-    blocks with an earlier one of the same batch is never in an earlier micro-batch.
+    With `plan.micro_batch_samples`, ranges of those sizes if they fit the batch; with `plan.ma`,
+    ranges of ma samples (the last may be shorter). Otherwise as many as the plan has, so that the
+    largest total cost is the least possible. Ranges are contiguous: a sequence that shares blocks
+    with an earlier one of the same batch is never in an earlier micro-batch.
     """
-    count = len(costs)
-    if plan.ma is not None:
+    count, sizes = len(costs), plan.micro_batch_samples
+    if sizes and sum(sizes) == count:
+        return list(itertools.pairwise((0, *itertools.accumulate(sizes))))
+    if plan.ma is not None and not sizes:
         return [(i, min(i + plan.ma, count)) for i in range(0, count, plan.ma)]
-    return balanced_ranges(costs, min(plan.r1, count))
+    return balanced_ranges(costs, min(plan.r1 // max(1, len(plan.sequence_chunks)), count))
 
 
 def balanced_ranges(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
@@ -53,4 +57,11 @@ def token_group_bounds(tokens: int, r2: int) -> list[tuple[int, int]]:
     """At most r2 half-open token ranges whose sizes differ by at most one, none empty."""
     groups = min(r2, tokens)
     edges = [tokens * index // groups for index in range(groups + 1)] if groups else [0]
+    return list(itertools.pairwise(edges))
+
+
+def chunk_bounds(tokens: int, ends: Sequence[float]) -> list[tuple[int, int]]:
+    """Half-open token ranges of a sequence cut at `ends` (ascending parts of 1, the last 1.0); some
+    are empty where a sequence has fewer tokens than there are chunks."""
+    edges = [0, *(round(tokens * end) for end in ends)]
     return list(itertools.pairwise(edges))

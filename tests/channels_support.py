@@ -182,16 +182,21 @@ def shm_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "tandem" in name}
 
 
+def our_threads() -> set[threading.Thread]:
+    """All but the one of a progress bar, which a library starts with its first model."""
+    return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+
+
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     """Fails a test after which a thread, a descriptor or a file in /dev/shm is left."""
     gc.collect()
-    threads, fds, files = set(threading.enumerate()), open_fds(), shm_files()
+    threads, fds, files = our_threads(), open_fds(), shm_files()
     yield
     gc.collect()
-    for thread in set(threading.enumerate()) - threads:
+    for thread in our_threads() - threads:
         thread.join(5.0)  # it may be about to end
-    left = [thread.name for thread in set(threading.enumerate()) - threads]
+    left = [thread.name for thread in our_threads() - threads]
     assert not left, f"threads left: {left}"
     new = {fd: target for fd, target in open_fds().items() if fds.get(fd) != target}
     assert not new, f"descriptors left: {new}"

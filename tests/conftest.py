@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.tiny_models import make_tiny_checkpoint
 
 torch.set_num_threads(1)  # two cores, several workers; and sums that do not depend on the machine
+
+settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
+settings.load_profile("no deadline")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

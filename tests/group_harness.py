@@ -72,6 +72,11 @@ class ThreadGroup:
         for worker in (*self.attention, *self.experts):
             worker.stop()
 
+    def join_planner(self, address: str) -> None:
+        """Attention ranks ask the planner there, expert ranks report to it."""
+        for worker in (*self.attention, *self.experts):
+            worker.join_planner(address)
+
     def client(self, rank: int = 0) -> RankConnection:
         worker = self.attention[rank]
         return RankConnection(worker.ready.name, worker.ready.client_address, self.token)

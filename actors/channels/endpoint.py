@@ -84,6 +84,8 @@ class BaseEndpoint(abc.ABC):
         self._closed = False
         self._moved = [0, 0]  # by links that are gone
         self._tended_s = clock()
+        self._spin_s = config.spin_s or 0.0
+        self._spin_until_s = 0.0
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
         self._epoll.register(self._wake_fd, select.EPOLLIN)
@@ -173,7 +175,7 @@ class BaseEndpoint(abc.ABC):
 
     def poll(self, timeout_s: float) -> list[Happening]:
         happenings: list[Happening] = []
-        for fd, mask in self._epoll.poll(0 if self._inbox else timeout_s):
+        for fd, mask in self._wait(timeout_s):
             if fd == self._wake_fd:
                 self._drain_wake()
             elif (link := self._by_fd.get(fd)) is not None:
@@ -184,10 +186,27 @@ class BaseEndpoint(abc.ABC):
         while self._inbox:
             self._take(self._inbox.popleft(), happenings)
         now_s = self.clock()
+        if happenings:
+            self._spin_until_s = now_s + self._spin_s
         if now_s - self._tended_s >= _TEND_S:
             self._tended_s = now_s
             self._tend(now_s, happenings)
         return happenings
+
+    def _wait(self, timeout_s: float) -> list[tuple[int, int]]:
+        """What epoll tells, after at most timeout_s. Soon after a payload it does not sleep."""
+        events = self._epoll.poll(0)
+        if events or self._inbox or timeout_s <= 0.0:
+            return events
+        now_s = self.clock()
+        deadline_s = now_s + timeout_s
+        while now_s < min(self._spin_until_s, deadline_s):
+            os.sched_yield()
+            events = self._epoll.poll(0)
+            if events or self._inbox:
+                return events
+            now_s = self.clock()
+        return self._epoll.poll(max(0.0, deadline_s - now_s))
 
     def _tend(self, now_s: float, happenings: list[Happening]) -> None:
         for link in tuple(self._links.values()):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import msgspec
 import torch
 
 from actors.channels.base import Endpoint
@@ -12,8 +15,26 @@ from actors.channels.nccl import NcclEndpoint
 from actors.channels.shm import ShmEndpoint
 from actors.channels.tcp import TcpEndpoint
 from contracts.clock import Clock
-from contracts.config import ChannelConfig
+from contracts.config import SPIN_S, ChannelConfig
 from contracts.errors import ChannelError
+from contracts.worker import WorkerSpec
+
+
+def rank_endpoint(spec: WorkerSpec, device: torch.device, clock: Clock) -> Endpoint:
+    """The endpoint of a rank. Raises ChannelError."""
+    config = spec.config.channel
+    spin_s = config.spin_s
+    if spin_s is None:
+        ranks = spec.attention_ranks + spec.expert_ranks  # at most so many are on this node
+        spin_s = SPIN_S if ranks <= len(os.sched_getaffinity(0)) else 0.0
+    return make_endpoint(
+        name=spec.name,
+        token=spec.token,
+        epoch=spec.epoch,
+        config=msgspec.structs.replace(config, backend=spec.backend, spin_s=spin_s),
+        clock=clock,
+        device=device,
+    )
 
 
 def make_endpoint(

@@ -231,7 +231,7 @@ TASKS: tuple[Task, ...] = (
 )
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def raw_rows(path: Path) -> Iterator[dict[str, Any]]:
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as file:
         for line in file:
@@ -241,7 +241,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_rows(task: Task, data: Path, split: str) -> list[Row]:
     """The rows of one split ("train" or "test") in file order, texts without outer white space."""
     rows = []
-    for raw in _lines(data / "classification" / task.file):
+    for raw in raw_rows(data / "classification" / task.file):
         if len(raw["labels"]) != len(task.labels):
             raise ValueError(
                 f"{task.file}: row {raw['id']} has {len(raw['labels'])} labels, "

@@ -172,7 +172,12 @@ class _Run:
         if job.options.max_tokens == 0:
             return
         choices = [
-            Choice(index=index, submit=self._submit(index), stops=job.options.stops)
+            Choice(
+                index=index,
+                submit=self._submit(index),
+                stops=job.options.stops,
+                lists_eos=True,  # lm-eval takes the last one listed for the one that was generated
+            )
             for index in range(job.count)
         ]
         generated = run_choices(self._services, self._session, choices, self._usages)

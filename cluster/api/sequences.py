@@ -18,11 +18,13 @@ _MERGE_BUFFER = 64  # deltas; beyond it the producers wait for the client to rea
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate: the `index`-th choice of the answer."""
+    """One sequence to generate: the `index`-th choice of the answer. lists_eos: its end-of-sequence
+    token is among the tokens that have log-probabilities."""
 
     index: int
     submit: Submit
     stops: tuple[str, ...]
+    lists_eos: bool = False
 
     @property
     def patient(self) -> bool:
@@ -72,6 +74,7 @@ async def run_choice(
         prompt_tokens=len(submit.token_ids),
         stops=choice.stops,
         hidden_ids=() if ignore_eos else submit.eos_token_ids,
+        lists_hidden=choice.lists_eos,
     )
     first_s = last_s = 0.0
     async with aclosing(services.backend.generate(submit, patient=choice.patient)) as batches:

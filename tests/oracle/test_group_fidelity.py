@@ -42,6 +42,17 @@ PLANS = [
     ),
     *(Plan(order=Order.ASAS, ma=ma, r1=2, r2=2) for ma in (1, 2, 5)),
 ]
+BEYOND = [
+    Plan(r1=3, r2=2, shared_lag=1),
+    Plan(r1=4, shared_lag=3),
+    Plan(r1=2, r2=2, expert_wise=True),
+    Plan(order=Order.AASS, r1=1, r2=4, expert_wise=True),
+    Plan(r1=3, r2=2, micro_batch_samples=(1, 4, 2)),
+    Plan(r1=3, micro_batch_samples=(1, 1, 1)),  # sizes of another batch: balanced instead
+    Plan(r1=4, sequence_chunks=(0.3, 0.55, 0.8, 1.0)),
+    Plan(r1=6, r2=3, sequence_chunks=(0.5, 1.0), expert_wise=True, shared_lag=5),
+    Plan(order=Order.AASS, r1=6, r2=2, ma=3, sequence_chunks=(0.5, 1.0)),
+]
 
 
 def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
@@ -129,6 +140,29 @@ def test_every_plan_gives_the_logits_of_the_single_process_path(
             assert all(answer.usage.cached_tokens >= 16 for answer in answers[:5])
         for client in clients:
             client.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("sharing", [False, True])
+def test_plans_beyond_the_paper_give_the_same_logits(
+    tiny_checkpoint: Checkpoints, family: str, sharing: bool
+) -> None:
+    """Late shared experts, expert-wise groups, uneven sizes and pieces of sequences, for prompts
+    and the tokens after them, whether or not the prompts share blocks within the batch."""
+    folder = tiny_checkpoint(family)
+    local = LocalModel.load(folder, dtype="float32")
+    with ThreadGroup(folder, group_config(1, 3)) as group, group.client() as client:
+        for number, plan in enumerate(BEYOND):
+            group.pin(plan)
+            head = prompts(500 + number, [20])[0] if sharing else []
+            sequences = [head + tail for tail in prompts(number, [61, 3, 40, 17, 1, 90, 34])]
+            expected = last_logits(local, sequences)
+            ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
+            found = torch.tensor([client.scored(request).candidate_logits for request in ids])
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0, msg=f"{plan}")
+            ids = [client.submit(seq, sampling=greedy(3)) for seq in sequences]
+            tokens = [client.generated(request)[0] for request in ids]
+            assert [row[0] for row in tokens] == expected.argmax(-1).tolist(), plan
 
 
 def test_shared_experts_of_every_layer_are_tasks_of_the_attention_rank(

@@ -220,6 +220,40 @@ def test_metrics_parse_and_count_requests(server: Server) -> None:
     assert sum(blocks.values()) == 16384 / 16
 
 
+def test_the_planners_plans_are_run_and_shown(server: Server) -> None:
+    def planned() -> float:
+        return server.count("tandem_plan_batches_total", chosen_by="planner")
+
+    end_s = time.monotonic() + DEADLINE_S
+    number = 0
+    # It knows nothing of this machine at first.
+    while planned() == 0 or server.count("tandem_plan_predicted_seconds") == 0:
+        assert time.monotonic() < end_s, server.status()["attention-0"].planner
+        number += 1
+        prompt = f"{number} " + PROMPT * (1 + number % 5)
+        server.openai.completions.create(model=BUNDLED, prompt=prompt, max_tokens=4)
+    text = server.http.get("/metrics").text
+    for name in ("measured_seconds", "solve_seconds", 'info{order="asas"}', '{field="r1"}'):
+        assert f"tandem_plan_{name}".replace("_{", "{") in text
+    assert server.status()["attention-0"].chosen["planner"] > 0
+
+
+def test_the_loss_of_the_planner_is_told_and_costs_no_request(server: Server) -> None:
+    ranks = {rank.pid for rank in server.served.directory.ranks}
+    (planner,) = [
+        process
+        for process in server.processes
+        if "WorkerShell" in _name(process) and process.pid not in ranks
+    ]
+    planner.kill()
+    end_s = time.monotonic() + DEADLINE_S
+    while server.status()["attention-0"].planner != "lost":
+        assert time.monotonic() < end_s
+    server.openai.completions.create(model=BUNDLED, prompt=PROMPT, max_tokens=4)
+    assert server.http.get("/health").status_code == 200
+    assert server.count("tandem_plan_batches_total", chosen_by="default", reason="lost") > 0
+
+
 def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_blocks(server: Server) -> None:
     gone = server.count("tandem_requests_total", outcome="client_gone")
     stream = endless(server)

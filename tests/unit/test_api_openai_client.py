@@ -237,6 +237,28 @@ def test_echo_comes_before_the_generated_text(api: Api) -> None:
     assert choice.logprobs.text_offset[text_tokens(api, "Hello ")] == len("Hello ")
 
 
+def test_the_token_that_ends_a_completion_is_listed_and_adds_no_text(api: Api) -> None:
+    """Clients such as lm-eval count back from the end: prompt, then what was generated."""
+    done = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=200, logprobs=0)
+    choice = done.choices[0]
+    assert choice.text == TEXT
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert choice.logprobs.text_offset is not None
+    assert choice.logprobs.tokens[-1] == EOS
+    assert choice.logprobs.text_offset[-1] == len(TEXT)
+    assert done.usage is not None
+    assert len(choice.logprobs.tokens) == done.usage.completion_tokens
+
+
+def test_the_token_that_ends_a_chat_is_not_part_of_its_content(api: Api) -> None:
+    done = api.openai.chat.completions.create(model=MODEL, messages=CHAT, logprobs=True)
+    logprobs = done.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert "".join(entry.token for entry in logprobs.content) == TEXT
+
+
 def test_models_are_listed_and_found_by_name(api: Api) -> None:
     assert [model.id for model in api.openai.models.list()] == [MODEL]
     assert api.openai.models.retrieve(MODEL).id == MODEL

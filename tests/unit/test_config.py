@@ -81,6 +81,20 @@ def test_bounds_and_rules_across_fields_are_errors_of_one_line(tree: dict[str, o
     assert section in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("override", "choices"),
+    [
+        ("schedule.order=fifo", "naive, pppipe, asas, aass"),
+        ("groups.placement=near", "pack, spread"),
+    ],
+)
+def test_a_value_that_is_no_choice_is_answered_with_the_choices(
+    override: str, choices: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"choose {choices}"):
+        load_config(None, [override])
+
+
 def test_a_configuration_survives_its_way_to_the_actors() -> None:
     config = load_config(None, ["groups.expert_ranks=3", "schedule.order=pppipe", "http.port=1234"])
     assert decode_config(encode_config(config)) == config

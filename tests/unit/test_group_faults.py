@@ -28,7 +28,6 @@ from contracts.errors import (
     HandshakeError,
     LaunchError,
     ResourceError,
-    TandemError,
 )
 from contracts.messages import Failed, Tokens
 from contracts.worker import RankStatus
@@ -366,23 +365,19 @@ def test_a_proven_client_that_sends_garbage_is_cut_off_alone(deep: Path) -> None
 # --- starts that fail
 
 
-def expect_launch_error(folder: Path, error: type[TandemError], *parts: str) -> None:
-    group = LocalGroup(str(folder), group_config(2, 2))
-    with pytest.raises(error) as caught:
-        group.__enter__()
-    assert "\n" not in caught.value.message
-    for part in parts:
-        assert part in caught.value.message
-    assert all(is_gone(process.pid) for process in group.processes.values())
-
-
 def test_weights_that_cannot_load_are_named_and_nothing_is_left(
     tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
+    """Whichever rank is the first to find out."""
     folder = shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "model")
     shard = folder / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
-    expect_launch_error(folder, CheckpointError, "model.safetensors", "attention-0")
+    group = LocalGroup(str(folder), group_config(2, 2))
+    with pytest.raises(
+        CheckpointError, match=r"^(attention|expert)-[01]: [^\n]*model\.safetensors"
+    ):
+        group.__enter__()
+    assert all(is_gone(process.pid) for process in group.processes.values())
 
 
 def test_a_pool_larger_than_memory_is_named_and_nothing_is_left(deep: Path) -> None:

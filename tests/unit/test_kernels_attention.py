@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import attention
+from kernels import tiles
 from kernels.attention import SequenceRows, plan_attention, ragged_attention
 from kernels.reference import attention_reference
 
@@ -90,9 +90,28 @@ def test_kv_heads_may_be_shared_by_any_number_of_query_heads(share: int) -> None
 def test_long_chunks_are_cut_into_tiles(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_TILE_ROWS", 16)
+    monkeypatch.setattr(tiles, "_TILE_ROWS", 16)
     assert run_ragged([(70, 33, True)], window=window) < 2e-6
     assert run_ragged([(70, 0, False), (40, 1, False)], window=window) < 2e-6
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(SHAPE, min_size=1, max_size=4), st.none() | st.integers(1, 12))
+def test_head_by_head_equals_the_reference(
+    shapes: list[tuple[int, int, bool]], window: int | None
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "_FUSED_SCORES", 0)
+        patch.setattr(tiles, "_TILE_ROWS", 4)
+        assert run_ragged(shapes, window=window) < 2e-6
+
+
+@pytest.mark.parametrize("fused", [0, 1 << 30])
+def test_bfloat16_tiles_stay_within_their_rounding(
+    fused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "_FUSED_SCORES", fused)
+    assert run_ragged([(40, 9, False)], window=None, dtype=torch.bfloat16) < 3e-2
 
 
 def test_a_single_decode_row_over_consecutive_blocks_reads_the_pool_without_a_gather() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kernels import experts, reference
 from kernels.experts import grouped_experts, swiglu
+from kernels.linear import Linear, linears
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope, cos_sin, inverse_frequencies
 from kernels.routing import (
@@ -126,7 +127,7 @@ def test_grouping_and_running_local_experts_equals_the_reference(
     down = torch.randn(e, D, F, generator=generator)
     rows_N, weights_N, counts = group_by_expert(ids_TK, weights_TK, local_index(held, E), e)
     before = x_TD.clone()
-    out_TD = grouped_experts(x_TD, gate_up, down, rows_N, weights_N, counts)
+    out_TD = grouped_experts(x_TD, linears(gate_up), linears(down), rows_N, weights_N, counts)
     pairs = [
         (t, held.index(int(ids_TK[t, k])), float(weights_TK[t, k]))
         for t in range(T)
@@ -148,27 +149,29 @@ def test_clamped_experts_with_biases_equal_the_reference(T: int, E: int, limit: 
     x_TD = torch.randn(T, D, generator=generator)
     gate_up = torch.randn(E, 2 * F, D, generator=generator)
     down = torch.randn(E, D, F, generator=generator)
-    biases = (torch.randn(E, size, generator=generator) for size in (2 * F, D))
-    clamped = experts.ClampedGate(*biases, alpha=1.7, limit=limit)
+    gate_up_bias, down_bias = (torch.randn(E, size, generator=generator) for size in (2 * F, D))
+    clamped = experts.ClampedGate(alpha=1.7, limit=limit)
+    linears_e = linears(gate_up, gate_up_bias), linears(down, down_bias)
     logits_TE = torch.randn(T, E, generator=generator)
     ids_TK, weights_TK = softmax_top_k(logits_TE, min(2, E), normalize=True)
     rows_N, weights_N, counts = group_by_expert(
         ids_TK, weights_TK, local_index(list(range(E)), E), E
     )
-    out_TD = grouped_experts(x_TD, gate_up, down, rows_N, weights_N, counts, clamped)
+    out_TD = grouped_experts(x_TD, *linears_e, rows_N, weights_N, counts, clamped)
     pairs = [
         (t, int(expert), float(weight))
         for t in range(T)
         for expert, weight in zip(ids_TK[t], weights_TK[t], strict=True)
     ]
-    expected = reference.clamped_experts_reference(x_TD, gate_up, down, pairs, clamped)
+    biases = gate_up_bias, down_bias
+    expected = reference.clamped_experts_reference(x_TD, gate_up, down, biases, pairs, clamped)
     torch.testing.assert_close(out_TD.double(), expected, atol=3e-5, rtol=1e-5)
 
 
 def test_chunking_changes_only_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(40, 6, generator=generator)
-    gate_up, down = (torch.randn(7, *s, generator=generator) for s in ((10, 6), (6, 5)))
+    gate_up, down = (linears(torch.randn(7, *s, generator=generator)) for s in ((10, 6), (6, 5)))
     ids, weights = softmax_top_k(torch.randn(40, 7, generator=generator), 3, normalize=True)
     rows, weights_N, counts = group_by_expert(ids, weights, local_index([3, 0, 1, 6], 7), 4)
     whole = experts.grouped_experts(x, gate_up, down, rows, weights_N, counts)
@@ -194,7 +197,12 @@ def test_bfloat16_experts_sum_in_float32() -> None:
     down = (torch.randn(2, 16, 12, generator=generator) * 0.2).to(torch.bfloat16)
     pairs = [(0, 0, 0.5), (2, 0, 0.25), (0, 1, 0.5), (1, 1, 1.0)]
     out = grouped_experts(
-        x, gate_up, down, torch.tensor([0, 2, 0, 1]), torch.tensor([0.5, 0.25, 0.5, 1.0]), [2, 2]
+        x,
+        linears(gate_up),
+        linears(down),
+        torch.tensor([0, 2, 0, 1]),
+        torch.tensor([0.5, 0.25, 0.5, 1.0]),
+        [2, 2],
     )
     assert out.dtype is torch.float32
     expected = reference.experts_reference(x, gate_up, down, pairs)
@@ -207,4 +215,5 @@ def test_a_dense_mlp_is_one_expert_with_weight_one() -> None:
     gate_up, down = (torch.randn(*s, generator=generator) for s in ((10, 6), (6, 5)))
     pairs = [(row, 0, 1.0) for row in range(3)]
     expected = reference.experts_reference(x, gate_up[None], down[None], pairs)
-    torch.testing.assert_close(swiglu(x, gate_up, down).double(), expected, atol=1e-5, rtol=1e-5)
+    out = swiglu(x, Linear(gate_up), Linear(down))
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)

@@ -167,3 +167,10 @@ def test_a_rank_that_keeps_a_group_from_forming_is_named(
     for part in parts:
         assert part in caught.value.message
     assert caught.value.message.count(rank) == 1
+
+
+def test_a_failure_is_told_though_an_earlier_rank_is_still_busy() -> None:
+    broken = {"prepare": CheckpointError("a.safetensors: truncated")}
+    specs, ranks, _ = group_of({"attention-0": {"prepare": "never"}, "expert-1": broken})
+    with pytest.raises(CheckpointError, match=r"expert-1: a\.safetensors: truncated"):
+        form_group(specs, ranks, timeout_s=60.0)

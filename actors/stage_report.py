@@ -1,0 +1,149 @@
+"""From recorded task spans to the times that the planner learns from."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from contracts.events import Stage, TaskSpan
+from contracts.planning import ExpertReport, MicroBatchTimes, NewTokens, RowsTime
+
+MAX_SPANS = 8192  # of one report
+_STEPS_PER_OCTAVE = 4  # times of about as many rows are told as one
+
+
+class SpanRecorder:
+    """Keeps the spans between `begin` and `end`, at most MAX_SPANS. Costs next to nothing else."""
+
+    def __init__(self) -> None:
+        self._spans: list[TaskSpan] | None = None
+
+    @property
+    def is_recording(self) -> bool:
+        return self._spans is not None
+
+    def observe(self, span: TaskSpan) -> None:
+        spans = self._spans
+        if spans is not None and len(spans) < MAX_SPANS:
+            spans.append(span)
+
+    def begin(self) -> None:
+        self._spans = []
+
+    def end(self) -> list[TaskSpan]:
+        spans, self._spans = self._spans or [], None
+        return spans
+
+
+class ExpertRecorder:
+    """On an expert rank: hands a report over after `period_s` of work, again and again."""
+
+    def __init__(
+        self, rank: str, period_s: float, send: Callable[[Callable[[], ExpertReport | None]], None]
+    ) -> None:
+        self._rank = rank
+        self._period_s = period_s
+        self._send = send
+        self._recorder = SpanRecorder()
+        self._recorder.begin()
+        self._began_s: float | None = None
+
+    def observe(self, span: TaskSpan) -> None:
+        """By the loop thread, for every span of the rank."""
+        self._recorder.observe(span)
+        if self._began_s is None:
+            self._began_s = span.end_s
+        # after SEND a call is complete
+        if span.stage is Stage.SEND and span.end_s - self._began_s >= self._period_s:
+            spans, self._began_s = self._recorder.end(), None
+            self._recorder.begin()
+            self._send(lambda: expert_report(self._rank, spans))
+
+
+def expert_report(rank: str, spans: Sequence[TaskSpan]) -> ExpertReport | None:
+    """None if no call is among the spans."""
+    calls = list(_calls(spans))
+    if not calls:
+        return None
+    return ExpertReport(
+        rank=rank, experts=_medians(calls), a2e=_medians(_undisturbed(spans, Stage.A2E))
+    )
+
+
+def makespan_ms(spans: Sequence[TaskSpan], batch: int) -> float:
+    """From the first attention task of `batch` to the end of its last task; 0 if there is none."""
+    own = [s for s in spans if s.batch == batch and s.stage in (Stage.ATTENTION, Stage.FINISH)]
+    if not own:
+        return 0.0
+    return 1e3 * (max(s.end_s for s in own) - min(s.start_s for s in own))
+
+
+def micro_batch_times(
+    spans: Sequence[TaskSpan], batch: int, parts: Sequence[list[NewTokens]]
+) -> list[MicroBatchTimes]:
+    """Times of the micro-batches whose new tokens `parts` tells; [] unless all have some."""
+    by_task: defaultdict[tuple[int, Stage], dict[int, float]] = defaultdict(dict)
+    for span in spans:
+        if span.batch == batch and span.stage in (Stage.ATTENTION, Stage.SEND, Stage.SHARED):
+            by_task[span.micro_batch, span.stage][span.layer] = 1e3 * (span.end_s - span.start_s)
+    found = []
+    for index, part in enumerate(parts):
+        attention, sending = by_task[index, Stage.ATTENTION], by_task[index, Stage.SEND]
+        # Only layers with experts send. The first embeds, and has no experts' output to add up.
+        layers = sorted(attention.keys() & sending.keys())
+        layers = layers[1:] or layers
+        if not layers:
+            return []
+        attention_ms = statistics.median(attention[layer] + sending[layer] for layer in layers)
+        shared = by_task[index, Stage.SHARED].values()
+        shared_ms = statistics.median(shared) if shared else 0.0
+        found.append(MicroBatchTimes(part, max(attention_ms, 1e-6), shared_ms))
+    return found
+
+
+def transfer_times(spans: Sequence[TaskSpan], stage: Stage) -> list[RowsTime]:
+    """Medians of the packets that came while the rank did nothing but wait for them."""
+    return _medians(_undisturbed(spans, stage))
+
+
+def _calls(spans: Sequence[TaskSpan]) -> Iterator[tuple[int, float]]:
+    """(rows, ms) of each call of experts, with the sending of its answers."""
+    computed: TaskSpan | None = None
+    for span in spans:
+        if span.stage is Stage.EXPERT:
+            computed = span
+        elif span.stage is Stage.SEND and computed is not None:
+            yield span.tokens, 1e3 * (span.end_s - computed.start_s)
+            computed = None
+
+
+def _undisturbed(spans: Sequence[TaskSpan], stage: Stage) -> Iterator[tuple[int, float]]:
+    """(rows, ms) of transfers that began and ended within one wait of the receiver: others lay
+    there while it computed, which is no time of the link."""
+    wait: TaskSpan | None = None
+    for span in spans:
+        if span.stage is Stage.WAIT:
+            wait = span
+        elif span.stage is stage and wait is not None and _within(span, wait):
+            yield span.tokens, 1e3 * (span.end_s - span.start_s)
+
+
+def _within(span: TaskSpan, wait: TaskSpan) -> bool:
+    return wait.start_s <= span.start_s < span.end_s <= wait.end_s
+
+
+def _medians(times: Iterable[tuple[int, float]]) -> list[RowsTime]:
+    """One time for all of about as many rows."""
+    by_size: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
+    for rows, ms in times:
+        if rows > 0 and ms > 0:
+            by_size[math.floor(_STEPS_PER_OCTAVE * math.log2(rows))].append((rows, ms))
+    return [
+        RowsTime(
+            round(statistics.median(rows for rows, _ in sized)),
+            statistics.median(ms for _, ms in sized),
+        )
+        for sized in by_size.values()
+    ]

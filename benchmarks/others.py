@@ -1,0 +1,60 @@
+"""How busy other programs keep the machine: figures of a run that shared it are not the machine's.
+
+Linux: clock ticks from /proc.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+MOMENT_S = 0.3
+
+
+class Others:
+    """CPU time of processes that are not `ours` (pids), since it was made."""
+
+    def __init__(self, ours: Sequence[int]) -> None:
+        self._ours = ours
+        self._started_s = time.monotonic()
+        self._before_s = self._seconds()
+
+    def cores(self) -> float:
+        """Cores that others have kept busy, on average."""
+        spent_s = self._seconds() - self._before_s
+        return max(0.0, spent_s / (time.monotonic() - self._started_s))
+
+    def _seconds(self) -> float:
+        own_ticks = sum(_process_ticks(pid) for pid in self._ours)
+        return (_machine_ticks() - own_ticks) / TICKS_PER_S
+
+
+def wait_for_idle(ours: Sequence[int], *, limit_s: float, cores: float) -> bool:
+    """Waits until others keep fewer than `cores` busy for a moment, at most limit_s."""
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        others = Others(ours)
+        time.sleep(MOMENT_S)
+        if others.cores() < cores:
+            return True
+    return False
+
+
+def _machine_ticks() -> int:
+    """user, nice, system, irq and softirq of all cores."""
+    first = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
+    user, nice, system, _, _, irq, softirq = map(int, first.split()[1:8])
+    return user + nice + system + irq + softirq
+
+
+def _process_ticks(pid: int) -> int:
+    """user and system time of all its threads; 0 if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return 0
+    fields = text.rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])

@@ -1,0 +1,230 @@
+"""Predicted and measured makespan of the solver's plans (naive, best PPPipe, FinDEP, beyond) where
+communication takes time: two Ray nodes in two network namespaces of this machine, a link of limited
+rate between them, one rank on each, one core a rank.
+
+    python -m benchmarks.planned_overlap --pictures docs/images --trace planned.trace.json
+
+Needs root and iproute2. For each model and rate, batches of known tasks are measured first, and the
+planner's cost models are fitted to them; then plans run in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from actors.model_shape import shape_of
+from actors.timeline import write_chrome_trace
+from benchmarks.harness import RESULTS, Result, write_result
+from benchmarks.pinned_batches import BatchRunner, bench_client, pin_to_core
+from benchmarks.planned_points import Pictured, Point, PointRun, PointRunner
+from benchmarks.planned_report import print_report, summary_of
+from benchmarks.random_checkpoint import MEDIUM, MEDIUM_SHARED, write_random_checkpoint
+from benchmarks.two_nodes import ADDRESS, ENVIRONMENT, TwoNodes, ray_nodes, two_namespaces
+from cluster.gantt import draw_gantt
+from cluster.launch import RunningGroup, launch_group
+from cluster.rank_client import RankClient
+from cluster.ray_session import ray_session
+from contracts.loading import load_config
+from models.checkpoint import resolve_dtype
+from models.spec import read_spec
+
+MODELS: dict[str, dict[str, Any]] = {
+    "medium": MEDIUM,
+    # Plans are about layers with experts: without a dense one in front.
+    "medium-shared": {**MEDIUM_SHARED, "first_k_dense_replace": 0},
+}
+POINTS = (
+    Point("medium", 250, 1024, 2),
+    Point("medium", 500, 1024, 1),
+    Point("medium", 1000, 512, 8),
+    Point("medium", 1000, 4096, 1),
+    Point("medium-shared", 250, 1024, 2),
+    Point("medium-shared", 500, 1024, 1),
+    Point("medium-shared", 1000, 512, 8),
+    Point("medium-shared", 1000, 2048, 1),
+)
+PICTURED_POINT, PICTURED_PLAN, PICTURED_LAYERS = POINTS[3], "beyond", range(3, 5)
+_CALL_TIMEOUT_S = 30.0
+_LARGEST_BATCH_TOKENS = 8192
+_SPANS = 6000  # several of the largest batches
+
+
+class Setting(NamedTuple):
+    """Nodes with Ray on them, and a folder for checkpoints."""
+
+    nodes: TwoNodes
+    folder: Path
+    dtype: Literal["bfloat16", "float32"]
+
+
+class _Recorded(msgspec.Struct):
+    """What an earlier run has written."""
+
+    samples: dict[str, PointRun]
+
+
+def main() -> None:
+    options = _options()
+    if options.inside is not None:  # this is the process that runs on the first node
+        _measure(options)
+        return
+    with two_namespaces() as nodes, ray_nodes(nodes):
+        inside = ["--inside", *nodes.names, *nodes.cards]
+        command = [sys.executable, "-m", "benchmarks.planned_overlap", *sys.argv[1:], *inside]
+        done = subprocess.run([*nodes.inside(0), *command], env=ENVIRONMENT, check=False)
+    sys.exit(done.returncode)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else "")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument(
+        "--points",
+        type=int,
+        nargs="*",
+        help="numbers of POINTS (default: all); other points in the result file are kept",
+    )
+    parser.add_argument("--pictures", type=Path, help="folder for the pictures of one plan")
+    parser.add_argument("--trace", type=Path, help="write that plan's real execution here")
+    parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
+    parser.add_argument("--inside", nargs=4, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _measure(options: argparse.Namespace) -> None:
+    points = [POINTS[number] for number in options.points or range(len(POINTS))]
+    first, second, *cards = options.inside
+    nodes = TwoNodes((first, second), (cards[0], cards[1]))
+    runs: list[PointRun] = []
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+        setting = Setting(nodes, Path(folder), options.dtype)
+        for model in dict.fromkeys(point.model for point in points):
+            for run, pictured in run_points(
+                setting, [point for point in points if point.model == model], options.rounds
+            ):
+                runs.append(run)
+                if run.point == PICTURED_POINT:
+                    _draw(pictured, options)
+    print_report(runs)
+    _record(runs, options)
+
+
+def _record(runs: list[PointRun], options: argparse.Namespace) -> None:
+    name = f"planned_overlap_{options.dtype}"
+    path = options.output or RESULTS / f"{name}.json"
+    samples = {run.point.label: run for run in runs}
+    if options.points is not None and path.exists():
+        earlier = msgspec.json.decode(path.read_bytes(), type=_Recorded).samples
+        samples = earlier | samples
+    settings = msgspec.to_builtins(vars(options), enc_hook=str)
+    result = Result(
+        name=name,
+        kind="measured",
+        settings={**settings, "models": MODELS},
+        samples=msgspec.to_builtins(samples),
+        summary=summary_of(list(samples.values())),
+    )
+    print(f"written: {write_result(result, path)}")
+
+
+def run_points(
+    setting: Setting, points: Sequence[Point], rounds: int
+) -> list[tuple[PointRun, Pictured]]:
+    """Points of one model, on ranks of their own. To be called on the first node."""
+    path = write_random_checkpoint(setting.folder / points[0].model, MODELS[points[0].model])
+    with spread_group(path, setting.dtype) as group:
+        return asyncio.run(_run_on(group, setting, path, points, rounds))
+
+
+@contextmanager
+def spread_group(path: Path, dtype: str) -> Iterator[RunningGroup]:
+    """One rank on each of the two nodes; on a machine of two cores, each on its own core."""
+    config = load_config(
+        None,
+        [
+            f"model.dtype={dtype}",
+            f"schedule.max_batch_tokens={_LARGEST_BATCH_TOKENS}",
+            "kv.prefix_cache=false",
+            f"kv.pool_tokens={2 * _LARGEST_BATCH_TOKENS}",
+            "groups.placement=spread",
+            f"groups.address={ADDRESS}",
+            "channel.backend=tcp",
+            f"trace.spans={_SPANS}",
+        ],
+    )
+    with ray_session(config, ENVIRONMENT, show_rank_logs=False):
+        group = launch_group(config, str(path))
+        try:
+            if os.cpu_count() == len(group.ready):
+                for core, ready in enumerate(group.ready):
+                    pin_to_core(ready.pid, core)
+            yield group
+        finally:
+            group.close()
+
+
+async def batch_runner(group: RunningGroup) -> tuple[RankClient, BatchRunner]:
+    """What runs batches on the group's one attention rank, and the client to close afterwards."""
+    ((name, address),) = group.client_addresses.items()
+    client = await bench_client(name, address, group.token)
+    pin = partial(group.pin_plan, timeout_s=_CALL_TIMEOUT_S)
+    return client, BatchRunner(client, pin, partial(group.spans, _CALL_TIMEOUT_S))
+
+
+async def _run_on(
+    group: RunningGroup, setting: Setting, path: Path, points: Sequence[Point], rounds: int
+) -> list[tuple[PointRun, Pictured]]:
+    client, batches = await batch_runner(group)
+    spec = read_spec(path)
+    runner = PointRunner(batches, shape_of(spec, resolve_dtype(spec, setting.dtype)))
+    done = []
+    for rate in dict.fromkeys(point.megabits_per_s for point in points):
+        setting.nodes.limit_rate(rate)
+        print(f"measuring stages: {points[0].model}, {rate} Mbit/s", flush=True)
+        costs = await runner.calibrate()
+        for point in points:
+            if point.megabits_per_s == rate:
+                done.append(await runner.run(point, costs, rounds, PICTURED_PLAN))
+                print(f"done: {point.label}", flush=True)
+    await client.close()
+    return done
+
+
+def _draw(pictured: Pictured, options: argparse.Namespace) -> None:
+    plan, predicted, spans = pictured
+    if options.trace is not None:
+        write_chrome_trace(spans, options.trace)
+    if options.pictures is None:
+        return
+    what = f"{plan.label}, layers {PICTURED_LAYERS[0]} and {PICTURED_LAYERS[-1]}"
+    draw_gantt(
+        predicted.spans,
+        PICTURED_LAYERS,
+        f"Predicted: {what}",
+        options.pictures / "planned_predicted.svg",
+        option="--pictures",
+    )
+    draw_gantt(
+        spans,
+        PICTURED_LAYERS,
+        f"Measured: {what}",
+        options.pictures / "planned_measured.svg",
+        option="--pictures",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Eight prefill workers behind a router (simulated).
+
+`python -m benchmarks.router_simulation --data DIR` prints the table of docs/benchmarks.md.
+
+Requests are real (rows and traces in DIR), and so is the router. Workers are not: each runs steps
+of max(FLOPs / rate, time to gather all layers' experts), with a prefix cache of the memory that
+would be left, for Qwen3-235B-A22B on the H200 of cluster/hardware_files (public figures). All
+requests are there from the start. Reports reach the router at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.harness import Result, write_result
+from benchmarks.router_workloads import BLOCK_TOKENS, WORKLOADS, workload
+from benchmarks.simulated_worker import Machine, SimulatedWorker
+from cluster.hardware import load_hardware
+from cluster.model_shape import shape_of
+from contracts.routing import Calibration, Prompt
+from models.config_fields import ConfigFields
+from models.spec import spec_from
+from planner import route_policies
+from planner.backlog import Backlog
+from planner.model_shape import ModelShape
+from planner.request_work import RequestWork, flops_work, token_work
+from planner.route_policies import Policy
+from planner.router import Decision, Router, RouterConfig
+from planner.saturation import SaturationConfig, transfer_threshold_flops
+
+QWEN3_235B = {
+    "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94,
+    "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "intermediate_size": 12288,
+    "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "rope_theta": 1e6, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+REFERENCE = (2048,) * 4  # prompts of the calibration pass
+
+
+class Variant(NamedTuple):
+    """A policy, the unit in which its router keeps account, and whether requests get a home ahead
+    of their round."""
+
+    policy: Policy
+    in_flops: bool
+    ahead: bool = False
+
+
+VARIANTS = {
+    "router": Variant(route_policies.prefix_within_round, in_flops=True, ahead=True),
+    "router, in tokens": Variant(route_policies.prefix_within_round, in_flops=False, ahead=True),
+    "paper's rounds": Variant(route_policies.prefix_then_load, in_flops=True),
+    "paper's rounds, in tokens": Variant(route_policies.prefix_then_load, in_flops=False),
+    "least finish": Variant(route_policies.least_finish, in_flops=True),
+    "least finish, in tokens": Variant(route_policies.least_finish, in_flops=False),
+    "token load": Variant(route_policies.token_load, in_flops=True),
+    "vLLM-style": Variant(route_policies.weighted_counts, in_flops=True),
+    "round robin": Variant(route_policies.round_robin, in_flops=True),
+}
+
+
+class Outcome(NamedTuple):
+    """least_loads, largest_loads: over workers, in thresholds, each time that no more requests of
+    those that waited could be sent."""
+
+    makespan_s: float
+    flops: int
+    cached_tokens: int
+    busy_s: list[float]
+    least_loads: list[float]
+    largest_loads: list[float]
+
+
+class Simulation:
+    """One policy, one workload."""
+
+    def __init__(
+        self, workers: int, machine: Machine, flops: RequestWork, variant: Variant
+    ) -> None:
+        config = RouterConfig(
+            workers=workers,
+            saturation=SaturationConfig(fallback_prompts=REFERENCE),
+            block_tokens=machine.block_tokens,
+        )
+        work = flops if variant.in_flops else token_work
+        self._router = Router(config, work, variant.policy)
+        self._backlog = Backlog(self._router, work, variant.policy) if variant.ahead else None
+        self._workers = [SimulatedWorker(n, machine, flops) for n in range(workers)]
+        self._ends: list[tuple[float, int]] = []
+        self._loads: list[list[float]] = []
+        for worker in self._workers:
+            self._router.apply(worker.calibrate(_calibration(machine, flops)))
+
+    def run(self, prompts: Sequence[Prompt]) -> Outcome:
+        queue, now_s = deque(prompts), 0.0
+        self._route(queue)
+        self._start_idle(now_s)
+        while self._ends:
+            now_s, number = heapq.heappop(self._ends)
+            self._router.apply(self._workers[number].finish())
+            self._route(queue)
+            self._start_idle(now_s)
+        if queue or any(self._router.load(n) for n in range(len(self._workers))):
+            raise SystemExit("the books do not balance: requests or load are left")
+        return Outcome(
+            makespan_s=now_s,
+            flops=sum(worker.flops_done for worker in self._workers),
+            cached_tokens=sum(worker.cached_tokens for worker in self._workers),
+            busy_s=[round(worker.busy_s, 3) for worker in self._workers],
+            least_loads=[round(min(loads), 4) for loads in self._loads],
+            largest_loads=[round(max(loads), 4) for loads in self._loads],
+        )
+
+    def _route(self, queue: deque[Prompt]) -> None:
+        """All that can be sent now, in whichever of the two ways."""
+        if self._backlog is not None:
+            while queue:
+                self._backlog.put(queue.popleft())
+            for prompt, decision in self._backlog.take():
+                self._send(prompt, decision)
+            self._note_loads(len(self._backlog))
+            return
+        while queue and (decision := self._router.route(queue[0])) is not None:
+            self._send(queue.popleft(), decision)
+        self._note_loads(len(queue))
+
+    def _send(self, prompt: Prompt, decision: Decision) -> None:
+        self._router.apply(self._workers[decision.worker].accept(prompt))
+
+    def _note_loads(self, waiting: int) -> None:
+        """While requests wait, every worker should be saturated, and none by more than one."""
+        if waiting:
+            loads = [self._router.load(n) / self._router.threshold(n)
+                     for n in range(len(self._workers))]  # fmt: skip
+            self._loads.append(loads)
+
+    def _start_idle(self, now_s: float) -> None:
+        for number, worker in enumerate(self._workers):
+            if worker.is_idle and worker.has_work:
+                seconds, report = worker.start()
+                self._router.apply(report)
+                heapq.heappush(self._ends, (now_s + seconds, number))
+
+
+def qwen3_235b() -> ModelShape:
+    """In bfloat16, from the published configuration."""
+    return shape_of(spec_from(ConfigFields(Path("config.json"), QWEN3_235B)), torch.bfloat16)
+
+
+def _calibration(machine: Machine, flops: RequestWork) -> Calibration:
+    """What a worker of this kind would measure: layer 0 computes, later ones wait for a gather."""
+    compute_s = sum(flops(0, tokens) for tokens in REFERENCE) / machine.flops_per_s
+    return Calibration(
+        first_layer_s=compute_s,
+        slowest_layer_s=max(compute_s, machine.transfer_s),
+        reference_prompts=REFERENCE,
+    )  # both times a number of layers: only their ratio counts
+
+
+def machine_of(options: argparse.Namespace, shape: ModelShape) -> Machine:
+    """A worker of a hardware file's kind, with 1/N of the experts and two gathered layers."""
+    hardware = load_hardware(options.hardware)
+    link, peers = hardware.links[0], options.workers - 1
+    layer_bytes = shape.num_experts * shape.expert_elements * shape.element_bytes
+    gathered_bytes = layer_bytes * peers / options.workers
+    transfer_s = 1e-3 * shape.moe_layers * (
+        peers * link.alpha_ms + gathered_bytes * link.ms_per_byte
+    )  # fmt: skip
+    flops_per_s = 1e3 / hardware.attention.linear_ms_per_flop
+    weights_bytes = (
+        shape.attention_rank_bytes + shape.moe_layers * layer_bytes / options.workers
+    ) + 3 * layer_bytes
+    usable_bytes = options.memory_fraction * hardware.memory_bytes - weights_bytes
+    return Machine(
+        flops_per_s=flops_per_s,
+        transfer_s=transfer_s,
+        saturation_flops=transfer_threshold_flops(
+            transfer_s=transfer_s / shape.moe_layers,
+            layers=shape.moe_layers,
+            flops_per_s=flops_per_s,
+        ),
+        cache_blocks=int(usable_bytes / (BLOCK_TOKENS * shape.kv_token_bytes)),
+        block_tokens=BLOCK_TOKENS,
+    )
+
+
+def least_flops(prompts: Sequence[Prompt], flops: RequestWork) -> int:
+    """If every block was computed once, by anyone, and never evicted."""
+    seen: set[bytes] = set()
+    total = 0
+    for prompt in prompts:
+        blocks = next((i for i, d in enumerate(prompt.hashes) if d not in seen), len(prompt.hashes))
+        seen.update(prompt.hashes)
+        done_tokens = min(blocks, (prompt.prompt_tokens - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+        total += flops(done_tokens, prompt.prompt_tokens)
+    return total
+
+
+def main() -> None:
+    options = _options()
+    shape = qwen3_235b()
+    machine, flops = machine_of(options, shape), flops_work(shape)
+    print(machine)
+    samples: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    for name in options.workloads:
+        prompts = workload(name, options.data, options.seed)[: options.limit]
+        outcomes = {
+            label: Simulation(options.workers, machine, flops, variant).run(prompts)
+            for label, variant in VARIANTS.items()
+        }
+        samples[name] = {label: outcome._asdict() for label, outcome in outcomes.items()}
+        summary[name] = _summary(prompts, outcomes, machine, flops, options.workers)
+        _show(name, summary[name])
+    settings = {**vars(options), "data": "", "output": "", "machine": machine._asdict()}
+    result = Result(
+        name="router_simulation", kind="simulated", settings=settings, samples=samples,
+        summary=summary,
+    )  # fmt: skip
+    print(f"written: {write_result(result, options.output)}")
+
+
+def _summary(
+    prompts: Sequence[Prompt],
+    outcomes: dict[str, Outcome],
+    machine: Machine,
+    flops: RequestWork,
+    workers: int,
+) -> dict[str, Any]:
+    tokens = sum(prompt.prompt_tokens for prompt in prompts)
+    least = least_flops(prompts, flops)
+    ours = outcomes["router"].makespan_s
+    largest = max(flops(0, prompt.prompt_tokens) for prompt in prompts)
+    rows = {}
+    for label, outcome in outcomes.items():
+        rows[label] = {
+            "makespan_s": outcome.makespan_s,
+            "router_is_faster": outcome.makespan_s / ours,
+            "flops_over_least": outcome.flops / least,
+            "cached_fraction": outcome.cached_tokens / tokens,
+            "rounds": len(outcome.least_loads),
+            "least_load": min(outcome.least_loads, default=None),
+            "largest_load": max(outcome.largest_loads, default=None),
+        }
+    return {
+        "requests": len(prompts),
+        "tokens": tokens,
+        "lower_bound_s": least / machine.flops_per_s / workers,
+        "largest_request": largest / machine.saturation_flops,
+        "policies": rows,
+    }
+
+
+def _show(name: str, summary: dict[str, Any]) -> None:
+    print(
+        f"{name}: {summary['requests']} requests, {summary['tokens']} tokens, lower bound "
+        f"{summary['lower_bound_s']:.1f} s, largest {summary['largest_request']:.2f} tau"
+    )
+    for label, row in summary["policies"].items():
+        cells = [f"{key}={value:.3f}" for key, value in row.items() if value is not None]
+        print(f"  {label:25} {' '.join(cells)}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--data", type=Path, required=True, help="folder of data sets and traces")
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
+    parser.add_argument("--limit", type=int, default=None, help="requests of each workload")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--hardware", default="h200-node")
+    parser.add_argument("--memory-fraction", type=float, default=0.9)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=None, help="JSON file of the result")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

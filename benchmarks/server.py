@@ -1,0 +1,65 @@
+"""`tandem serve` as a process of its own, the way a user starts it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import httpx
+
+from cluster.front import free_port
+from contracts.errors import LaunchError
+
+READY_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
+POLL_S = 0.02
+
+
+class ServerProcess:
+    """A context manager: starts at once, and is gone afterwards. `url` has no /v1."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._arguments: Sequence[str] = arguments
+
+    def __enter__(self) -> ServerProcess:
+        self.started_s = time.monotonic()
+        command = [sys.executable, "-m", "cluster", "serve", "--port", str(self._port)]
+        self._process = subprocess.Popen([*command, *self._arguments], stdout=subprocess.DEVNULL)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def wait_healthy(self) -> float:
+        """Seconds from the process's start to the first 200 of /health. Raises LaunchError."""
+        with httpx.Client(base_url=self.url, timeout=5.0) as client:
+            while (waited_s := time.monotonic() - self.started_s) < READY_TIMEOUT_S:
+                if self._process.poll() is not None:
+                    raise LaunchError(f"tandem serve ended with {self._process.returncode}")
+                if _is_healthy(client):
+                    return time.monotonic() - self.started_s
+                time.sleep(POLL_S)
+        raise LaunchError(f"{self.url}/health was not 200 within {waited_s:.0f} s")
+
+
+def _is_healthy(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,182 @@
+"""Ways to move bytes between two processes, all driven alike: our channels, a plain socket, and
+memcpy, which moves nothing but does the copies that a move through shared memory needs.
+
+`flow` moves payloads from private memory of one side to private memory of the other: the sender's
+filling and the receiver's copying out are part of it.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from actors.channels.base import Endpoint, Header, Kind, Packet, Part, PeerLost
+
+MAX_BYTES = 64 << 20
+WINDOW_BYTES = 32 << 20  # of payloads that are not yet answered, within these bounds:
+MIN_WINDOW, MAX_WINDOW = 2, 32
+POLL_S = 5.0
+
+
+def window(num_bytes: int) -> int:
+    """Payloads of that size that may be under way at once."""
+    return max(MIN_WINDOW, min(MAX_WINDOW, WINDOW_BYTES // num_bytes))
+
+
+class Mover(Protocol):
+    """One side. What one side sends, the other must expect: the two calls belong together."""
+
+    def flow(self, num_bytes: int, outgoing: int, incoming: int) -> None:
+        """Sends and receives that many payloads; returns when all have arrived on either side."""
+
+    def close(self) -> None: ...
+
+
+class Wire(Mover, Protocol):
+    """One side of what also has round trips."""
+
+    def ping(self, num_bytes: int, count: int) -> list[float]:
+        """Seconds of each of `count` round trips, one after another."""
+
+    def pong(self, num_bytes: int, count: int) -> None:
+        """The other side of `ping`."""
+
+
+class ChannelWire:
+    """A link of an endpoint."""
+
+    def __init__(self, end: Endpoint, peer: str, device: torch.device) -> None:
+        self._end = end
+        self._peer = peer
+        self._device = device
+        self._source = torch.ones(MAX_BYTES, dtype=torch.uint8, device=device)
+        self._target = torch.zeros(MAX_BYTES, dtype=torch.uint8, device=device)
+
+    def ping(self, num_bytes: int, count: int) -> list[float]:
+        seconds = []
+        for _ in range(count):
+            started_s = time.perf_counter()
+            self._send(num_bytes, Kind.A2E)
+            self._receive(next(self._packets()))
+            seconds.append(time.perf_counter() - started_s)
+        return seconds
+
+    def pong(self, num_bytes: int, count: int) -> None:
+        for _ in range(count):
+            self._receive(next(self._packets()))
+            self._send(num_bytes, Kind.A2E)
+
+    def flow(self, num_bytes: int, outgoing: int, incoming: int) -> None:
+        """Each payload (A2E) is answered by an empty one (E2A), as nothing else bounds a sender."""
+        unanswered = 0
+        while outgoing or incoming or unanswered:
+            while outgoing and unanswered < window(num_bytes):
+                self._send(num_bytes, Kind.A2E)
+                outgoing, unanswered = outgoing - 1, unanswered + 1
+            for packet in self._packets(at_most=1):
+                if packet.header.kind is Kind.E2A:
+                    packet.release()
+                    unanswered -= 1
+                else:
+                    self._receive(packet)
+                    self._send(0, Kind.E2A)
+                    incoming -= 1
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        self._end.close()
+
+    def _send(self, num_bytes: int, kind: Kind) -> None:
+        parts = [Part("uint8", (num_bytes,))] if num_bytes else []
+        reservation = self._end.reserve(self._peer, parts)
+        if num_bytes:
+            reservation.tensors[0].copy_(self._source[:num_bytes])
+        self._end.commit(reservation, Header(kind, self._end.epoch, 0, 0, 0, 0))
+
+    def _receive(self, packet: Packet) -> None:
+        payload = packet.tensors[0]
+        self._target[: payload.numel()].copy_(payload)
+        packet.release()
+
+    def _packets(self, at_most: int | None = None) -> Iterator[Packet]:
+        """Packets as they come; at_most: of that many polls."""
+        polls = 0
+        while at_most is None or polls < at_most:
+            polls += 1
+            for happening in self._end.poll(POLL_S):
+                if isinstance(happening, PeerLost):
+                    raise happening.error
+                if isinstance(happening, Packet):
+                    yield happening
+
+
+class SocketWire:
+    """A connected stream socket, sends and receives on threads of their own."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._source = memoryview(bytearray(b"\1") * MAX_BYTES)
+        self._target = memoryview(bytearray(MAX_BYTES))
+
+    def ping(self, num_bytes: int, count: int) -> list[float]:
+        seconds = []
+        for _ in range(count):
+            started_s = time.perf_counter()
+            self._sock.sendall(self._source[:num_bytes])
+            self._receive(num_bytes, 1)
+            seconds.append(time.perf_counter() - started_s)
+        return seconds
+
+    def pong(self, num_bytes: int, count: int) -> None:
+        for _ in range(count):
+            self._receive(num_bytes, 1)
+            self._sock.sendall(self._source[:num_bytes])
+
+    def flow(self, num_bytes: int, outgoing: int, incoming: int) -> None:
+        receiver = threading.Thread(target=self._receive, args=(num_bytes, incoming))
+        receiver.start()
+        for _ in range(outgoing):
+            self._sock.sendall(self._source[:num_bytes])
+        receiver.join()
+        if incoming:
+            self._sock.sendall(b"\0")
+        if outgoing:
+            self._receive(1, 1)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _receive(self, num_bytes: int, count: int) -> None:
+        for _ in range(count):
+            got = 0
+            while got < num_bytes:
+                more = self._sock.recv_into(self._target[got:num_bytes])
+                if not more:
+                    raise ConnectionError("the other side is gone")
+                got += more
+
+
+class MemcpyWire:
+    """Copies as often as shared memory would: out of a private tensor, or into one. It alternates
+    between two places, the fewest that a stream of packets can do with: the caches help it most."""
+
+    def __init__(self) -> None:
+        self._private = torch.ones(MAX_BYTES, dtype=torch.uint8)
+        self._shared = torch.zeros(2 * MAX_BYTES, dtype=torch.uint8)
+
+    def flow(self, num_bytes: int, outgoing: int, incoming: int) -> None:
+        private = self._private[:num_bytes]
+        slots = self._shared[: 2 * num_bytes].view(2, num_bytes)
+        for index in range(outgoing):
+            slots[index % 2].copy_(private)
+        for index in range(incoming):
+            private.copy_(slots[index % 2])
+
+    def close(self) -> None:
+        return

@@ -1,0 +1,62 @@
+"""JSON files that a person wrote, within limits: every mistake is one line that names the field."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from contracts.errors import ConfigError
+
+MAX_BYTES = 8 << 20
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_MISSING = re.compile(r"missing required field `([^`]+)`")
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    """The object in `path`. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"{str(path)!r}: not a file name") from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes, which no such file needs")
+    try:
+        tree = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(tree).__name__}")
+    return tree
+
+
+def struct_from(tree: object, kind: type[Body], where: str) -> Body:
+    """`tree` as `kind`. `where`: what to call it in messages. Raises ConfigError."""
+    try:
+        return msgspec.convert(tree, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {_named(str(error))}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply") from None
+
+
+def _named(message: str) -> str:
+    """ "Expected `int`, got `str` - at `$.n`" as "n: expected int, got str"."""
+    path = _PATH.search(message)
+    field = path[1] if path else ""
+    text = _PATH.sub("", message).replace("`", "")
+    missing = _MISSING.search(message)
+    if missing:
+        field, text = ".".join(filter(None, (field, missing[1]))), "missing"
+    if not field:
+        return text
+    return f"{field}: {text[0].lower()}{text[1:]}"

@@ -1,0 +1,110 @@
+"""Frames between ranks and the planner, and who chose a batch's plan.
+
+A connection opens with the mutual challenge of actors/channels/handshake.py. Then each side sends
+frames as in contracts/messages.py: a 4-byte little-endian length, then one msgpack map tagged by
+`type`. Nothing of it is on a request's path: a rank that hears nothing uses its default plan.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from contracts.plan import Plan
+
+PLANNER_PURPOSE = "planner"  # what a rank says in the handshake that its connection is for
+MAX_PLANNER_FRAME_BYTES = 8 << 20
+
+Position = Annotated[int, Meta(ge=0, le=1 << 40)]
+Ms = Annotated[float, Meta(ge=0, le=1e9)]
+PositiveMs = Annotated[float, Meta(gt=0, le=1e9)]
+Rows = Annotated[int, Meta(ge=1, le=1 << 40)]
+NewTokens = tuple[Position, Position]  # [start, stop) of a sequence; those before are cached
+Batch = Annotated[list[NewTokens], Meta(min_length=1, max_length=65_536)]
+
+
+class Chooser(enum.StrEnum):
+    """`tandem_plan_batches_total{chosen_by}`."""
+
+    PLANNER = "planner"
+    PINNED = "pinned"
+    DEFAULT = "default"
+
+
+class Absence(enum.StrEnum):
+    """Why a batch has no plan of the planner (`tandem_plan_batches_total{reason}`)."""
+
+    OFF = "off"  # there is none
+    LOST = "lost"  # no connection
+    SLOW = "slow"  # it owes an answer for longer than planner.answer_deadline_s
+    COLD = "cold"  # it has too few measured times yet, or none of batches as large
+    NEW_SHAPE = "new_shape"  # not asked before: the answer is for the next batch of this shape
+    MISFIT = "misfit"  # what was planned is not what was batched
+
+
+class PlanQuery(msgspec.Struct, frozen=True, tag="query"):
+    """Asks for the plan of a batch like this one. `number` comes back in the answer."""
+
+    number: int
+    batch: Batch
+
+
+class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
+    """`plan` None: there is none, because of `reason`. predicted_ms: its makespan. solve_ms: how
+    long the planner took (0: it knew). version: of the stage models that it is made with."""
+
+    number: int
+    version: int
+    plan: Plan | None = None
+    predicted_ms: Ms = 0.0
+    solve_ms: Ms = 0.0
+    reason: str = ""
+
+
+class ModelsChanged(msgspec.Struct, frozen=True, tag="models_changed"):
+    """Answers of older versions should be asked for again. Sent on connecting too."""
+
+    version: int
+
+
+class MicroBatchTimes(msgspec.Struct, frozen=True, array_like=True):
+    """Times of one layer of a micro-batch, medians over the layers with experts. attention_ms holds
+    the sending of packets; shared_ms is 0 without shared experts."""
+
+    batch: Batch
+    attention_ms: PositiveMs
+    shared_ms: Ms = 0.0
+
+
+class RowsTime(msgspec.Struct, frozen=True, array_like=True):
+    """Distinct token rows and their ms: in a call of experts, or from sent to seen."""
+
+    rows: Rows
+    ms: PositiveMs
+
+
+class BatchReport(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
+    """A batch that an attention rank has run. measured_ms: from its first task to its last."""
+
+    rank: str
+    plan: Plan
+    measured_ms: PositiveMs
+    micro_batches: Annotated[list[MicroBatchTimes], Meta(min_length=1, max_length=4096)]
+    e2a: Annotated[list[RowsTime], Meta(max_length=4096)] = []
+    solve_ms: Ms = 0.0
+    by_planner: bool = False
+
+
+class ExpertReport(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
+    """What an expert rank has run of late: calls by rows (a call may merge several packets)."""
+
+    rank: str
+    experts: Annotated[list[RowsTime], Meta(max_length=4096)]
+    a2e: Annotated[list[RowsTime], Meta(max_length=4096)] = []
+
+
+ToPlanner = PlanQuery | BatchReport | ExpertReport
+FromPlanner = PlanAnswer | ModelsChanged

@@ -1,0 +1,119 @@
+"""Requests that wait for saturated workers, each with a home chosen ahead of its round.
+
+MoE-Prefill drains one FIFO queue, round by round. While work is plentiful every worker is saturated
+but the one that has just reported, so the head of the queue goes there, matched or not. Here a
+request is given a home as soon as it comes, by the same cascade over what workers have *and what is
+held for them*, and waits there until its home is below the threshold:
+
+    load    0        tau                2 tau               3 tau
+            |---------|-------------------|-------------------|
+    w0      sent sent sent | held held held held
+    w1      sent sent | held held held held held held                         (home full: one tau
+    w2      sent sent sent | held held                                         above the least)
+
+A worker that runs dry takes over from the end of the line with the most work.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from contracts.routing import Prompt, RequestKey
+from planner.open_requests import OpenRequests
+from planner.prefix_index import PrefixIndex
+from planner.request_work import RequestWork
+from planner.route_policies import Candidate, Policy, prefix_within_round
+from planner.router import Decision, Router
+
+
+class Release(NamedTuple):
+    """A request to send now."""
+
+    prompt: Prompt
+    decision: Decision
+
+
+class Backlog:
+    """Lines of held requests in front of a router's workers. Owned with the router."""
+
+    def __init__(
+        self, router: Router, work: RequestWork, policy: Policy = prefix_within_round
+    ) -> None:
+        workers = router.config.workers
+        self._router = router
+        self._policy = policy
+        self._held = [OpenRequests(work) for _ in range(workers)]
+        self._lines: list[dict[RequestKey, Prompt]] = [{} for _ in range(workers)]
+        self._home: dict[RequestKey, int] = {}
+        self._homeless: dict[RequestKey, Prompt] = {}  # while no worker is present
+        self._index = PrefixIndex(workers)
+
+    def __len__(self) -> int:
+        return len(self._home) + len(self._homeless)
+
+    def put(self, prompt: Prompt) -> None:
+        """Gives a request a home. `take` says when it goes."""
+        candidates = [self._with_held(c) for c in self._router.candidates(prompt, self._index)]
+        chosen = self._policy(candidates, len(self)) if candidates else None
+        if chosen is None:
+            self._homeless[prompt.key] = prompt
+            return
+        worker, rest = chosen.worker, prompt.hashes[chosen.matched_blocks :]
+        promised = self._held[worker].open(
+            prompt, self._router.cached_tokens(prompt, chosen.matched_blocks), rest
+        )
+        self._index.add(worker, promised)
+        self._lines[worker][prompt.key] = prompt
+        self._home[prompt.key] = worker
+
+    def take(self) -> list[Release]:
+        """Requests that go now, already booked with the router. Ask after each `put` and report."""
+        released = []
+        for find in (self._first_in_line, self._last_of_the_longest):  # nobody takes over what
+            for worker in range(self._router.config.workers):  # its home can start now
+                while self._router.is_open(worker) and (key := find(worker)) is not None:
+                    prompt = self._leave(key)
+                    released.append(Release(prompt, self._router.assign(prompt, worker)))
+        return released
+
+    def remove(self, key: RequestKey) -> None:
+        """The request is cancelled. Without effect for one that is not held."""
+        self._homeless.pop(key, None)
+        if key in self._home:
+            self._leave(key)
+
+    def lose(self, worker: int) -> None:
+        """The worker died: what was held for it gets other homes. After `Router.lose`."""
+        self.settle([self._leave(key) for key in list(self._lines[worker])])
+
+    def settle(self, prompts: list[Prompt] | None = None) -> None:
+        """Homes for `prompts` and for those that found none, when a worker has come back."""
+        homeless = [*self._homeless.values(), *(prompts or [])]
+        self._homeless.clear()
+        for prompt in homeless:
+            self.put(prompt)
+
+    def _with_held(self, candidate: Candidate) -> Candidate:
+        held = self._held[candidate.worker]
+        return candidate._replace(
+            load=candidate.load + held.load,
+            open_tokens=candidate.open_tokens + held.open_tokens,
+            waiting=candidate.waiting + held.waiting,
+        )
+
+    def _first_in_line(self, worker: int) -> RequestKey | None:
+        return next(iter(self._lines[worker]), None)
+
+    def _last_of_the_longest(self, worker: int) -> RequestKey | None:
+        """Of the line in front of the worker with the most work, sent and held."""
+        lines = [other for other, line in enumerate(self._lines) if line]
+        if not lines:
+            return None
+        longest = max(lines, key=lambda w: self._router.load(w) + self._held[w].load)
+        return next(reversed(self._lines[longest]))
+
+    def _leave(self, key: RequestKey) -> Prompt:
+        worker = self._home.pop(key)
+        for digest in self._held[worker].close(key):
+            self._index.put(worker, digest, held=False)
+        return self._lines[worker].pop(key)

@@ -1,0 +1,44 @@
+"""Which batches are alike enough to share a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+STEPS_PER_OCTAVE = 4  # numbers in one bucket differ by less than 19 %; below 8, not at all
+
+
+class Bucket(NamedTuple):
+    """Steps of a ladder of sizes, 0 for none.
+
+    decode_rows, prompts: sequences with one new token, and with more. decode_context,
+    prompt_pairs: what their attention looks at. prompt_tokens: new ones. longest: of one prompt.
+    """
+
+    decode_rows: int
+    decode_context: int
+    prompts: int
+    prompt_tokens: int
+    prompt_pairs: int
+    longest: int
+
+
+def bucket_of(batch: Sequence[tuple[int, int]]) -> Bucket:
+    """The bucket of a batch of new tokens [start, stop) per sequence, in any order."""
+    contexts = [stop for start, stop in batch if stop - start == 1]
+    prompts = [(start, stop) for start, stop in batch if stop - start > 1]
+    lengths = [stop - start for start, stop in prompts]
+    pairs = sum((stop - start) * (start + stop + 1) // 2 for start, stop in prompts)
+    return Bucket(
+        _step(len(contexts)),
+        _step(sum(contexts)),
+        _step(len(prompts)),
+        _step(sum(lengths)),
+        _step(pairs),
+        _step(max(lengths, default=0)),
+    )
+
+
+def _step(size: int) -> int:
+    return 0 if size <= 0 else 1 + math.floor(STEPS_PER_OCTAVE * math.log2(size))

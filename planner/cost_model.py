@@ -1,0 +1,172 @@
+"""From a model's shape and a machine's coefficients to the stage models of one deployment.
+
+Letters: E experts, K top-k, D model dim, e = ceil(E / expert_ranks) experts of the fullest rank.
+docs/notation.md restates the formulas.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from contracts.errors import ConfigError
+from contracts.hardware import AttentionCost, Hardware, LinkCost, SharedCost
+from planner.model_shape import (
+    AttentionWork,
+    ModelShape,
+    hit_fraction,
+    layer_mean_work,
+)
+from planner.stages import Linear, StageModels
+
+PAIR_BYTES = 8  # an index (int32) and a weight (float32) travel with each (token, expert) pair
+
+Direction = Literal["a2e", "e2a"]
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes of the two groups, and the samples they run: sequence_tokens new tokens each, behind
+    context_tokens that are cached (decode: sequence_tokens=1)."""
+
+    attention_ranks: int
+    expert_ranks: int
+    sequence_tokens: int
+    context_tokens: int = 0
+
+    @property
+    def devices(self) -> int:
+        return self.attention_ranks + self.expert_ranks
+
+
+def attention_ms(cost: AttentionCost, shape: ModelShape, work: AttentionWork) -> float:
+    """Time of one layer's attention half for one micro-batch."""
+    return cost.call_ms + shape.projections * cost.projection_ms + _per_sample_ms(cost, work)
+
+
+def batch_attention_ms(
+    cost: AttentionCost, shape: ModelShape, chunks: list[tuple[int, int]]
+) -> float:
+    """The same for any ragged micro-batch of (start, stop) chunks, the mean over layers."""
+    works = [layer_mean_work(shape, start, stop) for start, stop in chunks]
+    total = works[0]
+    for work in works[1:]:
+        total = total.plus(work)
+    return attention_ms(cost, shape, total)
+
+
+def attention_model(cost: AttentionCost, shape: ModelShape, deployment: Deployment) -> Linear:
+    """x: samples of a micro-batch."""
+    alpha_ms = cost.call_ms + shape.projections * cost.projection_ms
+    return Linear(alpha_ms, _per_sample_ms(cost, _sample_work(shape, deployment)))
+
+
+def quadratic_fraction(cost: AttentionCost, shape: ModelShape, deployment: Deployment) -> float:
+    """The part of a sample's attention time that goes into pairs of tokens."""
+    work = _sample_work(shape, deployment)
+    return cost.attended_ms_per_flop * work.attended_flops / _per_sample_ms(cost, work)
+
+
+def shared_model(hardware: Hardware, shape: ModelShape, deployment: Deployment) -> Linear | None:
+    """x: samples of a micro-batch. None for a model without shared experts."""
+    if shape.num_shared_experts == 0:
+        return None
+    cost = hardware.shared
+    if cost is None:
+        expert = hardware.expert
+        cost = SharedCost(call_ms=expert.call_ms + expert.expert_ms, ms_per_flop=expert.ms_per_flop)
+    alpha_ms = cost.call_ms + 3 * shape.num_shared_experts * cost.projection_ms
+    flops = 2.0 * shape.shared_elements * deployment.sequence_tokens
+    return Linear(alpha_ms, flops * cost.ms_per_flop)
+
+
+def expert_model(hardware: Hardware, shape: ModelShape, experts: int) -> Linear:
+    """x: tokens per expert. All `experts` of the rank count as active, as in FinDEP's Eq. 3."""
+    cost = hardware.expert
+    weights_ms = shape.expert_elements * shape.element_bytes * cost.weight_ms_per_byte
+    alpha_ms = cost.call_ms + experts * (cost.expert_ms + weights_ms)
+    return Linear(alpha_ms, experts * shape.pair_flops * cost.ms_per_flop)
+
+
+def link_model(
+    link: LinkCost, shape: ModelShape, deployment: Deployment, direction: Direction
+) -> Linear:
+    """x: tokens per expert of a token group. The busiest rank's bytes count: those that one
+    attention rank exchanges with all expert ranks, or one expert rank with all attention ranks."""
+    ag, eg = deployment.attention_ranks, deployment.expert_ranks
+    experts = shape.experts_per_rank(eg)
+    tokens = shape.num_experts / (ag * shape.top_k)  # of one attention rank, for x = 1
+    pairs = tokens * shape.top_k * experts / shape.num_experts  # of them for one expert rank
+    row_bytes = shape.hidden_size * shape.element_bytes
+    if not link.deduplicated:
+        return Linear(link.alpha_ms, ag * pairs * row_bytes * link.ms_per_byte)
+    packet_bytes = tokens * hit_fraction(shape, experts) * row_bytes
+    if direction == "a2e":
+        packet_bytes += pairs * PAIR_BYTES
+    return Linear(link.alpha_ms, max(ag, eg) * packet_bytes * link.ms_per_byte)
+
+
+def find_link(
+    hardware: Hardware, deployment: Deployment, direction: Direction, backend: str | None = None
+) -> LinkCost:
+    """The figures for this split (of the first backend in the file unless one is asked for).
+    Raises ConfigError."""
+    backends = list(dict.fromkeys(link.backend for link in hardware.links))
+    if backend is not None and backend not in backends:
+        raise ConfigError(
+            f"backend={backend}: hardware {hardware.name} has figures for {', '.join(backends)}"
+        )
+    wanted = backend or backends[0]
+    for link in hardware.links:
+        if link.backend != wanted or link.direction not in (direction, "both"):
+            continue
+        if link.attention_ranks in (None, deployment.attention_ranks) and link.expert_ranks in (
+            None,
+            deployment.expert_ranks,
+        ):
+            return link
+    splits = [f"{link.attention_ranks}+{link.expert_ranks}" for link in hardware.links]
+    raise ConfigError(
+        f"attention_ranks={deployment.attention_ranks}, expert_ranks={deployment.expert_ranks}: "
+        f"hardware {hardware.name} has {direction} figures for {', '.join(splits)} only"
+    )
+
+
+def stage_models(
+    shape: ModelShape, hardware: Hardware, deployment: Deployment, backend: str | None = None
+) -> StageModels:
+    """Raises ConfigError for a split that the hardware has no figures for."""
+    experts = shape.experts_per_rank(deployment.expert_ranks)
+    links = {
+        direction: link_model(
+            find_link(hardware, deployment, direction, backend), shape, deployment, direction
+        )
+        for direction in ("a2e", "e2a")
+    }
+    return StageModels(
+        attention=attention_model(hardware.attention, shape, deployment),
+        shared=shared_model(hardware, shape, deployment),
+        expert=expert_model(hardware, shape, experts),
+        a2e=links["a2e"],
+        e2a=links["e2a"],
+    )
+
+
+def tokens_per_expert(shape: ModelShape, deployment: Deployment) -> float:
+    """That one sample on each attention rank brings to each expert: ag * K * S / E."""
+    tokens = deployment.attention_ranks * deployment.sequence_tokens
+    return tokens * shape.top_k / shape.num_experts
+
+
+def _sample_work(shape: ModelShape, deployment: Deployment) -> AttentionWork:
+    start = deployment.context_tokens
+    return layer_mean_work(shape, start, start + deployment.sequence_tokens)
+
+
+def _per_sample_ms(cost: AttentionCost, work: AttentionWork) -> float:
+    return (
+        cost.sequence_ms * work.sequences
+        + cost.linear_ms_per_flop * work.linear_flops
+        + cost.attended_ms_per_flop * work.attended_flops
+        + cost.context_ms_per_byte * work.context_bytes
+    )

@@ -1,0 +1,114 @@
+"""Least squares for stage models: coefficients that are not negative, errors relative, outliers
+held off.
+
+Errors are relative because stages span four orders of magnitude: plain least squares would fit the
+largest sizes and get the launch time, which is what decides r1 and r2, wrong. Shapes: N samples, F
+features.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.stages import Linear
+
+Floats = NDArray[np.float64]
+
+HUBER_WIDTH = 1.5  # in robust standard deviations; beyond, a sample's pull stops growing
+_ROUNDS = 40
+_SETTLED = 1e-4
+_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+_LEAST_SIGMA = 1e-6  # of relative errors: below, everything is exact
+
+
+class NonNegativeFit(NamedTuple):
+    """coefficients_F >= 0; predicted_N; r2 of the samples as they are; and the median of
+    |predicted - measured| / measured."""
+
+    coefficients_F: Floats
+    predicted_N: Floats
+    r2: float
+    median_error_fraction: float
+
+
+class LinearFit(NamedTuple):
+    model: Linear
+    r2: float
+
+
+def fit_linear(samples: Sequence[tuple[float, float]]) -> LinearFit:
+    """alpha_ms + beta_ms * x through (x, ms) samples. Raises ValueError, see `fit_nonnegative`."""
+    x_N = np.array([x for x, _ in samples], dtype=np.float64)
+    features_NF = np.stack([np.ones_like(x_N), x_N], axis=1)
+    fit = fit_nonnegative(features_NF, np.array([ms for _, ms in samples], dtype=np.float64))
+    alpha_ms, beta_ms = fit.coefficients_F.tolist()
+    return LinearFit(Linear(alpha_ms, beta_ms), fit.r2)
+
+
+def fit_nonnegative(features_NF: Floats, times_N: Floats) -> NonNegativeFit:
+    """The c >= 0 for which features_NF @ c is nearest to times_N, relative to times_N, under
+    Huber's loss. Raises ValueError for no sample, or one that is not finite and positive."""
+    _check(features_NF, times_N)
+    scaled_NF = features_NF / times_N[:, None]  # residuals are then relative: scaled @ c - 1
+    size_F = np.abs(scaled_NF).max(axis=0)
+    size_F[size_F == 0] = 1.0
+    scaled_NF = scaled_NF / size_F
+    weights_N = np.ones_like(times_N)
+    for _ in range(_ROUNDS):
+        coefficients_F = _nonnegative(scaled_NF, weights_N)
+        before_N, weights_N = weights_N, _huber_weights(scaled_NF @ coefficients_F - 1.0)
+        if np.abs(weights_N - before_N).max() < _SETTLED:
+            break
+    coefficients_F = coefficients_F / size_F
+    predicted_N = features_NF @ coefficients_F
+    errors_N = np.abs(predicted_N - times_N) / times_N
+    return NonNegativeFit(
+        coefficients_F, predicted_N, _r2(times_N, predicted_N), float(np.median(errors_N))
+    )
+
+
+def _check(features_NF: Floats, times_N: Floats) -> None:
+    if len(times_N) == 0:
+        raise ValueError("no samples to fit")
+    if not np.isfinite(features_NF).all() or features_NF.min() < 0:
+        raise ValueError("sizes of samples must be finite and not negative")
+    if not np.isfinite(times_N).all() or times_N.min() <= 0:
+        raise ValueError("times of samples must be finite and above 0 ms")
+
+
+def _nonnegative(scaled_NF: Floats, weights_N: Floats) -> Floats:
+    """The weighted solution with no negative coefficient: the optimum is the plain solution on its
+    own support, and of at most 6 features all 63 supports can be tried."""
+    root_N = np.sqrt(weights_N)
+    a_NF, b_N = scaled_NF * root_N[:, None], root_N
+    features = scaled_NF.shape[1]
+    best_F, best = np.zeros(features), float(b_N @ b_N)
+    for count in range(1, features + 1):
+        for support in itertools.combinations(range(features), count):
+            part_F, *_ = np.linalg.lstsq(a_NF[:, support], b_N, rcond=None)
+            if part_F.min() < 0:
+                continue
+            error = float(np.square(a_NF[:, support] @ part_F - b_N).sum())
+            if error < best * (1 - 1e-12):
+                best_F, best = np.zeros(features), error
+                best_F[list(support)] = part_F
+    return best_F
+
+
+def _huber_weights(errors_N: Floats) -> Floats:
+    sigma = max(_MAD_TO_SIGMA * float(np.median(np.abs(errors_N))), _LEAST_SIGMA)
+    return np.minimum(1.0, HUBER_WIDTH * sigma / np.maximum(np.abs(errors_N), 1e-300))
+
+
+def _r2(times_N: Floats, predicted_N: Floats) -> float:
+    """1 - residual over total sum of squares; 1 where all times are equal and met."""
+    total = float(np.square(times_N - times_N.mean()).sum())
+    residual = float(np.square(times_N - predicted_N).sum())
+    if total == 0.0:
+        return 1.0 if residual <= 1e-18 * float(np.square(times_N).sum()) else 0.0
+    return 1.0 - residual / total

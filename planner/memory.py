@@ -1,0 +1,145 @@
+"""How many samples fit: weights, KV pool, activations and channel buffers of every rank.
+
+Conservative: every sample in flight is counted with what a running one holds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from contracts.errors import ResourceError
+from planner.cost_model import PAIR_BYTES, Deployment
+from planner.model_shape import ModelShape, hit_fraction, mean_ranks_per_token
+
+FLOAT_BYTES = 4
+GIB = float(1 << 30)
+
+
+class RankMemory(NamedTuple):
+    """Bytes of one rank of `group`: for weights, and for each sample in flight (on each attention
+    rank); of usable_bytes."""
+
+    group: Literal["attention", "expert"]
+    weight_bytes: float
+    sample_bytes: float
+    usable_bytes: float
+
+    @property
+    def max_samples(self) -> int:
+        """Samples of one attention rank that this rank has room for; 0 if it has none."""
+        return max(0, int((self.usable_bytes - self.weight_bytes) // self.sample_bytes))
+
+
+def rank_memories(
+    shape: ModelShape, deployment: Deployment, usable_bytes: float
+) -> tuple[RankMemory, RankMemory]:
+    """(an attention rank's, the fullest expert rank's)."""
+    attention = RankMemory(
+        "attention",
+        shape.attention_rank_bytes,
+        _attention_sample_bytes(shape, deployment),
+        usable_bytes,
+    )
+    experts = shape.experts_per_rank(deployment.expert_ranks)
+    weight_bytes = shape.moe_layers * experts * shape.expert_elements * shape.element_bytes
+    rows = deployment.attention_ranks * deployment.sequence_tokens * hit_fraction(shape, experts)
+    # Rows come in, sums go out, both in segments; the sums are made in float32.
+    row_bytes = shape.hidden_size * (2 * shape.element_bytes + FLOAT_BYTES)
+    return attention, RankMemory("expert", weight_bytes, rows * row_bytes, usable_bytes)
+
+
+def max_samples(shape: ModelShape, deployment: Deployment, usable_bytes: float) -> int:
+    """The most samples of one attention rank in flight. Raises ResourceError if not one fits: it
+    says what would."""
+    memories = rank_memories(shape, deployment, usable_bytes)
+    for memory in memories:
+        if memory.weight_bytes >= usable_bytes:
+            raise ResourceError(_weights_too_large(shape, memory))
+    samples = min(memory.max_samples for memory in memories)
+    if samples < 1:
+        raise ResourceError(_sample_too_long(shape, deployment, memories, usable_bytes))
+    return samples
+
+
+def sample_kv_bytes(shape: ModelShape, deployment: Deployment) -> float:
+    """KV pool of one sample: all its tokens in all layers, those behind a window too."""
+    tokens = deployment.context_tokens + deployment.sequence_tokens
+    return float(tokens * shape.kv_token_bytes)
+
+
+def activation_token_bytes(shape: ModelShape, copies: float) -> float:
+    """Of one token on an attention rank: residual, normed input, queries with keys and values,
+    heads' output, the float32 sum; `copies` rows out and back in the channel's segments."""
+    heads = 2 * shape.num_heads * shape.head_dim + shape.kv_entry_elements
+    elements = (2 + 2 * copies) * shape.hidden_size + heads
+    pairs_bytes = shape.top_k * (PAIR_BYTES + FLOAT_BYTES)
+    return elements * shape.element_bytes + shape.hidden_size * FLOAT_BYTES + pairs_bytes
+
+
+def _attention_sample_bytes(shape: ModelShape, deployment: Deployment) -> float:
+    copies = mean_ranks_per_token(shape, deployment.expert_ranks)
+    tokens = deployment.sequence_tokens
+    logits_bytes = shape.vocab_size * FLOAT_BYTES  # of the last token
+    activations = tokens * activation_token_bytes(shape, copies)
+    return sample_kv_bytes(shape, deployment) + activations + logits_bytes
+
+
+def _weights_too_large(shape: ModelShape, memory: RankMemory) -> str:
+    """What to change so that a rank's weights fit."""
+    have, need = _gib(memory.usable_bytes), _gib(memory.weight_bytes)
+    if memory.group == "attention":
+        return (
+            f"memory_bytes: an attention rank's weights are {need}, {have} are usable: "
+            f"give devices with more than {need} usable"
+        )
+    layer_bytes = shape.moe_layers * shape.expert_elements * shape.element_bytes
+    most = int(memory.usable_bytes // layer_bytes)  # experts of each layer that a rank can hold
+    if most == 0:
+        return (
+            f"memory_bytes: one expert of every layer is {_gib(layer_bytes)}, {have} are usable: "
+            "give larger devices"
+        )
+    # A rank that is full to the last byte has no room for a sample.
+    ranks = -(-shape.num_experts // most)
+    return (
+        f"expert_ranks: a rank's share of {shape.num_experts} experts is {need}, "
+        f"{have} are usable: {min(ranks, shape.num_experts)} or more would fit"
+    )
+
+
+def _sample_too_long(
+    shape: ModelShape,
+    deployment: Deployment,
+    memories: tuple[RankMemory, RankMemory],
+    usable_bytes: float,
+) -> str:
+    tight = min(memories, key=lambda memory: memory.max_samples)
+    left = _gib(tight.usable_bytes - tight.weight_bytes)
+    fits = _longest(shape, deployment, usable_bytes)
+    advice = f"at most sequence_tokens={fits} fits" if fits else "not even one token fits"
+    return (
+        f"sequence_tokens={deployment.sequence_tokens}: one sample needs "
+        f"{_gib(tight.sample_bytes)} on an {tight.group} rank, "
+        f"{left} are left beside its weights: {advice}; "
+        "or use more ranks of that group, or larger devices"
+    )
+
+
+def _longest(shape: ModelShape, deployment: Deployment, usable_bytes: float) -> int:
+    """The largest sequence_tokens of which one sample fits, by bisection; 0 if none does."""
+    low, high = 0, deployment.sequence_tokens
+    while low + 1 < high:
+        middle = (low + high) // 2
+        trial = Deployment(
+            attention_ranks=deployment.attention_ranks,
+            expert_ranks=deployment.expert_ranks,
+            sequence_tokens=middle,
+            context_tokens=deployment.context_tokens,
+        )
+        fits = all(m.max_samples >= 1 for m in rank_memories(shape, trial, usable_bytes))
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= 0.05 * GIB else f"{num_bytes:.0f} bytes"

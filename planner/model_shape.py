@@ -1,0 +1,146 @@
+"""What a model costs, counted from its shape: FLOPs, elements and bytes.
+
+A multiply-add is 2 FLOPs. "Attended" FLOPs are those per (query, key) pair that the mask leaves, so
+half a square for a whole causal prompt; FinDEP counts the square (Eq. 1).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+
+class LatentShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes of latent attention: a token's entry is kv_rank + rope_dim elements."""
+
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decoder in numbers. Sizes in elements unless a name says bytes.
+
+    projections, projection_elements: matrices of one layer's attention and their elements, without
+    the up-projection of latents (`latent` has that). windows: per layer with experts, how far it
+    sees (None: everything). kv_entry_elements: what a token leaves in the pool per layer.
+    expert_elements, shared_elements: of one expert, and of all shared experts together, of one
+    layer. dense_elements: of the feed-forward networks of all layers without experts.
+    attention_rank_bytes: weights of an attention rank.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    projections: int
+    projection_elements: int
+    kv_entry_elements: int
+    windows: tuple[int | None, ...]
+    num_experts: int
+    top_k: int
+    expert_elements: int
+    num_shared_experts: int
+    shared_elements: int
+    vocab_size: int
+    element_bytes: int
+    attention_rank_bytes: int
+    dense_elements: int = 0
+    latent: LatentShape | None = None
+
+    @property
+    def moe_layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of pool per token, over all layers. A layer with a window keeps every token too."""
+        return self.num_layers * self.kv_entry_elements * self.element_bytes
+
+    @property
+    def pair_flops(self) -> int:
+        """FLOPs of a (token, expert) pair: gate, up and down (the factor 3 of FinDEP's Eq. 3)."""
+        return 2 * self.expert_elements
+
+    def experts_per_rank(self, expert_ranks: int) -> int:
+        """Of the fullest rank."""
+        return -(-self.num_experts // expert_ranks)
+
+
+class AttentionWork(NamedTuple):
+    """What one micro-batch's attention does in one layer."""
+
+    sequences: float
+    linear_flops: float
+    attended_flops: float
+    context_bytes: float
+
+    def plus(self, other: AttentionWork) -> AttentionWork:
+        return AttentionWork(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> AttentionWork:
+        return AttentionWork(*(factor * a for a in self))
+
+
+NO_WORK = AttentionWork(0.0, 0.0, 0.0, 0.0)
+
+
+def chunk_work(shape: ModelShape, start: int, stop: int, window: int | None) -> AttentionWork:
+    """Of new tokens [start, stop) of one sequence, those before being cached: any prompt, chunk
+    behind a prefix, or decode step (stop = start + 1), in a layer that sees `window` tokens."""
+    tokens = stop - start
+    pairs = _pairs(stop, window) - _pairs(start, window)
+    per_token = shape.projection_elements + shape.hidden_size * shape.num_experts  # and the router
+    linear, attended = 2.0 * tokens * per_token, 4.0 * pairs * shape.num_heads * shape.head_dim
+    context = stop if start else 0  # without a prefix, keys and values are at hand
+    if window is not None:
+        context = min(context, tokens + window)
+    if shape.latent is not None:
+        linear_up, attended = _latent_flops(shape.latent, start, stop, pairs)
+        linear += shape.num_heads * linear_up
+        attended *= shape.num_heads
+    read_bytes = context * shape.kv_entry_elements * shape.element_bytes
+    return AttentionWork(1.0, linear, attended, float(read_bytes))
+
+
+def layer_mean_work(shape: ModelShape, start: int, stop: int) -> AttentionWork:
+    """`chunk_work`, the mean over the layers that have experts."""
+    total = NO_WORK
+    for window in set(shape.windows):
+        share = shape.windows.count(window) / len(shape.windows)
+        total = total.plus(chunk_work(shape, start, stop, window).times(share))
+    return total
+
+
+def mean_ranks_per_token(shape: ModelShape, expert_ranks: int) -> float:
+    """Expert ranks that a token's experts are spread over, on average, for uniform routing: what it
+    is copied to. The fullest rank holds ceil(E / eg) experts; all are taken to."""
+    return expert_ranks * hit_fraction(shape, shape.experts_per_rank(expert_ranks))
+
+
+def hit_fraction(shape: ModelShape, experts: int) -> float:
+    """Fraction of tokens that chose at least one of `experts` given ones, for uniform routing."""
+    missed = 1.0
+    for chosen in range(shape.top_k):
+        missed *= max(0, shape.num_experts - experts - chosen) / (shape.num_experts - chosen)
+    return 1.0 - missed
+
+
+def _pairs(stop: int, window: int | None) -> float:
+    """(query, key) pairs of the first `stop` tokens, each seeing itself and what is before it."""
+    if window is None or stop <= window:
+        return stop * (stop + 1) / 2
+    return window * (window + 1) / 2 + (stop - window) * window
+
+
+def _latent_flops(latent: LatentShape, start: int, stop: int, pairs: float) -> tuple[float, float]:
+    """(per token, per pair) FLOPs of one head, expanded or absorbed: kernels/latent_attention.py
+    takes what costs fewer."""
+    up = latent.kv_rank * (latent.nope_dim + latent.value_dim)
+    absorbed = 2 * latent.kv_rank + latent.rope_dim
+    expanded = latent.nope_dim + latent.rope_dim + latent.value_dim
+    if (stop - start) * up + pairs * absorbed < stop * up + pairs * expanded:
+        return 2.0 * (stop - start) * up, 2.0 * pairs * absorbed
+    return 2.0 * stop * up, 2.0 * pairs * expanded

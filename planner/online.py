@@ -1,0 +1,158 @@
+"""Plans for batches as they come: cached by shape, on stage models that follow measured times.
+
+    PlanQuery   -> bucket -> known under the current models?  -> PlanAnswer
+                                   └─ no: plan_batch ────────────────┘
+    BatchReport, ExpertReport -> models -> moved by more than DRIFT? -> answers are forgotten
+
+A plain object: whoever owns it calls it from one thread and has the clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from contracts.plan import Plan
+from contracts.planning import BatchReport, ExpertReport
+from planner.batch_plan import NewTokens, plan_batch
+from planner.buckets import Bucket, bucket_of
+from planner.online_models import Chunks, OnlineModels, OnlineSetup
+from planner.recurrence import makespan_ms
+from planner.refit import OnlineLinear
+from planner.schedule import Piece, schedule_of_pieces
+from planner.solver import PlannedBatch
+from planner.stages import Linear, PlanSpec
+
+DRIFT = 0.15  # of a stage's time at some reference size: the models are then new ones
+REPORTS_BETWEEN = 32  # at least, from one version of the models to the next
+MAX_SHAPES = 1024
+LEAST_GAIN = 0.1  # of the makespan: below, a batch is not cut. Models are not better than that, and
+# they do not know what a message costs the cores that it wakes
+_NEGLIGIBLE = 0.05  # of all stages together: a stage this small may drift as it likes
+_REFERENCE_TOKENS = (16, 128, 1024)
+_EVEN = 1.0  # ms: where the line from predicted to measured makespans begins
+
+
+class NoPlanError(Exception):
+    """Why there is no plan for a batch; a sentence."""
+
+
+class OnlinePlanner:
+    """`version` grows when the stage models have moved so far that plans should be made again."""
+
+    def __init__(self, setup: OnlineSetup) -> None:
+        """Raises ConfigError for a split that the hardware file has no figures for."""
+        self.version = 1
+        self._setup = setup
+        self._models = OnlineModels(setup)
+        self._known: OrderedDict[Bucket, PlannedBatch] = OrderedDict()
+        self._makespans = OnlineLinear(Linear(0.0, 1.0), _EVEN)
+        self._reference = _reference_times(self._models)
+        self._reports = 0
+
+    def known(self, batch: Chunks) -> PlannedBatch | None:
+        """The plan of a batch of this shape, if there is one already."""
+        bucket = bucket_of(batch)
+        planned = self._known.get(bucket)
+        if planned is not None:
+            self._known.move_to_end(bucket)
+        return planned
+
+    def plan(self, batch: Chunks) -> PlannedBatch:
+        """The best plan of `batch` (tokens [start, stop) per sequence). Raises NoPlanError."""
+        spec = self._models.spec()
+        if spec is None:
+            stages = ", ".join(self._models.cold_stages)
+            raise NoPlanError(f"too few measured times yet of: {stages}")
+        tokens, most = sum(stop - start for start, stop in batch), self._models.most_tokens()
+        if tokens > most:
+            raise NoPlanError(f"{tokens} tokens: none above {most:g} can be predicted yet")
+        sequences = [NewTokens(start, stop) for start, stop in batch]
+        try:
+            planned = plan_batch(
+                spec, sequences, self._models.attention.chunk_time(), beyond=self._setup.beyond
+            )
+        except ValueError as error:
+            raise NoPlanError(str(error)) from None
+        uncut_ms = self._replayed_ms(Plan(), [batch])
+        if uncut_ms is not None and planned.makespan_ms > (1 - LEAST_GAIN) * uncut_ms:
+            planned = PlannedBatch(Plan(me=spec.me(tokens, 1)), uncut_ms, len(batch))
+        self._known[bucket_of(batch)] = planned
+        while len(self._known) > MAX_SHAPES:
+            self._known.popitem(last=False)
+        return planned
+
+    def expected_ms(self, planned: PlannedBatch) -> float:
+        """Its makespan as batches turn out: what no stage model has (logits, sampling, queues) is
+        learned from measured makespans."""
+        return max(0.0, self._makespans.model.at(planned.makespan_ms))
+
+    def predict_ms(self, plan: Plan, micro_batches: Sequence[Chunks]) -> float | None:
+        """The same for a batch cut in whatever way; None while a stage is cold."""
+        replayed_ms = self._replayed_ms(plan, micro_batches)
+        return None if replayed_ms is None else max(0.0, self._makespans.model.at(replayed_ms))
+
+    def observe_batch(self, report: BatchReport) -> None:
+        """Takes what an attention rank has measured."""
+        if not self._setup.refit:
+            return
+        replayed_ms = self._replayed_ms(report.plan, [m.batch for m in report.micro_batches])
+        if replayed_ms is not None:
+            self._makespans.update(replayed_ms, report.measured_ms)
+        self._models.add_batch(report)
+        self._count_report()
+
+    def observe_experts(self, report: ExpertReport) -> None:
+        """Takes what an expert rank has measured."""
+        if self._setup.refit:
+            self._models.add_experts(report)
+            self._count_report()
+
+    def _replayed_ms(self, plan: Plan, micro_batches: Sequence[Chunks]) -> float | None:
+        spec = self._models.spec()
+        if spec is None:
+            return None
+        chunk_ms = self._models.attention.chunk_time()
+        pieces = []
+        for batch in micro_batches:
+            tokens = sum(stop - start for start, stop in batch)
+            attention_ms = spec.stages.attention.alpha_ms + sum(chunk_ms(*c) for c in batch)
+            pieces.append(Piece(attention_ms, spec.shared.at(tokens), tokens))
+        if plan.expert_wise:
+            return None
+        return makespan_ms(schedule_of_pieces(spec, plan, pieces, 1))
+
+    def _count_report(self) -> None:
+        self._reports += 1
+        times = _reference_times(self._models)
+        grew_warm = bool(times) and not self._reference
+        due = self._reports >= REPORTS_BETWEEN and _drifted(self._reference, times)
+        if grew_warm or due:
+            self.version += 1
+            self._reports = 0
+            self._reference = times
+            self._known.clear()
+
+
+def _reference_times(models: OnlineModels) -> list[list[float]]:
+    """ms of each stage at each reference size; [] while one is cold."""
+    spec = models.spec()
+    if spec is None:
+        return []
+    chunk_ms = models.attention.chunk_time()
+    return [_stage_times(spec, tokens, chunk_ms(0, tokens)) for tokens in _REFERENCE_TOKENS]
+
+
+def _stage_times(spec: PlanSpec, tokens: int, chunk_ms: float) -> list[float]:
+    me, stages = spec.me(tokens, 1), spec.stages
+    links = (stages.expert.at(me), stages.a2e.at(me), stages.e2a.at(me))
+    return [stages.attention.alpha_ms + chunk_ms, spec.shared.at(tokens), *links]
+
+
+def _drifted(before: Sequence[Sequence[float]], now: Sequence[Sequence[float]]) -> bool:
+    return any(
+        not math.isclose(was, new, rel_tol=DRIFT, abs_tol=_NEGLIGIBLE * sum(then))
+        for then, at in zip(before, now, strict=False)
+        for was, new in zip(then, at, strict=True)
+    )

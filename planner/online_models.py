@@ -1,0 +1,266 @@
+"""Stage models of a running group: from a hardware file or from nothing, then from what ranks
+measure while they serve.
+
+Without a hardware file the first measured times are the profile: a stage is *cold* until times of
+several sizes are there, and plans are made only for batches not much larger than those seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from contracts.hardware import AttentionCost, Hardware
+from contracts.planning import BatchReport, ExpertReport, MicroBatchTimes, RowsTime
+from planner.batch_plan import ChunkTime
+from planner.buckets import Bucket, bucket_of
+from planner.cost_model import Deployment, attention_ms, stage_models, tokens_per_expert
+from planner.fit import fit_linear, fit_nonnegative
+from planner.model_shape import (
+    NO_WORK,
+    AttentionWork,
+    ModelShape,
+    hit_fraction,
+    layer_mean_work,
+)
+from planner.refit import OnlineLinear
+from planner.stages import Linear, PlanSpec, StageModels
+
+MAX_TOKEN_GROUPS = 16
+COLD_SIZES = 3  # of different size, and
+COLD_SAMPLES = 12  # times in all, before a stage that nobody has profiled has a model
+EXTRAPOLATION = 4.0  # plans for batches at most so many times as large as any measured
+TYPICAL_TOKENS = 256  # where a hardware file's line is held on to
+_LEAST_MS = 1e-6
+_PER_SIZE = 8  # times that are kept of each size
+_MORE_SIZES = 1.5  # so many times as many sizes as at the last fit: fit again
+_MAX_SIZES = 256
+
+Chunks = Sequence[tuple[int, int]]
+
+
+class OnlineSetup(NamedTuple):
+    """What a planner plans for. hardware None: learned from what is measured. refit: whether a
+    hardware file's figures follow what is measured. beyond: plans that the paper lacks, too."""
+
+    shape: ModelShape
+    attention_ranks: int
+    expert_ranks: int
+    max_batch_tokens: int
+    backend: str
+    hardware: Hardware | None = None
+    beyond: bool = True
+    refit: bool = True
+
+
+class SizedStage:
+    """A stage whose time depends on one number x. `model` None: cold."""
+
+    def __init__(self, prior: Linear | None, typical_x: float) -> None:
+        self._online = None if prior is None else OnlineLinear(prior, typical_x)
+        self._typical_x = typical_x
+        self._samples: dict[int, list[tuple[float, float]]] = {}
+
+    @property
+    def model(self) -> Linear | None:
+        return None if self._online is None else self._online.model
+
+    def add(self, x: float, ms: float) -> None:
+        if self._online is not None:
+            self._online.update(x, ms)
+            return
+        size = math.floor(4 * math.log2(max(x, 1e-9)))
+        self._samples.setdefault(size, []).append((x, ms))
+        samples = [sample for of_size in self._samples.values() for sample in of_size]
+        if len(self._samples) >= COLD_SIZES and len(samples) >= COLD_SAMPLES:
+            self._online = OnlineLinear(fit_linear(samples).model, self._typical_x)
+            self._samples.clear()
+
+
+class _AttentionSample(NamedTuple):
+    work: AttentionWork
+    ms: float
+
+
+class AttentionStage:
+    """Attention of ragged micro-batches: costs per FLOP and byte, and a line through what they
+    predict and what is measured. `cost` None: cold."""
+
+    def __init__(self, shape: ModelShape, cost: AttentionCost | None) -> None:
+        self.cost = cost
+        self.largest_tokens = 0
+        self._shape = shape
+        self._learns = cost is None
+        self._fitted_sizes = 0
+        self._samples: dict[Bucket, deque[_AttentionSample]] = {}
+        self._correction: OnlineLinear | None = None
+
+    def add(self, times: MicroBatchTimes) -> None:
+        self.largest_tokens = max(self.largest_tokens, _tokens(times.batch))
+        if self._learns:
+            self._learn(times)
+        if self.cost is not None:
+            base_ms = self._base_ms(self.cost, times.batch)
+            if self._correction is None:
+                self._correction = OnlineLinear(Linear(0.0, 1.0), base_ms)
+            self._correction.update(base_ms, times.attention_ms)
+
+    def launch_ms(self) -> float:
+        """Of a micro-batch, whatever is in it."""
+        if self.cost is None:
+            return 0.0
+        return self._corrected(attention_ms(self.cost, self._shape, NO_WORK))
+
+    def chunk_time(self) -> ChunkTime:
+        """(start, stop) -> ms that a sequence adds, under the costs of now. Remembers answers."""
+        cost, known = self.cost, dict[tuple[int, int], float]()
+        slope = 1.0 if self._correction is None else self._correction.model.beta_ms
+
+        def chunk_ms(start: int, stop: int) -> float:
+            ms = known.get((start, stop))
+            if ms is None:
+                ms = 0.0
+                if cost is not None:
+                    ms = slope * self._base_ms(cost, [(start, stop)])
+                    ms -= slope * attention_ms(cost, self._shape, NO_WORK)
+                known[start, stop] = ms
+            return ms
+
+        return chunk_ms
+
+    def _corrected(self, base_ms: float) -> float:
+        return base_ms if self._correction is None else self._correction.model.at(base_ms)
+
+    def _base_ms(self, cost: AttentionCost, batch: Chunks) -> float:
+        return attention_ms(cost, self._shape, self._work(batch))
+
+    def _work(self, batch: Chunks) -> AttentionWork:
+        work = NO_WORK
+        for start, stop in batch:
+            work = work.plus(layer_mean_work(self._shape, start, stop))
+        return work
+
+    def _learn(self, times: MicroBatchTimes) -> None:
+        """Keeps some times of each size; fits when there are enough more sizes than last time."""
+        bucket = bucket_of(times.batch)
+        if bucket not in self._samples and len(self._samples) == _MAX_SIZES:
+            self._samples.pop(next(iter(self._samples)))
+        samples = self._samples.setdefault(bucket, deque(maxlen=_PER_SIZE))
+        samples.append(_AttentionSample(self._work(times.batch), times.attention_ms))
+        sizes, count = len(self._samples), sum(map(len, self._samples.values()))
+        wanted = max(COLD_SIZES, math.ceil(_MORE_SIZES * self._fitted_sizes))
+        if sizes >= wanted and count >= COLD_SAMPLES:
+            self._fitted_sizes = sizes
+            self._fit([sample for kept in self._samples.values() for sample in kept])
+
+    def _fit(self, samples: Sequence[_AttentionSample]) -> None:
+        works_NF = np.array([(1.0, *sample.work) for sample in samples])
+        fit = fit_nonnegative(works_NF, np.array([sample.ms for sample in samples]))
+        call, sequence, linear, attended, context = fit.coefficients_F.tolist()
+        if linear > 0:  # else every batch was so small that only launches show
+            self._correction = None
+            self.cost = AttentionCost(
+                call_ms=call,
+                sequence_ms=sequence,
+                linear_ms_per_flop=linear,
+                attended_ms_per_flop=attended,
+                context_ms_per_byte=context,
+            )
+
+
+class OnlineModels:
+    """All stages of one layer. A sample of the spec is one token, as for `plan_batch`."""
+
+    def __init__(self, setup: OnlineSetup) -> None:
+        """Raises ConfigError for a split that the hardware has no figures for."""
+        shape, experts = setup.shape, setup.shape.experts_per_rank(setup.expert_ranks)
+        self._setup = setup
+        self._tokens_per_expert = tokens_per_expert(shape, _one_token(setup))
+        # rows of a packet -> tokens per expert, of one attention rank
+        self._me_per_row = shape.top_k / shape.num_experts / hit_fraction(shape, experts)
+        typical_tokens = min(TYPICAL_TOKENS, setup.max_batch_tokens)
+        typical_me = typical_tokens * self._tokens_per_expert
+        hardware = setup.hardware
+        prior = None if hardware is None else _prior(setup, hardware)
+        self.attention = AttentionStage(shape, None if hardware is None else hardware.attention)
+        self._shared = SizedStage(prior.shared if prior else None, typical_tokens)
+        self._expert = SizedStage(prior.expert if prior else None, typical_me)
+        self._a2e = SizedStage(prior.a2e if prior else None, typical_me)
+        self._e2a = SizedStage(prior.e2a if prior else None, typical_me)
+
+    @property
+    def cold_stages(self) -> list[str]:
+        """Names of the stages that have no model yet."""
+        sized = {"expert": self._expert, "a2e": self._a2e, "e2a": self._e2a}
+        if self._setup.shape.num_shared_experts:
+            sized["shared"] = self._shared
+        cold = [name for name, stage in sized.items() if stage.model is None]
+        return ["attention", *cold] if self.attention.cost is None else cold
+
+    def most_tokens(self) -> float:
+        """The largest batch that these models speak for."""
+        if self._setup.hardware is not None:
+            return math.inf
+        return EXTRAPOLATION * self.attention.largest_tokens
+
+    def add_batch(self, report: BatchReport) -> None:
+        """Takes an attention rank's times."""
+        for times in report.micro_batches:
+            self.attention.add(times)
+            if times.shared_ms > 0:
+                self._shared.add(_tokens(times.batch), times.shared_ms)
+        self._add(self._e2a, report.e2a, self._setup.attention_ranks)
+
+    def add_experts(self, report: ExpertReport) -> None:
+        """Takes an expert rank's times."""
+        self._add(self._expert, report.experts, 1)
+        self._add(self._a2e, report.a2e, self._setup.attention_ranks)
+
+    def spec(self) -> PlanSpec | None:
+        """The planning problem as the models are now; None while one is cold."""
+        expert, a2e, e2a = self._expert.model, self._a2e.model, self._e2a.model
+        if self.cold_stages or expert is None or a2e is None or e2a is None:
+            return None
+        setup = self._setup
+        launch = Linear(self.attention.launch_ms(), 0.0)
+        return PlanSpec(
+            stages=StageModels(
+                attention=launch if not launch.is_free else Linear(_LEAST_MS, 0.0),
+                expert=expert if not expert.is_free else Linear(_LEAST_MS, 0.0),
+                a2e=a2e,
+                e2a=e2a,
+                shared=self._shared.model,
+            ),
+            tokens_per_expert_per_sample=self._tokens_per_expert,
+            num_layers=setup.shape.moe_layers,
+            max_samples=setup.max_batch_tokens,
+            max_r2=MAX_TOKEN_GROUPS,
+            has_shared=setup.shape.num_shared_experts > 0,
+        )
+
+    def _add(self, stage: SizedStage, times: Iterable[RowsTime], senders: int) -> None:
+        """x of links counts what all attention ranks send at a time; a packet is of one of them, a
+        call of experts of however many it has merged."""
+        for time in times:
+            stage.add(time.rows * self._me_per_row * senders, time.ms)
+
+
+def _prior(setup: OnlineSetup, hardware: Hardware) -> StageModels:
+    """The figures of the backend in use, or of the first one that the file has."""
+    known = {link.backend for link in hardware.links}
+    backend = setup.backend if setup.backend in known else None
+    return stage_models(setup.shape, hardware, _one_token(setup), backend)
+
+
+def _one_token(setup: OnlineSetup) -> Deployment:
+    return Deployment(
+        attention_ranks=setup.attention_ranks, expert_ranks=setup.expert_ranks, sequence_tokens=1
+    )
+
+
+def _tokens(batch: Chunks) -> int:
+    return sum(stop - start for start, stop in batch)

@@ -1,0 +1,117 @@
+"""Open requests of one worker: what they promise to cache, and the work they still are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from contracts.routing import OpenRequest, Prompt, RequestKey
+from planner.request_work import RequestWork
+
+
+class _Open:
+    __slots__ = ("done_tokens", "promised", "prompt", "remaining", "started")
+
+    def __init__(self, request: OpenRequest, remaining: int) -> None:
+        self.prompt = request.prompt
+        self.done_tokens = request.done_tokens
+        self.started = request.started
+        self.promised = request.promised
+        self.remaining = remaining
+
+
+class OpenRequests:
+    """The books of one worker. At any time
+
+        load        = Σ work(done, prompt)     over open requests
+        open_tokens = Σ prompt                 of those that have not started
+                    + Σ (prompt − done)        of those that have
+
+    What a request adds is stored with it, and that is what is taken off: no drift.
+    """
+
+    def __init__(self, work: RequestWork) -> None:
+        self.load = 0
+        self.open_tokens = 0
+        self.running = 0
+        self._work = work
+        self._requests: dict[RequestKey, _Open] = {}
+        self._promised: dict[bytes, RequestKey] = {}
+
+    @property
+    def waiting(self) -> int:
+        return len(self._requests) - self.running
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._requests
+
+    def __iter__(self) -> Iterator[RequestKey]:
+        return iter(self._requests)
+
+    def entries(self) -> Iterator[OpenRequest]:
+        """What `add` would rebuild these books from, in order of arrival."""
+        for key, entry in self._requests.items():
+            promised = tuple(d for d in entry.promised if self._promised.get(d) == key)
+            yield OpenRequest(entry.prompt, entry.done_tokens, entry.started, promised)
+
+    def promises(self, digest: bytes) -> bool:
+        return digest in self._promised
+
+    def promised(self) -> list[bytes]:
+        return list(self._promised)
+
+    def open(self, prompt: Prompt, done_tokens: int, fresh: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        """Adds a request of which `done_tokens` are expected to be cached. Returns the hashes of
+        `fresh` that it promises: those that nobody else has."""
+        if not self._promised.keys().isdisjoint(fresh):
+            fresh = tuple(digest for digest in fresh if digest not in self._promised)
+        self.add(OpenRequest(prompt, done_tokens, False, fresh))
+        return fresh
+
+    def add(self, request: OpenRequest) -> None:
+        key = request.prompt.key
+        if key in self._requests:
+            raise ValueError(f"request {tuple(key)} is already open on this worker")
+        remaining = self._work(request.done_tokens, request.prompt.prompt_tokens)
+        entry = self._requests[key] = _Open(request, remaining)
+        self._promised.update(dict.fromkeys(request.promised, key))
+        self._count(entry, 1)
+
+    def advance(self, key: RequestKey, done_tokens: int) -> None:
+        """`done_tokens` are cached or computed; fewer than expected put work back."""
+        entry = self._entry(key)
+        if done_tokens > entry.prompt.prompt_tokens:
+            raise ValueError(
+                f"request {tuple(key)}: done_tokens={done_tokens} of a prompt of "
+                f"{entry.prompt.prompt_tokens} tokens"
+            )
+        self._count(entry, -1)
+        entry.started = True
+        entry.done_tokens = done_tokens
+        entry.remaining = self._work(done_tokens, entry.prompt.prompt_tokens)
+        self._count(entry, 1)
+
+    def stored(self, digest: bytes) -> None:
+        """The block is in the cache: it is no promise any more, and goes when it is evicted."""
+        self._promised.pop(digest, None)
+
+    def close(self, key: RequestKey) -> list[bytes]:
+        """The request ended. Returns the hashes that are no longer promised."""
+        entry = self._entry(key)
+        self._count(entry, -1)
+        del self._requests[key]
+        broken = [digest for digest in entry.promised if self._promised.get(digest) == key]
+        for digest in broken:
+            del self._promised[digest]
+        return broken
+
+    def _entry(self, key: RequestKey) -> _Open:
+        entry = self._requests.get(key)
+        if entry is None:
+            raise ValueError(f"request {tuple(key)} is not open on this worker")
+        return entry
+
+    def _count(self, entry: _Open, sign: int) -> None:
+        self.load += sign * entry.remaining
+        self.running += sign * entry.started
+        done_tokens = entry.done_tokens if entry.started else 0
+        self.open_tokens += sign * (entry.prompt.prompt_tokens - done_tokens)

@@ -1,0 +1,83 @@
+"""Work that a prompt still is, given how much of it is cached or done: MoE-Prefill's Eq. 2.
+
+All results are integers: a load that adds them up and takes them off again comes back to zero.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from planner.model_shape import ModelShape, chunk_work
+
+RequestWork = Callable[[int, int], int]
+"""(done_tokens, prompt_tokens) → work of the tokens in between, in FLOPs or in tokens."""
+
+
+def token_work(done_tokens: int, prompt_tokens: int) -> int:
+    """The tokens themselves: the unit of account for a model whose FLOPs cannot be counted."""
+    return prompt_tokens - done_tokens
+
+
+def work_of(shape: ModelShape | None) -> RequestWork:
+    """In FLOPs; without a shape in tokens."""
+    return token_work if shape is None else flops_work(shape)
+
+
+def flops_work(shape: ModelShape) -> RequestWork:
+    """FLOPs of new tokens [done, prompt) of one sequence in all layers: projections, router, top-k
+    and shared experts, dense layers, and attention to everything before each token.
+
+    Left out: norms, and the vocabulary's rows, of which a prefill-only request needs one.
+    """
+    per_token = _linear_flops_per_token(shape)
+    windows = Counter(shape.windows)
+    windows[None] += shape.num_layers - shape.moe_layers  # dense layers see everything
+    if shape.latent is not None:
+        return _latent_work(shape, per_token)
+    pair_flops = 4 * shape.num_heads * shape.head_dim
+    layers = [(window, count * pair_flops) for window, count in windows.items() if count]
+
+    def flops(done_tokens: int, prompt_tokens: int) -> int:
+        total = per_token * (prompt_tokens - done_tokens)
+        for window, flops_per_pair in layers:
+            pairs = _pairs(prompt_tokens, window) - _pairs(done_tokens, window)
+            total += flops_per_pair * pairs
+        return total
+
+    return flops
+
+
+def _linear_flops_per_token(shape: ModelShape) -> int:
+    router = shape.hidden_size * shape.num_experts
+    experts = shape.top_k * shape.expert_elements + shape.shared_elements
+    elements = (
+        shape.num_layers * shape.projection_elements
+        + shape.moe_layers * (router + experts)
+        + shape.dense_elements
+    )
+    return 2 * elements
+
+
+def _latent_work(shape: ModelShape, per_token: int) -> RequestWork:
+    """Latents are expanded or absorbed, whichever is cheaper for the whole of [done, prompt)."""
+    counted_once = 2 * (
+        shape.projection_elements + shape.hidden_size * shape.num_experts
+    )  # of `chunk_work`'s linear FLOPs per token, what `per_token` has already
+
+    def flops(done_tokens: int, prompt_tokens: int) -> int:
+        tokens = prompt_tokens - done_tokens
+        if tokens == 0:
+            return 0
+        layer = chunk_work(shape, done_tokens, prompt_tokens, None)
+        attention = layer.attended_flops + layer.linear_flops - tokens * counted_once
+        return per_token * tokens + shape.num_layers * round(attention)
+
+    return flops
+
+
+def _pairs(tokens: int, window: int | None) -> int:
+    """(query, key) pairs of the first `tokens` tokens, each seeing itself and what is before."""
+    if window is None or tokens <= window:
+        return tokens * (tokens + 1) // 2
+    return window * (window + 1) // 2 + (tokens - window) * window

@@ -1,0 +1,79 @@
+"""Which worker runs a prefill-only request: MoE-Prefill's rule, and what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Candidate(NamedTuple):
+    """A worker that takes requests, and what a request would meet there.
+
+    matched_blocks: leading blocks that are committed or pending. added: work that the request
+    would be; load: work of open requests; threshold: load from which on the worker is saturated
+    (one unit for all three, FLOPs or tokens). open_tokens: prompt tokens not yet computed, cached
+    or not. waiting, running: open requests.
+    """
+
+    worker: int
+    matched_blocks: int
+    added: int
+    load: int
+    threshold: int
+    open_tokens: int
+    waiting: int
+    running: int
+
+
+Policy = Callable[[Sequence[Candidate], int], Candidate | None]
+"""(candidates in order of workers, at least one; how many requests were routed before) → the
+choice, or None: the request waits until a worker has reported."""
+
+
+def prefix_then_load(candidates: Sequence[Candidate], turn: int) -> Candidate | None:
+    """MoE-Prefill, Section 7: of the workers that are not saturated the one with the longest match,
+    then the least load, then the first."""
+    open_ones = unsaturated(candidates)
+    return min(open_ones, key=_by_match_then_load) if open_ones else None
+
+
+def prefix_within_round(candidates: Sequence[Candidate], turn: int) -> Candidate:
+    """The same for a request that may have to wait (planner/backlog.py): a worker is full one
+    threshold above the least load of all. Below the threshold it is the rule above."""
+    least = min(candidate.load for candidate in candidates)
+    near = [candidate for candidate in candidates if candidate.load < least + candidate.threshold]
+    return min(near, key=_by_match_then_load)
+
+
+def unsaturated(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Below the threshold: F3 of the paper."""
+    return [candidate for candidate in candidates if candidate.load < candidate.threshold]
+
+
+def round_robin(candidates: Sequence[Candidate], turn: int) -> Candidate:
+    return candidates[turn % len(candidates)]
+
+
+def weighted_counts(candidates: Sequence[Candidate], turn: int) -> Candidate:
+    """vLLM's choice among data-parallel engines (`DPLBAsyncMPClient`): 4 * waiting + running. Its
+    counts are up to 100 ms old, ours are current."""
+    return min(candidates, key=lambda c: (4 * c.waiting + c.running, c.worker))
+
+
+def token_load(candidates: Sequence[Candidate], turn: int) -> Candidate:
+    """Least prompt tokens to compute, as if nothing were cached."""
+    return min(candidates, key=lambda c: (c.open_tokens, c.worker))
+
+
+def least_finish(candidates: Sequence[Candidate], turn: int) -> Candidate:
+    """Least load before this request is done, its own work included; then the longest match. In
+    tokens that is what the dispatcher of attention ranks does (cluster/dispatcher.py)."""
+    return min(candidates, key=_by_finish)
+
+
+def _by_match_then_load(candidate: Candidate) -> tuple[int, int, int]:
+    return -candidate.matched_blocks, candidate.load, candidate.worker
+
+
+def _by_finish(candidate: Candidate) -> tuple[int, int, int]:
+    return candidate.load + candidate.added, -candidate.matched_blocks, candidate.worker

@@ -1,0 +1,75 @@
+"""The saturation threshold tau: how much work hides a worker's transfer of expert weights.
+
+MoE-Prefill, Section 6.2 and Appendix B.4. The extracted text of the paper has no displayed
+equations: docs/notation.md says how they were reconstructed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from contracts.routing import Calibration
+from planner.request_work import RequestWork
+
+MARGIN_FRACTION = 0.1  # the paper's gamma: jitter of transfers
+
+
+class SaturationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """pinned: the operator's threshold, in units of account; calibrations are then ignored.
+    fallback_prompts: the reference batch that is assumed until a worker has calibrated."""
+
+    fallback_prompts: tuple[int, ...]
+    margin_fraction: float = MARGIN_FRACTION
+    pinned: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pinned is not None and self.pinned < 1:
+            raise ValueError(
+                f"saturation.pinned={self.pinned}: no request would ever be routed; give the work "
+                "of a batch in FLOPs, 1 or more, or leave it out to use the workers' calibration"
+            )
+        if not 0 <= self.margin_fraction <= 10:
+            raise ValueError(
+                f"saturation.margin_fraction={self.margin_fraction:g}: give 0 to 10 (0.1: a tenth)"
+            )
+        if not self.fallback_prompts or min(self.fallback_prompts) < 1:
+            raise ValueError(
+                f"saturation.fallback_prompts={self.fallback_prompts}: give at least one length"
+            )
+
+
+def transfer_threshold_flops(
+    *, transfer_s: float, layers: int, flops_per_s: float, margin_fraction: float = MARGIN_FRACTION
+) -> float:
+    """FLOPs of a batch whose every layer lasts as long as the slowest transfer of a layer's
+    experts (Eq. 1, reconstructed): (1 + gamma) * L * T_x * P."""
+    return (1 + margin_fraction) * layers * transfer_s * flops_per_s
+
+
+def calibrated_threshold(
+    calibration: Calibration, work: RequestWork, margin_fraction: float = MARGIN_FRACTION
+) -> int:
+    """Threshold from a reference pass (Eq. 3), in `work`'s unit: (1 + gamma) * t_max / t_0 * F_ref.
+
+    F_ref is counted by the router's own `work`, so that threshold and load agree by construction.
+    """
+    stretch = calibration.slowest_layer_s / calibration.first_layer_s
+    return _threshold(stretch, calibration.reference_prompts, work, margin_fraction)
+
+
+def threshold(config: SaturationConfig, work: RequestWork, calibration: Calibration | None) -> int:
+    """What holds for a worker: pinned, else calibrated, else Eq. 3 with t_max / t_0 = 1."""
+    if config.pinned is not None:
+        return config.pinned
+    if calibration is None:
+        return _threshold(1.0, config.fallback_prompts, work, config.margin_fraction)
+    return calibrated_threshold(calibration, work, config.margin_fraction)
+
+
+def _threshold(
+    stretch: float, prompts: tuple[int, ...], work: RequestWork, margin_fraction: float
+) -> int:
+    reference = sum(work(0, tokens) for tokens in prompts)
+    return max(1, math.ceil((1 + margin_fraction) * stretch * reference))

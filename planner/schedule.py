@@ -1,0 +1,143 @@
+"""A plan with the times of its tasks: what is replayed, checked and compared."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from contracts.plan import Order, Plan
+from planner.split import token_group_bounds
+from planner.stages import PlanSpec
+
+
+class GroupRun(NamedTuple):
+    """`repeats` equal token groups in a row; times of one of them in ms."""
+
+    repeats: int
+    a2e_ms: float
+    expert_ms: float
+    e2a_ms: float
+
+
+class MicroBatchTimes(NamedTuple):
+    """One layer's task times of a micro-batch, in ms; token groups in the order of sending."""
+
+    attention_ms: float
+    shared_ms: float  # 0: there is no such task
+    groups: tuple[GroupRun, ...]
+
+
+class Schedule(NamedTuple):
+    """Tasks of every layer and their order on the attention group; links and experts serve in the
+    order of sending. `samples` is what one makespan brings, of one attention rank."""
+
+    micro_batches: tuple[MicroBatchTimes, ...]
+    num_layers: int
+    order: Order
+    shared_lag: int
+    samples: int
+
+
+class Piece(NamedTuple):
+    """What a micro-batch holds: times of attention and shared expert in ms, and `amount`, its
+    tokens in samples of the spec."""
+
+    attention_ms: float
+    shared_ms: float
+    amount: float
+
+
+def schedule_of(spec: PlanSpec, plan: Plan, samples: int | None = None) -> Schedule:
+    """`plan` on `spec`. Without `plan.micro_batch_samples`, micro-batches have `plan.ma` samples
+    each, the last fewer where `samples` ends earlier (default: all are full).
+
+    Raises ValueError where the spec lacks what the plan needs.
+    """
+    sizes = plan.micro_batch_samples or _sizes(plan, samples)
+    return schedule_of_pieces(spec, plan, pieces_of(spec, plan, sizes), sum(sizes))
+
+
+def schedule_of_pieces(
+    spec: PlanSpec, plan: Plan, pieces: Sequence[Piece], samples: int
+) -> Schedule:
+    """`plan` with micro-batches given as they are."""
+    return Schedule(
+        tuple(
+            MicroBatchTimes(piece.attention_ms, piece.shared_ms, _groups(spec, plan, piece.amount))
+            for piece in pieces
+        ),
+        spec.num_layers,
+        plan.order,
+        plan.shared_lag,
+        samples,
+    )
+
+
+def pieces_of(spec: PlanSpec, plan: Plan, sizes: Sequence[int]) -> list[Piece]:
+    """Micro-batches of `sizes` samples, each cut into the plan's chunks."""
+    return [piece for size in sizes for piece in _chunks(spec, plan, size)]
+
+
+def _sizes(plan: Plan, samples: int | None) -> tuple[int, ...]:
+    if plan.ma is None:
+        raise ValueError("ma is missing: a plan without micro_batch_samples needs it")
+    count = plan.r1 // max(1, len(plan.sequence_chunks))
+    last = plan.ma if samples is None else samples - plan.ma * (count - 1)
+    if not 1 <= last <= plan.ma:
+        raise ValueError(f"samples={samples} do not fill r1={plan.r1} of ma={plan.ma}")
+    return (plan.ma,) * (count - 1) + (last,)
+
+
+def _chunks(spec: PlanSpec, plan: Plan, size: int) -> list[Piece]:
+    """The chunks of `size` samples.
+
+    A chunk [u, v) of the length has v - u of the tokens and, causally, v^2 - u^2 of the pairs.
+    """
+    attention, shared = spec.stages.attention, spec.shared
+    if not plan.sequence_chunks:
+        return [Piece(attention.at(size), shared.at(size), size)]
+    quadratic = spec.attention_quadratic_fraction
+    if quadratic is None:
+        raise ValueError("attention_quadratic_fraction is missing: sequence_chunks need it")
+    return [
+        Piece(
+            attention.at(size * ((1 - quadratic) * (v - u) + quadratic * (v * v - u * u))),
+            shared.at(size * (v - u)),
+            size * (v - u),
+        )
+        for u, v in itertools.pairwise((0.0, *plan.sequence_chunks))
+    ]
+
+
+def _groups(spec: PlanSpec, plan: Plan, amount: float) -> tuple[GroupRun, ...]:
+    """Token groups of a micro-batch of `amount` samples."""
+    if not plan.expert_wise:
+        return (token_groups(spec, amount, plan.r2),)
+    experts = spec.experts_per_rank
+    if experts is None or plan.r2 > experts:
+        raise ValueError(
+            f"experts_per_rank={experts} with r2={plan.r2}: "
+            "expert-wise token groups need an expert each"
+        )
+    sizes = [stop - start for start, stop in token_group_bounds(experts, plan.r2)]
+    return tuple(
+        _expert_group(spec, amount, part / experts, len(list(run)))
+        for part, run in itertools.groupby(sizes)
+    )
+
+
+def token_groups(spec: PlanSpec, amount: float, r2: int) -> GroupRun:
+    """r2 equal token groups of `amount` samples (FinDEP: each has `me` tokens per expert)."""
+    stages, me = spec.stages, spec.me(amount, r2)
+    return GroupRun(r2, stages.a2e.at(me), stages.expert.at(me), stages.e2a.at(me))
+
+
+def _expert_group(spec: PlanSpec, amount: float, part: float, repeats: int) -> GroupRun:
+    """`repeats` groups of `part` of a rank's experts: the part of the tokens, as in a token group,
+    but also only the part of the launches."""
+    stages, me = spec.stages, spec.me(amount, 1) * part
+    launches_ms = stages.expert.alpha_ms * part
+    return GroupRun(
+        repeats, stages.a2e.at(me), launches_ms + stages.expert.beta_ms * me, stages.e2a.at(me)
+    )

@@ -1,0 +1,123 @@
+"""From measured stage times to the coefficients of a hardware file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from contracts.hardware import AttentionCost, ExpertCost, Fit, LinkCost, Point, SharedCost
+from planner.fit import NonNegativeFit, fit_nonnegative
+from planner.model_shape import NO_WORK, ModelShape, chunk_work
+
+
+class AttentionSample(NamedTuple):
+    """One layer's attention of a micro-batch of (start, stop) chunks, in a layer that sees `window`
+    tokens."""
+
+    label: str
+    chunks: Sequence[tuple[int, int]]
+    window: int | None
+    ms: float
+
+
+class SharedSample(NamedTuple):
+    label: str
+    tokens: int
+    ms: float
+
+
+class ExpertSample(NamedTuple):
+    """One token group: `pairs` (token, expert) pairs over `active` experts (a mean)."""
+
+    label: str
+    active: float
+    pairs: float
+    ms: float
+
+
+class LinkSample(NamedTuple):
+    label: str
+    num_bytes: int
+    ms: float
+
+
+def fit_attention(
+    shape: ModelShape, samples: Sequence[AttentionSample]
+) -> tuple[AttentionCost, Fit]:
+    """Raises ValueError for samples that cannot be fitted."""
+    works = []
+    for sample in samples:
+        total = NO_WORK
+        for start, stop in sample.chunks:
+            total = total.plus(chunk_work(shape, start, stop, sample.window))
+        works.append((1.0, *total))
+    fit = _fitted(works, [sample.ms for sample in samples])
+    call, sequence, linear, attended, context = fit.coefficients_F.tolist()
+    tokens = [sum(stop - start for start, stop in sample.chunks) for sample in samples]
+    cost = AttentionCost(
+        call_ms=call,
+        sequence_ms=sequence,
+        linear_ms_per_flop=linear,
+        attended_ms_per_flop=attended,
+        context_ms_per_byte=context,
+    )
+    return cost, _report("attention", "tokens", fit, tokens, samples)
+
+
+def fit_shared(shape: ModelShape, samples: Sequence[SharedSample]) -> tuple[SharedCost, Fit]:
+    """Raises ValueError for samples that cannot be fitted."""
+    flops = [(1.0, 2.0 * shape.shared_elements * sample.tokens) for sample in samples]
+    fit = _fitted(flops, [sample.ms for sample in samples])
+    call, per_flop = fit.coefficients_F.tolist()
+    report = _report("shared", "tokens", fit, [sample.tokens for sample in samples], samples)
+    return SharedCost(call_ms=call, ms_per_flop=per_flop), report
+
+
+def fit_expert(shape: ModelShape, samples: Sequence[ExpertSample]) -> tuple[ExpertCost, Fit]:
+    """Raises ValueError for samples that cannot be fitted."""
+    works = [(1.0, sample.active, sample.pairs * shape.pair_flops) for sample in samples]
+    fit = _fitted(works, [sample.ms for sample in samples])
+    call, per_expert, per_flop = fit.coefficients_F.tolist()
+    pairs = [sample.pairs for sample in samples]
+    report = _report("expert", "(token, expert) pairs", fit, pairs, samples)
+    return ExpertCost(call_ms=call, expert_ms=per_expert, ms_per_flop=per_flop), report
+
+
+def fit_link(
+    backend: str, direction: Literal["a2e", "e2a"], samples: Sequence[LinkSample]
+) -> tuple[LinkCost, Fit]:
+    """Raises ValueError for samples that cannot be fitted."""
+    sizes = [(1.0, float(sample.num_bytes)) for sample in samples]
+    fit = _fitted(sizes, [sample.ms for sample in samples])
+    alpha, per_byte = fit.coefficients_F.tolist()
+    cost = LinkCost(backend=backend, direction=direction, alpha_ms=alpha, ms_per_byte=per_byte)
+    num_bytes = [sample.num_bytes for sample in samples]
+    return cost, _report(f"{direction} {backend}", "bytes", fit, num_bytes, samples)
+
+
+def _fitted(features: Sequence[Sequence[float]], times_ms: Sequence[float]) -> NonNegativeFit:
+    return fit_nonnegative(
+        np.array(features, dtype=np.float64), np.array(times_ms, dtype=np.float64)
+    )
+
+
+def _report(
+    stage: str,
+    size_unit: str,
+    fit: NonNegativeFit,
+    sizes: Sequence[float],
+    samples: Sequence[AttentionSample | SharedSample | ExpertSample | LinkSample],
+) -> Fit:
+    points = [
+        Point(sample.label, float(size), sample.ms, float(predicted))
+        for sample, size, predicted in zip(samples, sizes, fit.predicted_N, strict=True)
+    ]
+    return Fit(
+        stage=stage,
+        size_unit=size_unit,
+        r2=fit.r2,
+        median_error_fraction=fit.median_error_fraction,
+        points=points,
+    )

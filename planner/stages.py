@@ -1,0 +1,127 @@
+"""What a plan is computed from: times of the stages of one layer, and the limits of a batch.
+
+FinDEP (Section 3.1) models every stage as alpha + beta * x. Here alpha and beta come from a
+measurement or from a hardware file; the solver never asks which.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+MAX_MS = 1e9  # 11 days: larger times are a mistake of units, and sums of them would overflow
+MAX_LAYERS = 10_000
+MAX_SAMPLES = 1_000_000
+MAX_TOKEN_GROUPS = 65_536
+MAX_TOKENS_PER_EXPERT = 1e9
+LEAST_ME = 1 - 1e-9  # tokens per expert of a token group: 1, and 49 * (1 / 49) counts as 1
+
+
+class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A stage's time in ms: `alpha_ms` to start it, `beta_ms` for every unit of x."""
+
+    alpha_ms: float
+    beta_ms: float
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_ms", "beta_ms"):
+            value = getattr(self, name)
+            if not 0 <= value <= MAX_MS:  # false for NaN too
+                raise ValueError(f"{name}={value}: give a time from 0 to {MAX_MS:g} ms")
+
+    def at(self, x: float) -> float:
+        """Time in ms at `x` units."""
+        return self.alpha_ms + self.beta_ms * x
+
+    @property
+    def is_free(self) -> bool:
+        return self.alpha_ms == 0 and self.beta_ms == 0
+
+
+class StageModels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times of one layer's stages on one attention rank, its links and one expert rank.
+
+    attention, shared: x is ma, the samples of a micro-batch. expert, a2e, e2a: x is me, the tokens
+    per expert of a token group. `shared` is None for a model without shared experts.
+    """
+
+    attention: Linear
+    expert: Linear
+    a2e: Linear
+    e2a: Linear
+    shared: Linear | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("attention", "expert"):
+            if getattr(self, name).is_free:
+                raise ValueError(
+                    f"{name}: alpha_ms=0 and beta_ms=0: a stage that computes takes time"
+                )
+
+
+class PlanSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One planning problem.
+
+    tokens_per_expert_per_sample: ag*K*S/E, tokens that one sample on each attention rank brings to
+    each expert (FinDEP's constraint `ma*ag*K*S = me*r2*E`). num_layers: T in the paper.
+    max_samples: the most samples of one attention rank that are in memory at once,
+    `r1*ma <= max_samples`. max_r2: the most token groups of a micro-batch.
+
+    Beyond the paper, None where unknown (the schedules that need it are then not considered):
+    experts_per_rank: experts of the fullest expert rank, ceil(E/eg), each of which takes an equal
+    share of `stages.expert.alpha_ms`. attention_quadratic_fraction: the part of
+    `stages.attention.beta_ms` that is spent on pairs of tokens of a sample, the rest being spent
+    per token.
+    """
+
+    stages: StageModels
+    tokens_per_expert_per_sample: float
+    num_layers: int
+    max_samples: int
+    max_r2: int
+    has_shared: bool
+    experts_per_rank: int | None = None
+    attention_quadratic_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_whole("num_layers", self.num_layers, MAX_LAYERS)
+        _check_whole("max_samples", self.max_samples, MAX_SAMPLES)
+        _check_whole("max_r2", self.max_r2, MAX_TOKEN_GROUPS)
+        if self.experts_per_rank is not None:
+            _check_whole("experts_per_rank", self.experts_per_rank, MAX_TOKEN_GROUPS)
+        if self.has_shared and self.stages.shared is None:
+            raise ValueError("stages.shared is missing: give it, or set has_shared to false")
+        fraction = self.attention_quadratic_fraction
+        if fraction is not None and not 0 <= fraction <= 1:
+            raise ValueError(f"attention_quadratic_fraction={fraction}: give a number from 0 to 1")
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        tokens = self.tokens_per_expert_per_sample
+        if not 0 < tokens <= MAX_TOKENS_PER_EXPERT:
+            raise ValueError(
+                f"tokens_per_expert_per_sample={tokens}: "
+                f"give a number above 0, at most {MAX_TOKENS_PER_EXPERT:g}"
+            )
+        if self.max_samples * tokens < LEAST_ME:
+            raise ValueError(
+                f"max_samples={self.max_samples} with tokens_per_expert_per_sample={tokens} is "
+                f"{self.max_samples * tokens:g} tokens per expert, and at least 1 is needed: "
+                f"raise max_samples to {math.ceil(1 / tokens)}"
+            )
+
+    @property
+    def shared(self) -> Linear:
+        """The shared expert's model; free where there is none, whatever `stages.shared` says."""
+        shared = self.stages.shared
+        return shared if self.has_shared and shared is not None else Linear(0.0, 0.0)
+
+    def me(self, ma: float, r2: int) -> float:
+        """Tokens per expert of a token group, an average (FinDEP Eq. 5, last line)."""
+        return ma * self.tokens_per_expert_per_sample / r2
+
+
+def _check_whole(name: str, value: int, most: int) -> None:
+    if not 1 <= value <= most:
+        raise ValueError(f"{name}={value}: give a whole number from 1 to {most}")

@@ -1,0 +1,164 @@
+"""A planner whose answers a test decides, on a real socket; and a real one in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from actors.channels.handshake import Identity, accept, initiate
+from actors.channels.listener import dial, listen_tcp
+from actors.planner_worker import PlannerWorker
+from actors.rendezvous import Formation, Seat, make_specs
+from contracts.config import TandemConfig
+from contracts.errors import HandshakeError
+from contracts.hardware import Hardware
+from contracts.planning import (
+    PLANNER_PURPOSE,
+    FromPlanner,
+    ModelsChanged,
+    PlanAnswer,
+    PlanQuery,
+    ToPlanner,
+)
+from contracts.worker import Group
+
+TOKEN = b"a token of 32 random bytes......"
+DEADLINE_S = 20.0
+Answer = Callable[[PlanQuery], PlanAnswer | None]
+
+
+def never(query: PlanQuery) -> None:
+    """A planner that hears and says nothing."""
+
+
+class FakePlanner:
+    """A context manager. `received`: all messages of all ranks, in order."""
+
+    def __init__(self, answer: Answer = never, token: bytes = TOKEN) -> None:
+        self.received: queue.Queue[ToPlanner] = queue.Queue()
+        self._answer = answer
+        self._identity = Identity(name="planner-0", token=token, epoch=None)
+        self._listener, self.address = listen_tcp("127.0.0.1")
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def __enter__(self) -> FakePlanner:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.hang_up()
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+        for sock in self._sockets:
+            sock.close()
+
+    def hang_up(self) -> None:
+        """Ends every connection."""
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):  # it has ended already
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def next_query(self) -> PlanQuery:
+        """The next question; reports before it are dropped."""
+        while True:
+            message = self.received.get(timeout=DEADLINE_S)
+            if isinstance(message, PlanQuery):
+                return message
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            self._sockets.append(sock)
+            self._threads.append(threading.Thread(target=self._talk, args=(sock,), daemon=True))
+            self._threads[-1].start()
+
+    def _talk(self, sock: socket.socket) -> None:
+        try:
+            accept(sock, self._identity, deadline_s=DEADLINE_S)
+            sock.settimeout(None)
+            _send(sock, ModelsChanged(1))
+            with sock.makefile("rb") as file:
+                while size := int.from_bytes(file.read(4), "little"):
+                    message = msgspec.msgpack.decode(file.read(size), type=ToPlanner)
+                    self.received.put(message)
+                    answer = self._answer(message) if isinstance(message, PlanQuery) else None
+                    if answer is not None:
+                        _send(sock, answer)
+        except (OSError, ValueError, HandshakeError):
+            return  # hung up
+
+
+class PlannerConnection:
+    """A blocking client of a planner, as a rank would be."""
+
+    def __init__(self, address: str, token: bytes = TOKEN, purpose: str = PLANNER_PURPOSE) -> None:
+        self.socket = dial(address, DEADLINE_S)
+        me = Identity(name="attention-0", token=token, epoch=None)
+        initiate(self.socket, me, purpose=purpose, to=None, deadline_s=DEADLINE_S)
+        self.socket.settimeout(DEADLINE_S)
+        self._file = self.socket.makefile("rb")
+
+    def __enter__(self) -> PlannerConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self.socket.close()
+
+    def send(self, message: object) -> None:
+        _send(self.socket, message)
+
+    def read(self) -> FromPlanner:
+        """Raises EOFError when the planner has closed the connection."""
+        size = self._file.read(4)
+        if len(size) < 4:
+            raise EOFError
+        body = self._file.read(int.from_bytes(size, "little"))
+        message: FromPlanner = msgspec.msgpack.decode(body, type=FromPlanner)
+        return message
+
+    def answer(self, query: PlanQuery) -> PlanAnswer:
+        self.send(query)
+        while True:
+            message = self.read()
+            if isinstance(message, PlanAnswer):
+                return message
+
+
+@contextlib.contextmanager
+def real_planner(
+    folder: Path, config: TandemConfig, hardware: Hardware | None, token: bytes = TOKEN
+) -> Iterator[PlannerWorker]:
+    """A planner for one attention and one expert rank."""
+    seat = Seat("cpu", "127.0.0.1", 1)
+    formation = Formation(config, str(folder), token, 1, "shm", hardware)
+    *_, spec = make_specs(formation, [seat], [seat], [seat])
+    assert spec.group is Group.PLANNER
+    planner = PlannerWorker(spec)
+    try:
+        yield planner
+    finally:
+        planner.stop()
+
+
+def _send(sock: socket.socket, message: object) -> None:
+    body = msgspec.msgpack.encode(message)
+    sock.sendall(len(body).to_bytes(4, "little") + body)

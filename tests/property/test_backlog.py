@@ -1,0 +1,169 @@
+"""Held requests: each goes once, and while any wait every worker is saturated, by one at most."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts.routing import Prompt
+from planner.backlog import Backlog
+from planner.router import Router, RouterConfig
+from planner.saturation import SaturationConfig
+from tests.routing import BLOCK, LoggingWorker, prompt_of, quadratic_work, token_lists
+
+WORKERS = 3
+UNLIMITED = 1000
+
+few = settings(deadline=None, max_examples=100)
+taus = st.integers(1, 400)
+
+
+class Front:
+    """A backlog, its router, and workers that hear and tell everything at once."""
+
+    def __init__(self, tau: int) -> None:
+        self.tau = tau
+        saturation = SaturationConfig(fallback_prompts=(1,), pinned=tau)
+        config = RouterConfig(workers=WORKERS, saturation=saturation, block_tokens=BLOCK)
+        self.router = Router(config, quadratic_work)
+        self.backlog = Backlog(self.router, quadratic_work)
+        self.workers = [LoggingWorker(n, quadratic_work, UNLIMITED) for n in range(WORKERS)]
+        self.sent: list[Prompt] = []
+
+    def send(self) -> None:
+        for prompt, decision in self.backlog.take():
+            self.sent.append(prompt)
+            self.router.apply(self.workers[decision.worker].accept(prompt))
+
+    def step(self, worker: int) -> None:
+        if self.workers[worker].queue:
+            self.router.apply(self.workers[worker].start())
+            self.router.apply(self.workers[worker].finish())
+        self.send()
+
+    def drain(self) -> None:
+        while any(worker.queue for worker in self.workers):
+            for number in range(WORKERS):
+                self.step(number)
+
+
+def prompts_of(texts: list[list[int]]) -> list[Prompt]:
+    return [prompt_of(tokens, number) for number, tokens in enumerate(texts)]
+
+
+@few
+@given(st.lists(token_lists, max_size=40), taus, st.lists(st.integers(0, WORKERS - 1), max_size=30))
+def test_every_request_goes_exactly_once_and_the_books_end_at_zero(
+    texts: list[list[int]], tau: int, steps: list[int]
+) -> None:
+    front, prompts = Front(tau), prompts_of(texts)
+    for index, prompt in enumerate(prompts):
+        front.backlog.put(prompt)
+        if index < len(steps):
+            front.send()
+            front.step(steps[index])
+    front.send()
+    front.drain()
+    assert sorted(p.key for p in front.sent) == [p.key for p in prompts]
+    assert len(front.backlog) == 0
+    assert [front.router.load(n) for n in range(WORKERS)] == [0] * WORKERS
+
+
+@few
+@given(st.lists(token_lists, min_size=1, max_size=40), taus, st.integers(0, 30))
+def test_while_requests_wait_every_load_is_within_one_request_above_the_threshold(
+    texts: list[list[int]], tau: int, steps: int
+) -> None:
+    front, prompts = Front(tau), prompts_of(texts)
+    largest = max(quadratic_work(0, prompt.prompt_tokens) for prompt in prompts)
+    for prompt in prompts:
+        front.backlog.put(prompt)
+    front.send()
+    for step in range(steps):
+        loads = [front.router.load(n) for n in range(WORKERS)]
+        assert max(loads) < tau + largest
+        assert len(front.backlog) == 0 or min(loads) >= tau
+        front.step(step % WORKERS)
+
+
+@few
+@given(st.lists(token_lists, min_size=1, max_size=30), st.data())
+def test_cancelled_requests_never_go_and_leave_nothing_behind(
+    texts: list[list[int]], data: st.DataObject
+) -> None:
+    front, prompts = Front(tau=1), prompts_of(texts)
+    for prompt in prompts:
+        front.backlog.put(prompt)
+    gone = data.draw(st.sets(st.sampled_from([prompt.key for prompt in prompts])))
+    for key in gone:
+        front.backlog.remove(key)
+    front.send()
+    front.drain()
+    assert {prompt.key for prompt in front.sent} == {prompt.key for prompt in prompts} - gone
+
+
+@few
+@given(st.lists(token_lists, min_size=4, max_size=30), st.integers(0, WORKERS - 1))
+def test_what_was_held_for_a_lost_worker_goes_to_others(texts: list[list[int]], lost: int) -> None:
+    front, prompts = Front(tau=1), prompts_of(texts)
+    for prompt in prompts:
+        front.backlog.put(prompt)
+    front.send()
+    again = front.router.lose(lost)
+    front.backlog.lose(lost)
+    survivors = [prompt for prompt in front.sent if prompt.key not in again]
+    by_key = {prompt.key: prompt for prompt in prompts}
+    front.workers[lost] = LoggingWorker(lost, quadratic_work, UNLIMITED, epoch=1)
+    front.sent = survivors
+    for key in again:
+        front.backlog.put(by_key[key])
+    front.drain()
+    assert sorted(p.key for p in front.sent) == [p.key for p in prompts]
+
+
+def test_requests_wait_while_no_worker_is_there_and_go_when_one_comes_back() -> None:
+    front = Front(tau=100)
+    for worker in range(WORKERS):
+        front.router.lose(worker)
+        front.backlog.lose(worker)
+    front.backlog.put(prompt_of([1] * 8, 0))
+    assert front.backlog.take() == []
+    front.router.apply(LoggingWorker(1, quadratic_work, UNLIMITED, epoch=1).say())
+    front.backlog.settle()
+    assert [release.decision.worker for release in front.backlog.take()] == [1]
+
+
+def test_siblings_share_a_home_when_there_is_room_and_when_they_wait() -> None:
+    families = [[0, 1] * BLOCK, [1] * 2 * BLOCK, [0] * 2 * BLOCK]
+    prompts = [prompt_of([*families[n % 3], 2, n], n) for n in range(12)]
+    for tau in (400, 1_000_000):
+        front = Front(tau)
+        for prompt in prompts:
+            front.backlog.put(prompt)
+        front.send()
+        homes = [{p.key.number % 3 for p in worker.queue} for worker in front.workers]
+        assert homes == [{0}, {1}, {2}]
+
+
+def test_a_cancelled_request_draws_no_siblings() -> None:
+    front = Front(tau=10_000)
+    first, other, sibling = (prompt_of([n] * 8, number) for number, n in enumerate((1, 2, 1)))
+    front.backlog.put(first)
+    front.backlog.remove(first.key)
+    front.backlog.put(other)
+    front.backlog.put(sibling)
+    front.send()
+    assert [[p.key.number for p in worker.queue] for worker in front.workers] == [[1], [2], []]
+
+
+def test_a_worker_that_runs_dry_takes_over_from_the_end_of_the_longest_line() -> None:
+    front = Front(tau=1)
+    prompts = [prompt_of([n] * 8, n) for n in range(12)]
+    for prompt in prompts:
+        front.backlog.put(prompt)
+    front.send()
+    assert [prompt.key.number for prompt in front.sent] == [0, 1, 2]
+    for number in (4, 7, 10):  # those that are held for worker 1
+        front.backlog.remove(prompts[number].key)
+    front.step(1)
+    assert front.sent[-1].key.number == 9

@@ -1,0 +1,119 @@
+"""Closed forms and recurrence against the replay, the replay against the paper's constraints."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from contracts.events import Stage, TaskSpan
+from contracts.plan import Order, Plan
+from planner.checker import violations
+from planner.closed_forms import aass_makespan, asas_makespan, layer_times, pppipe_makespan
+from planner.exposure import busy_seconds
+from planner.recurrence import makespan_ms
+from planner.replay import ATTENTION_GROUP, RESOURCES, replay, replay_ready_set
+from planner.schedule import Schedule, schedule_of, token_groups
+from planner.stages import PlanSpec
+from tests.property.planning import plans, schedules, specs
+
+FORMS = {
+    Order.NAIVE: pppipe_makespan,
+    Order.PPPIPE: pppipe_makespan,
+    Order.ASAS: asas_makespan,
+    Order.AASS: aass_makespan,
+}
+
+
+def closed_form(spec: PlanSpec, plan: Plan) -> float:
+    assert plan.ma is not None
+    _, *group = token_groups(spec, plan.ma, plan.r2)
+    attention, shared = spec.stages.attention.at(plan.ma), spec.shared.at(plan.ma)
+    times = layer_times(attention, shared, (group[0], group[1], group[2]), plan.r2)
+    return float(FORMS[plan.order](times, plan.r1, spec.num_layers))
+
+
+@pytest.mark.parametrize("order", list(Order))
+@given(data=st.data())
+def test_the_closed_form_is_the_replayed_makespan(order: Order, data: st.DataObject) -> None:
+    spec, plan = data.draw(specs()), data.draw(plans(order))
+    replayed = replay(schedule_of(spec, plan)).makespan_ms
+    assert closed_form(spec, plan) == pytest.approx(replayed, rel=1e-9)
+
+
+@given(schedules())
+def test_the_recurrence_is_the_replayed_makespan(schedule: Schedule) -> None:
+    assert makespan_ms(schedule) == pytest.approx(replay(schedule).makespan_ms, rel=1e-9)
+
+
+@given(schedules(), st.integers(20, 60))
+def test_the_recurrence_is_the_replayed_makespan_of_deep_models(
+    schedule: Schedule, num_layers: int
+) -> None:
+    deep = schedule._replace(num_layers=num_layers)
+    assert makespan_ms(deep) == pytest.approx(replay(deep).makespan_ms, rel=1e-9)
+
+
+@given(schedules())
+def test_a_replayed_schedule_keeps_every_constraint(schedule: Schedule) -> None:
+    assert violations(schedule, replay(schedule).spans) == []
+
+
+@given(schedules())
+def test_what_a_ready_set_runs_keeps_every_constraint(schedule: Schedule) -> None:
+    assert violations(schedule, replay_ready_set(schedule).spans) == []
+
+
+@given(specs(), plans(Order.ASAS))
+def test_a_ready_set_follows_the_static_order_under_asas(spec: PlanSpec, plan: Plan) -> None:
+    schedule = schedule_of(spec, plan)
+    assert replay_ready_set(schedule).spans == replay(schedule).spans
+
+
+@given(schedules())
+def test_busy_and_idle_time_of_a_resource_are_the_makespan(schedule: Schedule) -> None:
+    result = replay(schedule)
+    for resource in RESOURCES:
+        together = result.busy_ms[resource] + result.idle_ms[resource]
+        assert together == pytest.approx(result.makespan_ms)
+        assert result.idle_ms[resource] >= -1e-9 * result.makespan_ms
+    compute = (Stage.ATTENTION, Stage.SHARED)
+    busy_ms = busy_seconds(result.spans, compute) * 1e3
+    assert busy_ms == pytest.approx(result.busy_ms[ATTENTION_GROUP])
+
+
+@given(schedules())
+def test_some_resource_works_at_any_time(schedule: Schedule) -> None:
+    result = replay(schedule)
+    compute = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT)
+    covered_ms = busy_seconds(result.spans, compute) * 1e3 + result.exposed_ms
+    assert covered_ms == pytest.approx(result.makespan_ms)
+
+
+def _moved(span: TaskSpan, by_s: float) -> TaskSpan:
+    return msgspec.structs.replace(span, start_s=span.start_s + by_s, end_s=span.end_s + by_s)
+
+
+@given(schedules(), st.data())
+def test_a_task_that_starts_too_early_is_found(schedule: Schedule, data: st.DataObject) -> None:
+    spans = replay(schedule).spans
+    index = data.draw(st.integers(0, len(spans) - 1))
+    end_s = max(span.end_s for span in spans)
+    # The replay is tight: nothing can start earlier while the rest stays. A task of no length can.
+    assume(spans[index].end_s - spans[index].start_s > 1e-6 * end_s)
+    spans[index] = _moved(spans[index], -1e-3 * (spans[index].end_s - spans[index].start_s))
+    assert violations(schedule, spans)
+
+
+@given(schedules(), st.data())
+def test_a_task_that_is_missing_doubled_or_short_is_found(
+    schedule: Schedule, data: st.DataObject
+) -> None:
+    spans = replay(schedule).spans
+    index = data.draw(st.integers(0, len(spans) - 1))
+    span = spans[index]
+    assume(span.end_s > span.start_s)
+    short = msgspec.structs.replace(span, end_s=(span.start_s + span.end_s) / 2)
+    for planted in ([], [span, span], [short]):
+        assert violations(schedule, [*spans[:index], *planted, *spans[index + 1 :]])

@@ -1,0 +1,201 @@
+"""Routers under random use: exact books, the paper's choice, and one truth for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from contracts.routing import Calibration, Prompt
+from planner.router import Decision, Router, RouterConfig
+from planner.saturation import SaturationConfig, threshold
+from planner.worker_state import usable_tokens
+from tests.routing import (
+    BLOCK,
+    LoggingWorker,
+    calibrations,
+    prompt_of,
+    quadratic_work,
+    token_lists,
+)
+
+WORKERS, ROUTERS = 3, 2
+SATURATION = SaturationConfig(fallback_prompts=(12,))
+workers = st.integers(0, WORKERS - 1)
+routers = st.integers(0, ROUTERS - 1)
+
+
+def new_router(number: int) -> Router:
+    config = RouterConfig(workers=WORKERS, saturation=SATURATION, number=number, block_tokens=BLOCK)
+    return Router(config, quadratic_work)
+
+
+class Cluster(RuleBasedStateMachine):
+    """Routers place prompts; prompts reach workers, and reports reach routers, late and in any
+    order between workers, some of them twice; workers cache, evict, cancel, die and come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers = [LoggingWorker(n, quadratic_work, cache_blocks=5) for n in range(WORKERS)]
+        self.routers = [new_router(number) for number in range(ROUTERS)]
+        self.heard = [[0] * WORKERS for _ in range(ROUTERS)]
+        self.travelling: list[tuple[int, Prompt]] = []  # sent, not yet accepted
+        self.placed = 0
+
+    @rule(number=routers, tokens=token_lists)
+    def place(self, number: int, tokens: list[int]) -> None:
+        prompt = prompt_of(tokens, self.placed, number)
+        expected = self._paper_choice(number, prompt)
+        assert self.routers[number].route(prompt) == expected
+        if expected is not None:
+            self.placed += 1
+            self.travelling.append((expected.worker, prompt))
+
+    @precondition(lambda self: self.travelling)
+    @rule(data=st.data(), arrives=st.booleans())
+    def a_prompt_arrives_or_is_lost(self, data: st.DataObject, arrives: bool) -> None:
+        index = data.draw(st.integers(0, len(self.travelling) - 1))
+        worker, prompt = self.travelling.pop(index)
+        if arrives:
+            self.workers[worker].accept(prompt)
+        else:
+            self.routers[prompt.key.router].withdraw(prompt.key)
+
+    @rule(number=workers, act=st.sampled_from(["start", "finish", "cancel"]))
+    def a_worker_goes_on(self, number: int, act: str) -> None:
+        if self.workers[number].queue:
+            getattr(self.workers[number], act)()
+
+    @rule(number=workers, calibration=calibrations)
+    def a_worker_calibrates(self, number: int, calibration: Calibration) -> None:
+        self.workers[number].say(calibration=calibration)
+
+    @rule(number=routers, worker=workers, again=st.integers(0, 3))
+    def a_report_arrives_and_some_old_ones_again(
+        self, number: int, worker: int, again: int
+    ) -> None:
+        heard, log = self.heard[number][worker], self.workers[worker].log
+        for report in log[max(0, heard - again) : heard + 1]:
+            self.routers[number].apply(report)
+        self.heard[number][worker] = min(heard + 1, len(log))
+
+    @rule(number=routers, worker=workers)
+    def a_router_takes_a_snapshot(self, number: int, worker: int) -> None:
+        state = self.workers[worker].state
+        if state.number >= 0:
+            self.routers[number].restore(state.snapshot(worker))
+            self.heard[number][worker] = len(self.workers[worker].log)
+
+    @rule(worker=workers)
+    def a_worker_dies_and_another_takes_its_place(self, worker: int) -> None:
+        dead = self.workers[worker]
+        on_their_way = [p for target, p in self.travelling if target == worker]
+        self.travelling = [entry for entry in self.travelling if entry[0] != worker]
+        for number, router in enumerate(self.routers):
+            said = [p for report in dead.log[: self.heard[number][worker]] for p in report.accepted]
+            ended = {k for r in dead.log[: self.heard[number][worker]] for k in r.ended}
+            lost = set(router.lose(worker))
+            open_ones = {p.key for p in said if p.key.router == number} - ended
+            assert open_ones | {p.key for p in on_their_way if p.key.router == number} <= lost
+            assert router.load(worker) == 0
+            self.heard[number][worker] = 0
+        self.workers[worker] = LoggingWorker(worker, quadratic_work, 5, dead.epoch + 1)
+        self.workers[worker].say()
+
+    @invariant()
+    def loads_are_what_is_open(self) -> None:
+        for number, router in enumerate(self.routers):
+            for worker in range(WORKERS):
+                opened = router.snapshot(worker).requests
+                accepted = sum(
+                    quadratic_work(r.done_tokens, r.prompt.prompt_tokens) for r in opened
+                )
+                own = router.load(worker) - accepted
+                waiting = self._unaccepted(number, worker)
+                assert bool(own) == bool(waiting)
+                assert own <= sum(quadratic_work(0, p.prompt_tokens) for p in waiting)
+
+    def teardown(self) -> None:
+        """Everything arrives and ends: all routers are of one mind, and nothing is left over."""
+        for worker, prompt in self.travelling:
+            self.workers[worker].accept(prompt)
+        self._hear_all()
+        for number, worker in enumerate(self.workers):
+            expected = worker.state.snapshot(number)
+            assert set(expected.committed) == set(worker.cache)
+            assert all(router.snapshot(number) == expected for router in self.routers)
+            while worker.queue:
+                worker.finish()
+        self._hear_all()
+        for router in self.routers:
+            assert [router.load(worker) for worker in range(WORKERS)] == [0] * WORKERS
+            committed = {d for w in range(WORKERS) for d in router.snapshot(w).committed}
+            assert router.blocks == len(committed)
+
+    def _hear_all(self) -> None:
+        for number, router in enumerate(self.routers):
+            for worker in self.workers:
+                for report in worker.log[self.heard[number][worker.number] :]:
+                    router.apply(report)
+                self.heard[number][worker.number] = len(worker.log)
+
+    def _unaccepted(self, number: int, worker: int) -> list[Prompt]:
+        """This router's prompts for that worker of whose arrival it has not heard."""
+        unheard = self.workers[worker].log[self.heard[number][worker] :]
+        arrived = [prompt for report in unheard for prompt in report.accepted]
+        sent = [prompt for target, prompt in self.travelling if target == worker]
+        return [prompt for prompt in [*arrived, *sent] if prompt.key.router == number]
+
+    def _paper_choice(self, number: int, prompt: Prompt) -> Decision | None:
+        """The cascade, spelled out over sets."""
+        router, options = self.routers[number], []
+        for worker in range(WORKERS):
+            snapshot = router.snapshot(worker)
+            known = set(snapshot.committed).union(*(r.promised for r in snapshot.requests))
+            known = known.union(*(p.hashes for p in self._unaccepted(number, worker)))
+            tau = threshold(SATURATION, quadratic_work, snapshot.calibration)
+            present = self.workers[worker].epoch == 0 or self.heard[number][worker] > 0
+            if present and router.load(worker) < tau:
+                blocks = _contiguous(prompt.hashes, known)
+                options.append((-blocks, router.load(worker), worker))
+        if not options:
+            return None
+        blocks, _, worker = min(options)
+        cached = usable_tokens(prompt, -blocks, BLOCK)
+        return Decision(worker, cached, quadratic_work(cached, prompt.prompt_tokens))
+
+
+TestCluster = Cluster.TestCase
+TestCluster.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(token_lists, min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_routers_agree_whatever_the_order_between_workers(
+    texts: list[list[int]], random: st.DataObject
+) -> None:
+    logging = [LoggingWorker(n, quadratic_work, cache_blocks=4) for n in range(WORKERS)]
+    for index, tokens in enumerate(texts):
+        worker = logging[index % WORKERS]
+        worker.accept(prompt_of(tokens, index))
+        if index % 4 == 3:
+            worker.start()
+            worker.finish()
+    reports = [report for worker in logging for report in worker.log]
+    pair = [new_router(0), new_router(1)]
+    for router in pair:
+        keys = [(random.random(), report.worker) for report in reports]
+        queues = {n: list(logging[n].log) for n in range(WORKERS)}
+        for _, worker in sorted(keys):
+            router.apply(queues[worker].pop(0))
+    prompt = prompt_of(texts[0], 999)
+    assert [pair[0].snapshot(n) for n in range(WORKERS)] == [
+        pair[1].snapshot(n) for n in range(WORKERS)
+    ]
+    assert pair[0].route(prompt) == pair[1].route(prompt)
+
+
+def _contiguous(hashes: Sequence[bytes], known: set[bytes]) -> int:
+    return next((i for i, digest in enumerate(hashes) if digest not in known), len(hashes))

@@ -1,0 +1,156 @@
+"""A group of ranks in numbers: stages take what a hardware file says, times a noise that tests
+choose. It reports as real ranks do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from contracts.hardware import AttentionCost, ExpertCost, Hardware, LinkCost, SharedCost
+from contracts.plan import Plan
+from contracts.planning import BatchReport, ExpertReport, MicroBatchTimes, RowsTime
+from planner.cost_model import Deployment, batch_attention_ms, stage_models, tokens_per_expert
+from planner.model_shape import ModelShape, hit_fraction
+from planner.online_models import OnlineSetup
+from planner.recurrence import makespan_ms
+from planner.schedule import Piece, schedule_of_pieces
+from planner.stages import Linear, PlanSpec, StageModels
+
+Chunks = list[tuple[int, int]]
+
+
+def hardware(slower: float = 1.0) -> Hardware:
+    """A machine on which launches, products and links all matter for small models."""
+    return Hardware(
+        version=1,
+        name="simulated",
+        kind="public figures",
+        source="made up for tests",
+        device="simulated",
+        memory_bytes=1 << 40,
+        attention=AttentionCost(
+            call_ms=0.3 * slower,
+            sequence_ms=0.01 * slower,
+            linear_ms_per_flop=2e-9 * slower,
+            attended_ms_per_flop=3e-9 * slower,
+            context_ms_per_byte=1e-7 * slower,
+        ),
+        shared=SharedCost(call_ms=0.1, ms_per_flop=2e-9),
+        expert=ExpertCost(call_ms=0.1, expert_ms=0.02, ms_per_flop=2e-9),
+        links=[LinkCost(backend="shm", direction="both", alpha_ms=0.05, ms_per_byte=2e-6)],
+    )
+
+
+def setup_of(shape: ModelShape, known: Hardware | None, **fields: object) -> OnlineSetup:
+    setup = OnlineSetup(
+        shape=shape,
+        attention_ranks=1,
+        expert_ranks=2,
+        max_batch_tokens=8192,
+        backend="shm",
+        hardware=known,
+    )
+    return setup._replace(**fields)
+
+
+class SimulatedGroup:
+    """Every time is multiplied by one to one plus `noise`, drawn anew."""
+
+    def __init__(self, setup: OnlineSetup, machine: Hardware, *, noise: float, seed: int) -> None:
+        self.setup = setup
+        self.machine = machine
+        self.noise = noise
+        self.random = random.Random(seed)
+
+    def run(
+        self, micro_batches: Sequence[Chunks], plan: Plan | None = None, wild: float = 1.0
+    ) -> tuple[BatchReport, ExpertReport]:
+        """What the ranks report of one batch. wild: a factor on its times of attention."""
+        plan = plan or Plan(r1=len(micro_batches))
+        times = [
+            MicroBatchTimes(
+                batch, wild * self._noisy(self._attention_ms(batch)), self._shared(batch)
+            )
+            for batch in micro_batches
+        ]
+        stages, sent, called = self._stages(), [], []
+        for batch in micro_batches:
+            tokens = max(1, _tokens(batch) // plan.r2)
+            rows = max(1, round(tokens * hit_fraction(self.setup.shape, self._experts)))
+            me = tokens * self._per_token
+            sent.append(RowsTime(rows, self._noisy(stages.e2a.at(me))))
+            merged = rows * self.setup.attention_ranks  # in one call of experts
+            called.append(RowsTime(merged, self._noisy(stages.expert.at(me))))
+        report = BatchReport(
+            rank="attention-0",
+            plan=plan,
+            measured_ms=self._noisy(self.makespan_ms(micro_batches, plan)),
+            micro_batches=times,
+            e2a=sent,
+        )
+        return report, ExpertReport(rank="expert-0", experts=called, a2e=sent)
+
+    def makespan_ms(self, micro_batches: Sequence[Chunks], plan: Plan) -> float:
+        """Without noise, but with half a millisecond that no stage has."""
+        pieces = [
+            Piece(self._attention_ms(b), self.spec().shared.at(_tokens(b)), _tokens(b))
+            for b in micro_batches
+        ]
+        return 0.5 + makespan_ms(schedule_of_pieces(self.spec(), plan, pieces, 1))
+
+    def spec(self) -> PlanSpec:
+        """The planning problem as it is, one token a sample."""
+        shape, stages = self.setup.shape, self._stages()
+        cost = self.machine.attention
+        launch = Linear(cost.call_ms + shape.projections * cost.projection_ms, 0.0)
+        return PlanSpec(
+            stages=StageModels(
+                attention=launch,
+                expert=stages.expert,
+                a2e=stages.a2e,
+                e2a=stages.e2a,
+                shared=stages.shared,
+            ),
+            tokens_per_expert_per_sample=self._per_token,
+            num_layers=shape.moe_layers,
+            max_samples=self.setup.max_batch_tokens,
+            max_r2=16,
+            has_shared=shape.num_shared_experts > 0,
+        )
+
+    def chunk_ms(self, start: int, stop: int) -> float:
+        """What a sequence adds to the time of attention."""
+        return self._attention_ms([(start, stop)]) - self.spec().stages.attention.alpha_ms
+
+    @property
+    def _experts(self) -> int:
+        return self.setup.shape.experts_per_rank(self.setup.expert_ranks)
+
+    @property
+    def _deployment(self) -> Deployment:
+        return Deployment(
+            attention_ranks=self.setup.attention_ranks,
+            expert_ranks=self.setup.expert_ranks,
+            sequence_tokens=1,
+        )
+
+    @property
+    def _per_token(self) -> float:
+        return tokens_per_expert(self.setup.shape, self._deployment)
+
+    def _stages(self) -> StageModels:
+        return stage_models(self.setup.shape, self.machine, self._deployment)
+
+    def _attention_ms(self, batch: Chunks) -> float:
+        return batch_attention_ms(self.machine.attention, self.setup.shape, batch)
+
+    def _shared(self, batch: Chunks) -> float:
+        shared = self._stages().shared
+        return 0.0 if shared is None else self._noisy(shared.at(_tokens(batch)))
+
+    def _noisy(self, ms: float) -> float:
+        return ms * (1 + self.random.uniform(0, self.noise))
+
+
+def _tokens(batch: Chunks) -> int:
+    return sum(stop - start for start, stop in batch)

@@ -1,0 +1,53 @@
+"""Products with weights: right, and the same for a row whatever stands beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.linear import Linear, linear, linears
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 40), st.integers(1, 70), st.integers(1, 70), st.booleans())
+def test_a_product_equals_float64(T: int, N: int, K: int, biased: bool) -> None:
+    generator = torch.Generator().manual_seed(T + 71 * N + 5041 * K)
+    x, weight = (torch.randn(rows, K, generator=generator) for rows in (T, N))
+    bias = torch.randn(N, generator=generator) if biased else None
+    expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
+    out = Linear(weight, bias)(x)
+    assert out.dtype is torch.float32
+    torch.testing.assert_close(out.double(), expected, atol=3e-5, rtol=1e-5)
+
+
+@DTYPES
+def test_a_row_has_the_same_bits_in_a_batch_of_any_size(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 96, generator=generator).to(dtype)
+    layer = Linear(torch.randn(130, 96, generator=generator).to(dtype))
+    whole = layer(x)
+    for rows in (1, 2, 3, 7, 16, 33, 128):
+        assert torch.equal(layer(x[:rows]), whole[:rows]), rows
+
+
+@DTYPES
+def test_a_weight_used_once_gives_the_bits_of_one_that_stays(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 96, generator=generator).to(dtype)
+    weight = torch.randn(130, 96, generator=generator).to(dtype)
+    assert torch.equal(linear(x, weight), Linear(weight)(x))
+
+
+def test_each_expert_has_its_own_weight_and_bias() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight_eNK, bias_eN = (
+        torch.randn(*shape, generator=generator) for shape in ((3, 5, 4), (3, 5))
+    )
+    x = torch.randn(2, 4, generator=generator)
+    for expert, layer in enumerate(linears(weight_eNK, bias_eN)):
+        expected = x @ weight_eNK[expert].t() + bias_eN[expert]
+        torch.testing.assert_close(layer(x), expected)

@@ -1,0 +1,111 @@
+"""How a plan cuts a batch into micro-batches, and what each of them waits for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.micro_batch import Part, cut_batch
+from actors.scheduler import Chunk, ScheduledBatch
+from contracts.plan import Order, Plan
+from contracts.requests import Priority
+
+
+def batch_of(spans: list[tuple[int, int]], after: dict[int, set[int]] | None = None) -> Any:
+    chunks = [
+        Chunk(SimpleNamespace(name=index), start, stop, frozenset((after or {}).get(index, ())))  # type: ignore[arg-type]
+        for index, (start, stop) in enumerate(spans)
+    ]
+    return ScheduledBatch(1, Priority.LS, chunks)
+
+
+def shape(parts: list[Part]) -> list[list[tuple[int, int, int]]]:
+    return [
+        [(chunk.sequence.name, chunk.start, chunk.stop) for chunk in part.chunks]  # type: ignore[attr-defined]
+        for part in parts
+    ]
+
+
+def cut(batch: ScheduledBatch, plan: Plan) -> list[Part]:
+    return cut_batch(batch, plan, [float(chunk.stop - chunk.start) for chunk in batch.chunks])
+
+
+def test_a_long_sequence_is_cut_along_its_length_and_each_piece_follows_the_one_before() -> None:
+    parts = cut(batch_of([(16, 116)]), Plan(r1=3, sequence_chunks=(0.5, 0.8, 1.0)))
+    assert shape(parts) == [[(0, 16, 66)], [(0, 66, 96)], [(0, 96, 116)]]
+    assert [(part.after, part.previous) for part in parts] == [
+        (frozenset(), None), (frozenset({0}), 0), (frozenset({1}), 1),
+    ]  # fmt: skip
+
+
+def test_pieces_without_tokens_are_left_out() -> None:
+    parts = cut(batch_of([(0, 1), (0, 40)]), Plan(r1=2, sequence_chunks=(0.5, 1.0)))
+    assert shape(parts) == [[(1, 0, 20)], [(0, 0, 1), (1, 20, 40)]]
+
+
+def test_sequences_that_share_blocks_and_run_together_are_not_cut_along_their_length() -> None:
+    batch = batch_of([(0, 64), (32, 96)], after={1: {0}})
+    parts = cut(batch, Plan(r1=2, sequence_chunks=(0.5, 1.0)))
+    assert shape(parts) == [[(0, 0, 64), (1, 32, 96)]]
+
+
+def test_a_later_micro_batch_waits_for_every_piece_whose_blocks_it_may_read() -> None:
+    batch = batch_of([(0, 64), (32, 96)], after={1: {0}})
+    plan = Plan(r1=4, ma=1, sequence_chunks=(0.5, 1.0))
+    parts = cut(batch, plan)
+    assert shape(parts) == [[(0, 0, 32)], [(0, 32, 64)], [(1, 32, 64)], [(1, 64, 96)]]
+    assert [part.after for part in parts] == [set(), {0}, {0, 1}, {0, 1, 2}]
+
+
+def test_sizes_that_do_not_fit_the_batch_give_way_to_balance() -> None:
+    plan = Plan(r1=2, micro_batch_samples=(1, 3))
+    assert [len(part.chunks) for part in cut(batch_of([(0, 10)] * 4), plan)] == [1, 3]
+    assert [len(part.chunks) for part in cut(batch_of([(0, 10)] * 6), plan)] == [3, 3]
+
+
+chunk_ends = st.lists(st.floats(0.05, 0.95), max_size=3, unique=True).map(
+    lambda ends: (*sorted(ends), 1.0) if ends else ()
+)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60)), min_size=1, max_size=7),
+    chunk_ends,
+    st.integers(1, 3),
+    st.data(),
+)
+def test_every_token_is_in_one_part_and_waits_only_for_earlier_ones(
+    spans: list[tuple[int, int]], ends: tuple[float, ...], sets: int, data: st.DataObject
+) -> None:
+    after = {
+        index: data.draw(st.sets(st.integers(0, index - 1), max_size=2))
+        for index in range(1, len(spans))
+    }
+    batch = batch_of([(start, start + count) for start, count in spans], after)
+    plan = Plan(order=Order.ASAS, r1=sets * max(1, len(ends)), sequence_chunks=ends)
+    parts = cut(batch, plan)
+    covered = [
+        (name, position)
+        for part in shape(parts)
+        for name, start, stop in part
+        for position in range(start, stop)
+    ]
+    assert sorted(covered) == [
+        (index, position)
+        for index, (start, count) in enumerate(spans)
+        for position in range(start, start + count)
+    ]
+    part_of = {pair: number for number, part in enumerate(shape(parts)) for pair in part}
+    waits_for: list[set[int]] = []  # also through others
+    for number, part in enumerate(parts):
+        assert all(other < number for other in part.after)
+        waits_for.append(set(part.after).union(*(waits_for[other] for other in part.after)))
+        for chunk in part.chunks:
+            index = chunk.sequence.name  # type: ignore[attr-defined]
+            needed = {p for (name, _, _), p in part_of.items() if name in after.get(index, ())}
+            earlier = {p for (name, _, stop), p in part_of.items()
+                       if name == index and stop <= chunk.start}  # fmt: skip
+            assert (needed | earlier) - {number} <= waits_for[number]

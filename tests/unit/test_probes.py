@@ -1,0 +1,69 @@
+"""What the probes measure with: real halves, a real channel, a real second process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.link_probe import link_probe
+from actors.stage_probe import first_layers, pool_tokens_for, stage_probe
+from contracts.errors import ResourceError
+from contracts.events import Stage
+from models.spec import read_spec
+
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
+RAGGED = [(0, 20), (16, 17), (32, 40)]  # a prompt, a decode step, a chunk behind a prefix
+TinyCheckpoint = Callable[..., Path]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_times_every_stage_of_every_layer_but_the_first(
+    family: str, tiny_checkpoint: TinyCheckpoint
+) -> None:
+    folder = tiny_checkpoint(family)
+    spec = read_spec(folder)
+    with stage_probe(folder, spec, torch.float32, pool_tokens=pool_tokens_for(RAGGED)) as probe:
+        times = probe.run(RAGGED, seed=0)
+    layers = list(spec.moe_layers[1:])
+    attention = [task.layer for task in times.attention if task.stage is Stage.ATTENTION]
+    shared = [task.layer for task in times.attention if task.stage is Stage.SHARED]
+    assert attention == layers
+    assert shared == (layers if spec.has_shared_experts else [])
+    assert [task.layer for task in times.expert] == layers
+    assert all(task.seconds > 0 for task in (*times.attention, *times.expert))
+
+
+def test_every_token_reaches_its_experts_in_a_pass(tiny_checkpoint: TinyCheckpoint) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    spec = read_spec(folder)
+    with stage_probe(folder, spec, torch.float32, pool_tokens=pool_tokens_for(RAGGED)) as probe:
+        tasks = probe.run(RAGGED, seed=0).expert
+    assert {task.pairs for task in tasks} == {29 * spec.top_k}
+    assert all(spec.top_k <= task.active <= spec.num_experts for task in tasks)
+
+
+def test_few_layers_stand_for_many(tiny_checkpoint: TinyCheckpoint) -> None:
+    spec = read_spec(tiny_checkpoint("gpt_oss", num_hidden_layers=12))
+    cut = first_layers(spec)
+    assert cut.num_layers < spec.num_layers
+    assert set(cut.sliding_windows[1:]) == set(spec.sliding_windows)
+
+
+def test_a_model_that_does_not_fit_is_refused(tiny_checkpoint: TinyCheckpoint) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    with (
+        pytest.raises(ResourceError, match="GiB are free"),
+        stage_probe(folder, read_spec(folder), torch.float32, pool_tokens=1 << 40),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_link_is_timed_in_both_directions(backend: str) -> None:
+    with link_probe(backend) as probe:
+        transfers = [probe.transfer(size) for size in (1, 4096, 1 << 20)]
+    assert [transfer.num_bytes for transfer in transfers] == [1, 4096, 1 << 20]
+    assert all(transfer.a2e_s > 0 and transfer.e2a_s > 0 for transfer in transfers)
