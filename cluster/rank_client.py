@@ -29,16 +29,15 @@ from contracts.messages import (
     Event,
     Events,
     Failed,
-    Finished,
     RankState,
-    Scored,
+    SequenceEvent,
     Submit,
     Tokens,
     ToRank,
 )
+from contracts.routing import WorkerReport, WorkerSnapshot
 
 PURPOSE = "requests"  # what we say in the handshake that this connection is for
-SequenceEvent = Tokens | Finished | Scored | Failed
 
 _LOG = logging.getLogger("tandem.rank_client")
 _WRITE_HIGH_WATER_BYTES = 1 << 20
@@ -272,6 +271,8 @@ class RankClient:
         if isinstance(event, RankState):
             self.state = event
             self._announce()
+            return
+        if isinstance(event, WorkerReport | WorkerSnapshot):
             return
         stream = self._streams.get(event.request_id)
         if stream is None:

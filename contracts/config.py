@@ -50,6 +50,7 @@ class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     torch_threads: Count = 1
     attention_resources: dict[str, float] = {}
     expert_resources: dict[str, float] = {}
+    prefill_resources: dict[str, float] = {}
     address: str | None = None  # Ray address; None: RAY_ADDRESS if set, else a local cluster
     ready_timeout_s: Seconds = 180.0
 
@@ -103,6 +104,35 @@ class ScheduleConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=
         Plan(r1=self.r1, r2=self.r2, order=self.order)  # raises if they do not fit together
 
 
+class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Workers of the prefill pipeline (groups.prefill_ranks of them).
+
+    experts: where a worker finds the experts of a layer. "resident": all in its memory. "gathered":
+    1/N of each layer in its memory, the rest fetched from the other workers behind compute.
+    "streamed": read from a host store behind compute. "hybrid": its own 1/N from the host store,
+    `shard_window` layers ahead, and from there gathered. "all_to_all": 1/N, and activations travel
+    instead of weights, in lockstep (the baseline, DP+EP).
+    resident_layers: layers whose experts stay in memory all the same, the first of them included.
+    kv_free: no KV pool and no prefix cache; only prompts of one batch share their prefixes.
+    saturation: the operator's threshold in FLOPs; None: calibrated. margin: gamma of Eq. 1.
+    max_wait_s: how long at most a batch below the threshold waits to fill.
+    engine "stub" answers without computing: to measure everything around the engine.
+    """
+
+    experts: Literal["resident", "gathered", "streamed", "hybrid", "all_to_all"] = "resident"
+    resident_layers: Count = 1
+    shard_window: Count = 2
+    kv_free: bool = False
+    max_batch_tokens: Count = 4096
+    max_batch_sequences: Count = 256
+    saturation: Count | None = None
+    margin: Annotated[float, Meta(ge=0, le=10)] = 0.1
+    max_wait_s: Annotated[float, Meta(ge=0, le=60)] = (
+        0.05  # for a batch below the threshold to fill
+    )
+    engine: Literal["torch", "stub"] = "torch"
+
+
 class PlannerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The planner that chooses a plan for every batch. Where it has none, `schedule` rules.
 
@@ -153,6 +183,7 @@ class TandemConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     channel: ChannelConfig = ChannelConfig()
     kv: KvConfig = KvConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    prefill: PrefillConfig = PrefillConfig()
     planner: PlannerConfig = PlannerConfig()
     http: HttpConfig = HttpConfig()
     trace: TraceConfig = TraceConfig()

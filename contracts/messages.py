@@ -3,7 +3,9 @@
 A connection opens with a mutual challenge (actors/channels/handshake.py). Then each side sends
 frames: a 4-byte little-endian length, then one msgpack map tagged by `type`. The ingress sends
 `Submit` and `Cancel`; a rank answers with `Events`, one frame per step for all sequences of that
-connection (so a token costs a few bytes, not a call).
+connection (so a token costs a few bytes, not a call). A prefill worker adds its log
+(contracts/routing.py): a `WorkerSnapshot` on connecting, then every `WorkerReport`, to all clients
+in the same order and in the frame of the answers that it goes with.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from contracts.requests import Priority, Sampling, Usage
+from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
 
 MAX_FRAME_BYTES = 64 << 20
 
@@ -22,7 +25,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     `candidates`: token ids whose logits at the last prompt position are wanted.
     `score_from`: if set, the log-probability of each prompt token at positions >= score_from,
     given all before it, is wanted (score_from >= 1). `score_top`: with score_from, how many
-    alternatives per scored position are wanted as well.
+    alternatives per scored position are wanted as well. `key`: what a router calls the request, and
+    the worker's reports with it; None: no router placed it.
     """
 
     request_id: int
@@ -33,6 +37,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     score_from: int | None = None
     score_top: int = 0
     eos_token_ids: list[int] = []
+    key: RequestKey | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -105,7 +110,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     total_blocks: int = 0
 
 
-Event = Tokens | Finished | Scored | Failed | RankState
+SequenceEvent = Tokens | Finished | Scored | Failed
+Event = SequenceEvent | RankState | WorkerReport | WorkerSnapshot
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):

@@ -67,7 +67,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     done_tokens: Annotated[int, Meta(ge=0)]
 
 
-class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"):
     """Entry `number` (0, 1, 2, …) of the log of `worker`, in its incarnation `epoch`.
 
     Its parts took effect in the order of the fields. accepted: prompts that joined its queue.
@@ -87,16 +87,15 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class OpenRequest(msgspec.Struct, frozen=True, array_like=True):
-    """An accepted request that has not ended. promised: hashes that it was first to promise.
-    done_tokens: as last reported, or as expected while `started` is false."""
+    """An accepted request that has not ended. done_tokens: as last reported, or as expected while
+    `started` is false."""
 
     prompt: Prompt
     done_tokens: int
     started: bool
-    promised: tuple[bytes, ...]
 
 
-class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
     """All that the log up to `number` amounts to: for a router that joins or has missed entries."""
 
     worker: int

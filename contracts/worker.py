@@ -13,6 +13,7 @@ from contracts.hardware import Hardware
 class Group(enum.StrEnum):
     ATTENTION = "attention"
     EXPERT = "expert"
+    PREFILL = "prefill"
     PLANNER = "planner"
 
 
@@ -34,6 +35,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     backend: str
     host: str = "127.0.0.1"
+    prefill_ranks: int = 0
     ranks_on_node: int = 1
     config: TandemConfig = TandemConfig()
     hardware: Hardware | None = None

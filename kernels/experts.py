@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.linear import Linear, rounded_up
+from kernels.linear import Linear, Product, rounded_up
 
 _CHUNK_PAIRS = 512
 
@@ -35,8 +35,8 @@ def swiglu(x_TD: Tensor, gate_up: Linear, down: Linear) -> Tensor:
 
 def grouped_experts(
     x_UD: Tensor,
-    gate_up_e: Sequence[Linear],
-    down_e: Sequence[Linear],
+    gate_up_e: Sequence[Product],
+    down_e: Sequence[Product],
     rows_N: Tensor,
     weights_N: Tensor,
     counts_e: Sequence[int],
@@ -81,7 +81,7 @@ def _chunks(counts_e: Sequence[int]) -> Iterator[tuple[list[int], int]]:
 
 
 def _per_expert(
-    x_NK: Tensor, linear_e: Sequence[Linear], experts: list[int], counts: list[int]
+    x_NK: Tensor, linear_e: Sequence[Product], experts: list[int], counts: list[int]
 ) -> Tensor:
     """Each expert's product with its own rows, below each other.
 

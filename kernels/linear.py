@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+Product = Callable[[Tensor], Tensor]
+"""x [T, K] → x @ weight.T + bias, [T, N]."""
+
 _PACK_FOR_ROWS = 16  # the layout is the same for any number; a hint is wanted
 
 
@@ -42,6 +45,21 @@ class Linear:
             return self._product(x_TK, self._weight, self._bias)
         padded = functional.pad(x_TK, (0, 0, 0, spare))
         return self._product(padded, self._weight, self._bias)[:rows]
+
+
+class PlainLinear:
+    """The same with a weight that stays where and as it is: its memory may be written anew between
+    calls. Equal bits; each call reorders the weight."""
+
+    __slots__ = ("_bias", "_product", "_weight")
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
+        self._weight, self._bias = weight_NK, bias_N
+        self._product = _product_of(weight_NK)
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        """[T, N] in x's dtype, which must be the weight's."""
+        return self._product(x_TK, self._weight, self._bias)
 
 
 def rounded_up(rows: int) -> int:

@@ -58,11 +58,10 @@ class Backlog:
         if chosen is None:
             self._homeless[prompt.key] = prompt
             return
-        worker, rest = chosen.worker, prompt.hashes[chosen.matched_blocks :]
-        promised = self._held[worker].open(
-            prompt, self._router.cached_tokens(prompt, chosen.matched_blocks), rest
-        )
-        self._index.add(worker, promised)
+        worker = chosen.worker
+        cached_tokens = self._router.cached_tokens(prompt, chosen.matched_blocks)
+        self._held[worker].open(prompt, cached_tokens)
+        self._index.add(worker, prompt.hashes)
         self._lines[worker][prompt.key] = prompt
         self._home[prompt.key] = worker
 

@@ -9,13 +9,12 @@ from planner.request_work import RequestWork
 
 
 class _Open:
-    __slots__ = ("done_tokens", "promised", "prompt", "remaining", "started")
+    __slots__ = ("done_tokens", "prompt", "remaining", "started")
 
     def __init__(self, request: OpenRequest, remaining: int) -> None:
         self.prompt = request.prompt
         self.done_tokens = request.done_tokens
         self.started = request.started
-        self.promised = request.promised
         self.remaining = remaining
 
 
@@ -26,7 +25,9 @@ class OpenRequests:
         open_tokens = Σ prompt                 of those that have not started
                     + Σ (prompt − done)        of those that have
 
-    What a request adds is stored with it, and that is what is taken off: no drift.
+    What a request adds is stored with it, and that is what is taken off: no drift. It promises all
+    blocks of its prompt as long as it is open, those that were cached included: an evicted one it
+    computes again, and one that another request was to compute, but will not.
     """
 
     def __init__(self, work: RequestWork) -> None:
@@ -35,7 +36,7 @@ class OpenRequests:
         self.running = 0
         self._work = work
         self._requests: dict[RequestKey, _Open] = {}
-        self._promised: dict[bytes, RequestKey] = {}
+        self._promised: dict[bytes, int] = {}  # by how many
 
     @property
     def waiting(self) -> int:
@@ -49,9 +50,8 @@ class OpenRequests:
 
     def entries(self) -> Iterator[OpenRequest]:
         """What `add` would rebuild these books from, in order of arrival."""
-        for key, entry in self._requests.items():
-            promised = tuple(d for d in entry.promised if self._promised.get(d) == key)
-            yield OpenRequest(entry.prompt, entry.done_tokens, entry.started, promised)
+        for entry in self._requests.values():
+            yield OpenRequest(entry.prompt, entry.done_tokens, entry.started)
 
     def promises(self, digest: bytes) -> bool:
         return digest in self._promised
@@ -59,13 +59,9 @@ class OpenRequests:
     def promised(self) -> list[bytes]:
         return list(self._promised)
 
-    def open(self, prompt: Prompt, done_tokens: int, fresh: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        """Adds a request of which `done_tokens` are expected to be cached. Returns the hashes of
-        `fresh` that it promises: those that nobody else has."""
-        if not self._promised.keys().isdisjoint(fresh):
-            fresh = tuple(digest for digest in fresh if digest not in self._promised)
-        self.add(OpenRequest(prompt, done_tokens, False, fresh))
-        return fresh
+    def open(self, prompt: Prompt, done_tokens: int) -> None:
+        """Adds a request of which `done_tokens` are expected to be cached."""
+        self.add(OpenRequest(prompt, done_tokens, False))
 
     def add(self, request: OpenRequest) -> None:
         key = request.prompt.key
@@ -73,7 +69,9 @@ class OpenRequests:
             raise ValueError(f"request {tuple(key)} is already open on this worker")
         remaining = self._work(request.done_tokens, request.prompt.prompt_tokens)
         entry = self._requests[key] = _Open(request, remaining)
-        self._promised.update(dict.fromkeys(request.promised, key))
+        promised = self._promised
+        for digest in request.prompt.hashes:
+            promised[digest] = promised.get(digest, 0) + 1
         self._count(entry, 1)
 
     def advance(self, key: RequestKey, done_tokens: int) -> None:
@@ -90,18 +88,18 @@ class OpenRequests:
         entry.remaining = self._work(done_tokens, entry.prompt.prompt_tokens)
         self._count(entry, 1)
 
-    def stored(self, digest: bytes) -> None:
-        """The block is in the cache: it is no promise any more, and goes when it is evicted."""
-        self._promised.pop(digest, None)
-
     def close(self, key: RequestKey) -> list[bytes]:
         """The request ended. Returns the hashes that are no longer promised."""
         entry = self._entry(key)
         self._count(entry, -1)
         del self._requests[key]
-        broken = [digest for digest in entry.promised if self._promised.get(digest) == key]
-        for digest in broken:
-            del self._promised[digest]
+        promised, broken = self._promised, []
+        for digest in entry.prompt.hashes:
+            if promised[digest] == 1:
+                del promised[digest]
+                broken.append(digest)
+            else:
+                promised[digest] -= 1
         return broken
 
     def _entry(self, key: RequestKey) -> _Open:

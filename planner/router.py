@@ -114,7 +114,8 @@ class Router:
         self._after_log(report.worker, touched, (prompt.key for prompt in report.accepted))
 
     def restore(self, snapshot: WorkerSnapshot) -> None:
-        """In place of reports that were missed."""
+        """In place of reports that were missed. It does not name own requests that have been
+        accepted and have ended meanwhile: `withdraw` those once their answers are here."""
         touched = self._states[snapshot.worker].restore(snapshot)
         accepted = (request.prompt.key for request in snapshot.requests)
         self._after_log(snapshot.worker, touched, accepted)
@@ -135,10 +136,10 @@ class Router:
         return [*mine, *unaccepted]
 
     def _book(self, prompt: Prompt, chosen: Candidate) -> Decision:
-        worker, rest = chosen.worker, prompt.hashes[chosen.matched_blocks :]
+        worker = chosen.worker
         cached_tokens = self.cached_tokens(prompt, chosen.matched_blocks)
-        self._own[worker].open(prompt, cached_tokens, rest)
-        self._index.add(worker, rest)
+        self._own[worker].open(prompt, cached_tokens)
+        self._index.add(worker, prompt.hashes[chosen.matched_blocks :])
         self._placed[prompt.key] = worker
         self._turn += 1
         return Decision(worker, cached_tokens, chosen.added)

@@ -78,9 +78,8 @@ class WorkerState:
         for prompt in report.accepted:
             blocks = self.match(prompt.hashes)
             done_tokens = usable_tokens(prompt, blocks, self._block_tokens)
-            rest = prompt.hashes[blocks:]
-            fresh = tuple(digest for digest in rest if digest not in self._committed)
-            touched += self.requests.open(prompt, done_tokens, fresh)
+            self.requests.open(prompt, done_tokens)
+            touched += prompt.hashes[blocks:]
         for progress in report.progress:
             self.requests.advance(progress.key, progress.done_tokens)
         return touched
@@ -88,7 +87,6 @@ class WorkerState:
     def _follow_cache(self, report: WorkerReport) -> list[bytes]:
         for digest in report.stored:
             self._committed[digest] = None
-            self.requests.stored(digest)
         for digest in report.evicted:
             self._committed.pop(digest, None)
         return [*report.stored, *report.evicted]

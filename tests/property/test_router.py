@@ -83,10 +83,13 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(number=routers, worker=workers)
     def a_router_takes_a_snapshot(self, number: int, worker: int) -> None:
-        state = self.workers[worker].state
+        state, log = self.workers[worker].state, self.workers[worker].log
         if state.number >= 0:
             self.routers[number].restore(state.snapshot(worker))
-            self.heard[number][worker] = len(self.workers[worker].log)
+            for report in log[self.heard[number][worker] :]:
+                for key in report.ended:  # its answer came, though the report did not
+                    self.routers[number].withdraw(key)
+            self.heard[number][worker] = len(log)
 
     @rule(worker=workers)
     def a_worker_dies_and_another_takes_its_place(self, worker: int) -> None:
@@ -153,7 +156,7 @@ class Cluster(RuleBasedStateMachine):
         router, options = self.routers[number], []
         for worker in range(WORKERS):
             snapshot = router.snapshot(worker)
-            known = set(snapshot.committed).union(*(r.promised for r in snapshot.requests))
+            known = set(snapshot.committed).union(*(r.prompt.hashes for r in snapshot.requests))
             known = known.union(*(p.hashes for p in self._unaccepted(number, worker)))
             tau = threshold(SATURATION, quadratic_work, snapshot.calibration)
             present = self.workers[worker].epoch == 0 or self.heard[number][worker] > 0
