@@ -32,57 +32,92 @@ def load_experts(
     checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert_ids: Sequence[int], loader: Loader
 ) -> ExpertLayer:
     """Reads only these experts' tensors (slices of fused ones). Raises CheckpointError."""
-    if spec.clamp is not None:
-        return _load_clamped(checkpoint, spec, layer, expert_ids, loader)
-    load = _load_fused if is_fused(checkpoint, spec, layer) else _load_single
-    return load(checkpoint, spec, layer, expert_ids, loader)
+    into = tuple(loader.empty(len(expert_ids), *shape) for shape in expert_shapes(spec))
+    copy_experts(checkpoint, spec, layer, expert_ids, loader, into)
+    gate_up, down, *biases = into
+    gate_up_bias, down_bias = biases or (None, None)
+    return ExpertLayer(linears(gate_up, gate_up_bias), linears(down, down_bias), clamped_gate(spec))
 
 
-def _empty_layer(spec: ModelSpec, num_local: int, loader: Loader) -> tuple[Tensor, Tensor]:
+def expert_shapes(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
+    """Of one expert: gate_up [2F, D] (gate rows first), down [D, F]; where the family has biases,
+    of those [2F] and [D]."""
     D, F = spec.hidden_size, spec.expert_ffn_size
-    return loader.empty(num_local, 2 * F, D), loader.empty(num_local, D, F)
+    weights = ((2 * F, D), (D, F))
+    return weights if spec.clamp is None else (*weights, (2 * F,), (D,))
 
 
-def _load_single(
-    checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert_ids: Sequence[int], loader: Loader
-) -> ExpertLayer:
+def clamped_gate(spec: ModelSpec) -> ClampedGate | None:
+    return None if spec.clamp is None else ClampedGate(spec.clamp.alpha, spec.clamp.limit)
+
+
+def copy_experts(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    layer: int,
+    expert_ids: Sequence[int],
+    loader: Loader,
+    into: Sequence[Tensor],
+) -> None:
+    """Fills `into`, a tensor [e, *shape] for each of `expert_shapes`. Reads only these experts'
+    tensors (slices of fused ones). Raises CheckpointError."""
+    if spec.clamp is not None:
+        _copy_clamped(checkpoint, spec, layer, expert_ids, loader, into)
+        return
+    copy = _copy_fused if is_fused(checkpoint, spec, layer) else _copy_single
+    copy(checkpoint, spec, layer, expert_ids, loader, into)
+
+
+def _copy_single(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    layer: int,
+    expert_ids: Sequence[int],
+    loader: Loader,
+    into: Sequence[Tensor],
+) -> None:
     """From three tensors per expert."""
     F = spec.expert_ffn_size
-    gate_up, down = _empty_layer(spec, len(expert_ids), loader)
+    gate_up, down = into
     for local, expert in enumerate(expert_ids):
         wants = layout.expert_tensors(spec, layer, expert)
         loader.copy(checkpoint.load(wants["gate"]), gate_up[local, :F])
         loader.copy(checkpoint.load(wants["up"]), gate_up[local, F:])
         loader.copy(checkpoint.load(wants["down"]), down[local])
-    return ExpertLayer(linears(gate_up), linears(down))
 
 
-def _load_fused(
-    checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert_ids: Sequence[int], loader: Loader
-) -> ExpertLayer:
+def _copy_fused(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    layer: int,
+    expert_ids: Sequence[int],
+    loader: Loader,
+    into: Sequence[Tensor],
+) -> None:
     """The same from two tensors over all experts: only the pages of ours are touched."""
     wants = layout.fused_expert_tensors(spec, layer)
     stored_gate_up = checkpoint.load(wants["gate_up"])
     stored_down = checkpoint.load(wants["down"])
-    gate_up, down = _empty_layer(spec, len(expert_ids), loader)
+    gate_up, down = into
     for local, expert in enumerate(expert_ids):
         loader.copy(stored_gate_up[expert], gate_up[local])
         loader.copy(stored_down[expert], down[local])
-    return ExpertLayer(linears(gate_up), linears(down))
 
 
-def _load_clamped(
-    checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert_ids: Sequence[int], loader: Loader
-) -> ExpertLayer:
+def _copy_clamped(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    layer: int,
+    expert_ids: Sequence[int],
+    loader: Loader,
+    into: Sequence[Tensor],
+) -> None:
     """Stored fused, with gate and up rows in turns: here they stand as elsewhere."""
-    assert spec.clamp is not None
     stored = {
         role: checkpoint.load(wanted)
         for role, wanted in clamped_wants(checkpoint, spec, layer).items()
     }
-    gate_up, down = _empty_layer(spec, len(expert_ids), loader)
-    gate_up_bias = loader.empty(len(expert_ids), gate_up.shape[1])
-    down_bias = loader.empty(len(expert_ids), spec.hidden_size)
+    gate_up, down, gate_up_bias, down_bias = into
     F = spec.expert_ffn_size
     for local, expert in enumerate(expert_ids):
         rows_F2D = _matrix(stored, "gate_up", expert)
@@ -92,8 +127,6 @@ def _load_clamped(
             loader.copy(bias_F2[first::2], gate_up_bias[local, part])
         loader.copy(_matrix(stored, "down", expert), down[local])
         loader.copy(stored["down_bias"][expert], down_bias[local])
-    clamped = ClampedGate(spec.clamp.alpha, spec.clamp.limit)
-    return ExpertLayer(linears(gate_up, gate_up_bias), linears(down, down_bias), clamped)
 
 
 def _matrix(stored: dict[str, Tensor], role: str, expert: int) -> Tensor:

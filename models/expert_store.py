@@ -15,9 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.experts import ClampedGate
 from kernels.linear import PlainLinear
-from models.expert_loading import ExpertLayer
+from models.expert_loading import ExpertLayer, clamped_gate, expert_shapes
 from models.spec import ModelSpec
 
 
@@ -29,20 +28,16 @@ class ExpertBuffer:
     """
 
     def __init__(self, spec: ModelSpec, num_experts: int, dtype: torch.dtype, device: torch.device):
-        D, F = spec.hidden_size, spec.expert_ffn_size
-        shapes: list[tuple[int, ...]] = [(2 * F, D), (D, F)]
-        if spec.clamp is not None:
-            shapes += [(2 * F,), (D,)]
         self.tensors: tuple[Tensor, ...] = tuple(
-            torch.empty((num_experts, *shape), dtype=dtype, device=device) for shape in shapes
+            torch.empty((num_experts, *shape), dtype=dtype, device=device)
+            for shape in expert_shapes(spec)
         )
-        clamped = None if spec.clamp is None else ClampedGate(spec.clamp.alpha, spec.clamp.limit)
         gate_up, down, *biases = self.tensors
         gate_up_bias, down_bias = biases or ([None] * num_experts, [None] * num_experts)
         self.layer = ExpertLayer(
             tuple(map(PlainLinear, gate_up, gate_up_bias)),
             tuple(map(PlainLinear, down, down_bias)),
-            clamped,
+            clamped_gate(spec),
         )
 
     @property
