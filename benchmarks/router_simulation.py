@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from actors.model_shape import shape_of
 from benchmarks.harness import Result, write_result
 from benchmarks.router_workloads import BLOCK_TOKENS, WORKLOADS, workload
 from benchmarks.simulated_worker import Machine, SimulatedWorker
 from cluster.hardware import load_hardware
-from cluster.model_shape import shape_of
 from contracts.routing import Calibration, Prompt
 from models.config_fields import ConfigFields
 from models.spec import spec_from

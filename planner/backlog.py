@@ -22,7 +22,7 @@ from contracts.routing import Prompt, RequestKey
 from planner.open_requests import OpenRequests
 from planner.prefix_index import PrefixIndex
 from planner.request_work import RequestWork
-from planner.route_policies import Candidate, Policy, prefix_within_round
+from planner.route_policies import Policy, prefix_within_round
 from planner.router import Decision, Router
 
 
@@ -53,27 +53,31 @@ class Backlog:
 
     def put(self, prompt: Prompt) -> None:
         """Gives a request a home. `take` says when it goes."""
-        candidates = [self._with_held(c) for c in self._router.candidates(prompt, self._index)]
+        candidates = self._router.candidates(prompt, self._index, self._held)
         chosen = self._policy(candidates, len(self)) if candidates else None
         if chosen is None:
             self._homeless[prompt.key] = prompt
             return
         worker = chosen.worker
         cached_tokens = self._router.cached_tokens(prompt, chosen.matched_blocks)
-        self._held[worker].open(prompt, cached_tokens)
-        self._index.add(worker, prompt.hashes)
+        self._index.add(worker, self._held[worker].open(prompt, cached_tokens))
         self._lines[worker][prompt.key] = prompt
         self._home[prompt.key] = worker
 
     def take(self) -> list[Release]:
         """Requests that go now, already booked with the router. Ask after each `put` and report."""
         released = []
-        for find in (self._first_in_line, self._last_of_the_longest):  # nobody takes over what
-            for worker in range(self._router.config.workers):  # its home can start now
-                while self._router.is_open(worker) and (key := find(worker)) is not None:
-                    prompt = self._leave(key)
-                    released.append(Release(prompt, self._router.assign(prompt, worker)))
+        for worker, line in enumerate(self._lines):
+            while line and self._router.is_open(worker):
+                released.append(self._release(next(iter(line)), worker))
+        for worker in range(len(self._lines)):  # nobody takes over what its home can start now
+            while self._home and self._router.is_open(worker):
+                released.append(self._release(self._last_of_the_longest(), worker))
         return released
+
+    def _release(self, key: RequestKey, worker: int) -> Release:
+        prompt = self._leave(key)
+        return Release(prompt, self._router.assign(prompt, worker))
 
     def remove(self, key: RequestKey) -> None:
         """The request is cancelled. Without effect for one that is not held."""
@@ -92,27 +96,13 @@ class Backlog:
         for prompt in homeless:
             self.put(prompt)
 
-    def _with_held(self, candidate: Candidate) -> Candidate:
-        held = self._held[candidate.worker]
-        return candidate._replace(
-            load=candidate.load + held.load,
-            open_tokens=candidate.open_tokens + held.open_tokens,
-            waiting=candidate.waiting + held.waiting,
-        )
-
-    def _first_in_line(self, worker: int) -> RequestKey | None:
-        return next(iter(self._lines[worker]), None)
-
-    def _last_of_the_longest(self, worker: int) -> RequestKey | None:
+    def _last_of_the_longest(self) -> RequestKey:
         """Of the line in front of the worker with the most work, sent and held."""
-        lines = [other for other, line in enumerate(self._lines) if line]
-        if not lines:
-            return None
+        lines = [worker for worker, line in enumerate(self._lines) if line]
         longest = max(lines, key=lambda w: self._router.load(w) + self._held[w].load)
         return next(reversed(self._lines[longest]))
 
     def _leave(self, key: RequestKey) -> Prompt:
         worker = self._home.pop(key)
-        for digest in self._held[worker].close(key):
-            self._index.put(worker, digest, held=False)
+        self._index.discard(worker, self._held[worker].close(key))
         return self._lines[worker].pop(key)

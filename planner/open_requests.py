@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from contracts.routing import OpenRequest, Prompt, RequestKey
 from planner.request_work import RequestWork
@@ -28,6 +28,12 @@ class OpenRequests:
     What a request adds is stored with it, and that is what is taken off: no drift. It promises all
     blocks of its prompt as long as it is open, those that were cached included: an evicted one it
     computes again, and one that another request was to compute, but will not.
+
+    A hash names all blocks before its own, so promised blocks are a tree; each knows how many
+    requests end there and how many blocks follow it. Siblings touch their own suffixes only:
+
+        h0 (1) ─ h1 (2) ┬ h2 (1) ─ h3 (1)      prompts h0 h1 h2 h3 and h0 h1 h4
+                        └ h4 (1)
     """
 
     def __init__(self, work: RequestWork) -> None:
@@ -36,7 +42,7 @@ class OpenRequests:
         self.running = 0
         self._work = work
         self._requests: dict[RequestKey, _Open] = {}
-        self._promised: dict[bytes, int] = {}  # by how many
+        self._promised: dict[bytes, int] = {}  # hash → requests that end there + next blocks
 
     @property
     def waiting(self) -> int:
@@ -59,20 +65,31 @@ class OpenRequests:
     def promised(self) -> list[bytes]:
         return list(self._promised)
 
-    def open(self, prompt: Prompt, done_tokens: int) -> None:
-        """Adds a request of which `done_tokens` are expected to be cached."""
-        self.add(OpenRequest(prompt, done_tokens, False))
+    def open(self, prompt: Prompt, done_tokens: int) -> Sequence[bytes]:
+        """Adds a request of which `done_tokens` are expected to be cached. Returns the hashes that
+        were not promised before."""
+        return self.add(OpenRequest(prompt, done_tokens, False))
 
-    def add(self, request: OpenRequest) -> None:
+    def add(self, request: OpenRequest) -> Sequence[bytes]:
         key = request.prompt.key
         if key in self._requests:
             raise ValueError(f"request {tuple(key)} is already open on this worker")
         remaining = self._work(request.done_tokens, request.prompt.prompt_tokens)
         entry = self._requests[key] = _Open(request, remaining)
-        promised = self._promised
-        for digest in request.prompt.hashes:
-            promised[digest] = promised.get(digest, 0) + 1
         self._count(entry, 1)
+        return self._promise(request.prompt.hashes)
+
+    def _promise(self, hashes: tuple[bytes, ...]) -> Sequence[bytes]:
+        promised = self._promised
+        if not hashes or hashes[0] not in promised:
+            promised.update(dict.fromkeys(hashes, 1))  # at once: on the path of a decision
+            return hashes
+        blocks = len(hashes)
+        while hashes[blocks - 1] not in promised:
+            blocks -= 1
+        promised[hashes[blocks - 1]] += 1
+        promised.update(dict.fromkeys(hashes[blocks:], 1))
+        return hashes[blocks:]
 
     def advance(self, key: RequestKey, done_tokens: int) -> None:
         """`done_tokens` are cached or computed; fewer than expected put work back."""
@@ -94,12 +111,12 @@ class OpenRequests:
         self._count(entry, -1)
         del self._requests[key]
         promised, broken = self._promised, []
-        for digest in entry.prompt.hashes:
-            if promised[digest] == 1:
-                del promised[digest]
-                broken.append(digest)
-            else:
-                promised[digest] -= 1
+        for digest in reversed(entry.prompt.hashes):
+            promised[digest] -= 1
+            if promised[digest]:
+                break
+            del promised[digest]
+            broken.append(digest)
         return broken
 
     def _entry(self, key: RequestKey) -> _Open:

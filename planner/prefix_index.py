@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-_NOTHING: dict[bytes, int] = {}
+from collections.abc import Iterator, Sequence
+from itertools import groupby, repeat
+from operator import or_
 
 
 class PrefixIndex:
@@ -42,23 +42,43 @@ class PrefixIndex:
         for digest in digests:
             holders[digest] = holders.get(digest, 0) | bit
 
+    def discard(self, worker: int, digests: Sequence[bytes]) -> None:
+        """`worker` no longer holds these, all of which it held."""
+        holders, others = self._holders, ~(1 << worker)
+        for digest in digests:
+            left = holders.pop(digest) & others
+            if left:
+                holders[digest] = left
+
     def matches(self, hashes: Sequence[bytes], beside: PrefixIndex | None = None) -> list[int]:
         """Leading blocks of `hashes` that each worker holds, here or in `beside`."""
         matched = [len(hashes)] * self._workers
         alive = (1 << self._workers) - 1
-        find = self._holders.get
-        also = _NOTHING if beside is None else beside._holders
-        for blocks, digest in enumerate(hashes):
-            still = alive & find(digest, 0)
-            if still == alive:
-                continue
-            still |= alive & also.get(digest, 0)
-            gone = alive ^ still
+        blocks = 0
+        for holders, run in groupby(self._holders_of(hashes, beside)):
+            gone = alive & ~holders
+            alive ^= gone
             while gone:
                 worker = gone.bit_length() - 1
                 matched[worker] = blocks
                 gone ^= 1 << worker
-            alive = still
             if not alive:
                 break
+            blocks += len(list(run))
         return matched
+
+    def match(self, worker: int, hashes: Sequence[bytes]) -> int:
+        """Leading blocks of `hashes` that `worker` holds."""
+        blocks = 0
+        for holders, run in groupby(self._holders_of(hashes, None)):
+            if not holders >> worker & 1:
+                break
+            blocks += len(list(run))
+        return blocks
+
+    def _holders_of(self, hashes: Sequence[bytes], beside: PrefixIndex | None) -> Iterator[int]:
+        """Block by block. Neighbours in a prompt mostly have the same."""
+        here = map(self._holders.get, hashes, repeat(0))
+        if beside is None or not beside._holders:
+            return here
+        return map(or_, here, map(beside._holders.get, hashes, repeat(0)))

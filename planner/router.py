@@ -9,7 +9,7 @@ holds it hands it reports and sends what it decides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -78,18 +78,27 @@ class Router:
         """Places a request and books it, or None: nobody takes it now, ask again after a report."""
         candidates = self.candidates(prompt)
         chosen = self._policy(candidates, self._turn) if candidates else None
-        return None if chosen is None else self._book(prompt, chosen)
+        if chosen is None:
+            return None
+        return self._book(prompt, chosen.worker, chosen.matched_blocks, chosen.added)
 
     def assign(self, prompt: Prompt, worker: int) -> Decision:
         """Books a request with a worker that was chosen elsewhere (planner/backlog.py)."""
-        matched_blocks = self._index.matches(prompt.hashes)[worker]
-        return self._book(prompt, self._candidate(worker, prompt, matched_blocks))
+        matched_blocks = self._index.match(worker, prompt.hashes)
+        return self._book(prompt, worker, matched_blocks, self._added(prompt, matched_blocks))
 
-    def candidates(self, prompt: Prompt, beside: PrefixIndex | None = None) -> list[Candidate]:
-        """What each present worker is to the request; `beside` counts blocks that it also has."""
+    def candidates(
+        self,
+        prompt: Prompt,
+        beside: PrefixIndex | None = None,
+        held: Sequence[OpenRequests] | None = None,
+    ) -> list[Candidate]:
+        """What each present worker is to the request. `beside` counts blocks that it also has, and
+        `held` requests that it will also run."""
         matches = self._index.matches(prompt.hashes, beside)
+        added = {blocks: self._added(prompt, blocks) for blocks in set(matches)}
         return [
-            self._candidate(worker, prompt, matches[worker])
+            self._candidate(worker, matches[worker], added[matches[worker]], held)
             for worker, state in enumerate(self._states)
             if state.present
         ]
@@ -135,28 +144,30 @@ class Router:
         self._thresholds[worker] = threshold(self.config.saturation, self._work, None)
         return [*mine, *unaccepted]
 
-    def _book(self, prompt: Prompt, chosen: Candidate) -> Decision:
-        worker = chosen.worker
-        cached_tokens = self.cached_tokens(prompt, chosen.matched_blocks)
+    def _book(self, prompt: Prompt, worker: int, matched_blocks: int, added: int) -> Decision:
+        cached_tokens = self.cached_tokens(prompt, matched_blocks)
         self._own[worker].open(prompt, cached_tokens)
-        self._index.add(worker, prompt.hashes[chosen.matched_blocks :])
+        self._index.add(worker, prompt.hashes[matched_blocks:])
         self._placed[prompt.key] = worker
         self._turn += 1
-        return Decision(worker, cached_tokens, chosen.added)
+        return Decision(worker, cached_tokens, added)
 
-    def _candidate(self, worker: int, prompt: Prompt, matched_blocks: int) -> Candidate:
-        state, own = self._states[worker].requests, self._own[worker]
-        cached_tokens = self.cached_tokens(prompt, matched_blocks)
-        return Candidate(
-            worker=worker,
-            matched_blocks=matched_blocks,
-            added=self._work(cached_tokens, prompt.prompt_tokens),
-            load=state.load + own.load,
-            threshold=self._thresholds[worker],
-            open_tokens=state.open_tokens + own.open_tokens,
-            waiting=state.waiting + own.waiting,
-            running=state.running,
-        )
+    def _added(self, prompt: Prompt, matched_blocks: int) -> int:
+        return self._work(self.cached_tokens(prompt, matched_blocks), prompt.prompt_tokens)
+
+    def _candidate(
+        self, worker: int, matched_blocks: int, added: int, held: Sequence[OpenRequests] | None
+    ) -> Candidate:
+        accepted, own = self._states[worker].requests, self._own[worker]
+        load = accepted.load + own.load
+        open_tokens = accepted.open_tokens + own.open_tokens
+        waiting = accepted.waiting + own.waiting
+        if held is not None:
+            load += held[worker].load
+            open_tokens += held[worker].open_tokens
+            waiting += held[worker].waiting
+        tau, running = self._thresholds[worker], accepted.running
+        return Candidate(worker, matched_blocks, added, load, tau, open_tokens, waiting, running)
 
     def _after_log(self, worker: int, touched: list[bytes], accepted: Iterable[RequestKey]) -> None:
         state, own = self._states[worker], self._own[worker]

@@ -29,6 +29,7 @@ def test_a_match_is_the_longest_unbroken_run_from_the_first_block_on(
 ) -> None:
     (index, sets), (beside, others) = built(here), built(there)
     assert index.matches(chain) == [_run(chain, held) for held in sets]
+    assert [index.match(worker, chain) for worker in range(WORKERS)] == index.matches(chain)
     both = [mine | theirs for mine, theirs in zip(sets, others, strict=True)]
     assert index.matches(chain, beside) == [_run(chain, held) for held in both]
 
@@ -44,6 +45,22 @@ def test_adding_many_is_adding_each(
     for number in range(8):
         assert index.matches([bytes([number])]) == single.matches([bytes([number])])
     sets[worker] |= more
+    assert len(index) == len(set().union(*sets))
+
+
+@given(changes, st.integers(0, WORKERS - 1), st.data())
+def test_discarding_many_is_discarding_each(
+    steps: list[tuple[int, bytes, bool]], worker: int, data: st.DataObject
+) -> None:
+    (index, sets), (single, _) = built(steps), built(steps)
+    fewer = data.draw(st.lists(st.sampled_from(sorted(sets[worker])), unique=True)
+                      if sets[worker] else st.just([]))  # fmt: skip
+    index.discard(worker, fewer)
+    for digest in fewer:
+        single.put(worker, digest, held=False)
+    for number in range(8):
+        assert index.matches([bytes([number])]) == single.matches([bytes([number])])
+    sets[worker] -= set(fewer)
     assert len(index) == len(set().union(*sets))
 
 
