@@ -253,7 +253,7 @@ class AttentionWorker:
                     self._scheduler.cancel(sequence.key)
         elif isinstance(message, Cancel):
             self._scheduler.cancel((client, message.request_id))
-        else:
+        elif isinstance(message, Submit):
             self._admit(client, message)
 
     def _admit(self, client: int, submit: Submit) -> None:

@@ -24,11 +24,15 @@ STATE_PERIOD_S = 0.25  # a client counts a rank that is silent for 2 s as hung
 MAX_BUFFERED_BYTES = 64 << 20  # a client that reads nothing is cut off beyond this
 
 
+class Joined(NamedTuple):
+    """A client has come: the first message of each."""
+
+
 class FromClient(NamedTuple):
     """`message` None: the client is gone."""
 
     client: int
-    message: ToRank | None
+    message: ToRank | Joined | None
 
 
 class ClientServer:
@@ -135,6 +139,7 @@ class ClientServer:
         """Passes a client's messages on until its connection ends, by raising."""
         client, self._next_client = self._next_client, self._next_client + 1
         self._writers[client] = writer
+        self._put(client, Joined())
         if self._state is not None:
             self._write(client, self._frame(Events([self._state])))
         try:
@@ -150,7 +155,7 @@ class ClientServer:
             raise msgspec.DecodeError(f"frame of {size} bytes")
         return self._decoder.decode(await reader.readexactly(size))
 
-    def _put(self, client: int, message: ToRank | None) -> None:
+    def _put(self, client: int, message: ToRank | Joined | None) -> None:
         self._inbox.append(FromClient(client, message))
         self._wake()
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from actors.attention_worker import AttentionWorker
 from actors.expert_worker import ExpertWorker
 from actors.planner_worker import PlannerWorker
+from actors.stub_worker import StubWorker
 from contracts.errors import LaunchError
 from contracts.events import TaskSpan
 from contracts.plan import Plan
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
 
-Worker = AttentionWorker | ExpertWorker | PlannerWorker
+Worker = AttentionWorker | ExpertWorker | PlannerWorker | StubWorker
 _KINDS: dict[Group, type[Worker]] = {
     Group.ATTENTION: AttentionWorker,
     Group.EXPERT: ExpertWorker,
@@ -26,7 +27,7 @@ class WorkerShell:
 
     def prepare(self, spec: WorkerSpec) -> RankReady:
         """Makes the worker: loads weights, listens. Raises what keeps it from doing so."""
-        self._worker = _KINDS[spec.group](spec)
+        self._worker = _make(spec)
         return self._worker.ready
 
     def connect(self, addresses: dict[str, str]) -> None:
@@ -66,3 +67,11 @@ class WorkerShell:
         if self._worker is None:
             raise LaunchError("the worker is used before prepare()")
         return self._worker
+
+
+def _make(spec: WorkerSpec) -> Worker:
+    if spec.group is not Group.PREFILL:
+        return _KINDS[spec.group](spec)
+    if spec.config.prefill.engine == "stub":
+        return StubWorker(spec)
+    raise LaunchError(f"{spec.name}: there is only the engine prefill.engine=stub")

@@ -41,6 +41,9 @@ class WorkerState:
     def holds(self, digest: bytes) -> bool:
         return digest in self._committed or self.requests.promises(digest)
 
+    def committed(self) -> tuple[bytes, ...]:
+        return tuple(self._committed)
+
     def match(self, hashes: Sequence[bytes]) -> int:
         """Leading blocks that are committed or pending."""
         for blocks, digest in enumerate(hashes):
@@ -95,11 +98,16 @@ class WorkerState:
         return [digest for key in report.ended for digest in self.requests.close(key)]
 
     def lose(self) -> list[bytes]:
-        """The worker is gone with all it held, until report 0 of a later epoch. Returns what it
-        touched."""
-        touched = [*self._committed, *self.requests.promised()]
+        """The worker is gone with all it held, until report 0 or a snapshot of a later epoch.
+        Returns what it touched."""
         self._closed_epoch = max(self._closed_epoch, self.epoch)
-        self._clear(self.epoch)
+        return self.forget()
+
+    def forget(self) -> list[bytes]:
+        """The worker cannot be heard: nothing is known of it until a snapshot, of whatever epoch
+        that is not closed. Returns what it touched."""
+        touched = [*self._committed, *self.requests.promised()]
+        self._clear(-1)
         self.present = False
         return touched
 
@@ -109,7 +117,7 @@ class WorkerState:
             epoch=self.epoch,
             number=self.number,
             calibration=self.calibration,
-            committed=tuple(self._committed),
+            committed=self.committed(),
             requests=tuple(self.requests.entries()),
         )
 

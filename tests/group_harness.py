@@ -23,6 +23,7 @@ from contracts.messages import Cancel, Event, Events, Failed, Finished, RankStat
 from contracts.messages import Tokens as TokensEvent
 from contracts.plan import Plan
 from contracts.requests import Priority, Sampling
+from contracts.routing import WorkerReport, WorkerSnapshot
 from contracts.worker import Group
 
 DEADLINE_S = 30.0
@@ -87,7 +88,7 @@ class ThreadGroup:
 
 
 class RankConnection:
-    """A blocking client of one attention rank."""
+    """A blocking client of one rank. `log`: what a prefill worker tells all its clients."""
 
     def __init__(self, name: str, address: str, token: bytes) -> None:
         host, _, port = address.removeprefix("tcp:").rpartition(":")
@@ -99,6 +100,7 @@ class RankConnection:
         self._next_id = 0
         self.events: dict[int, list[Event]] = {}
         self.state: RankState | None = None
+        self.log: list[WorkerReport | WorkerSnapshot] = []
 
     def __enter__(self) -> RankConnection:
         return self
@@ -130,6 +132,8 @@ class RankConnection:
         for event in events:
             if isinstance(event, RankState):
                 self.state = event
+            elif isinstance(event, WorkerReport | WorkerSnapshot):
+                self.log.append(event)
             else:
                 self.events[event.request_id].append(event)
                 kept.append(event)

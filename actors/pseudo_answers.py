@@ -1,0 +1,66 @@
+"""Answers that follow from the token ids alone: the same in every process, and no model needed."""
+
+from __future__ import annotations
+
+import array
+import zlib
+from collections.abc import Sequence
+
+from contracts.messages import Event, Finished, Scored, Submit, TokenLogprob, Tokens
+from contracts.requests import Sampling, Usage
+
+_LOGIT_STEPS = 1 << 12
+
+
+def pseudo_answer(submit: Submit, cached_tokens: int, vocab_size: int) -> list[Event]:
+    """What a model would answer, drawn from the token ids: the same in every process."""
+    if submit.sampling is not None:
+        return _generated(submit, submit.sampling, cached_tokens, vocab_size)
+    usage = Usage(prompt_tokens=len(submit.token_ids), cached_tokens=cached_tokens)
+    seed = _seed(submit.token_ids)
+    logits = logprobs = tops = None
+    if submit.candidates is not None:
+        logits = [_logit(seed, candidate) for candidate in submit.candidates]
+    if submit.score_from is not None:
+        scored = submit.token_ids[submit.score_from :]
+        logprobs = [_logit(seed, token_id) for token_id in scored]
+        if submit.score_top:
+            tops = [_top(seed, token_id, submit.score_top, vocab_size) for token_id in scored]
+    return [Scored(submit.request_id, usage, logits, logits, logprobs, tops)]
+
+
+def _generated(
+    submit: Submit, sampling: Sampling, cached_tokens: int, vocab_size: int
+) -> list[Event]:
+    seed = _seed(submit.token_ids)
+    token_ids = [(seed + 7919 * step) % vocab_size for step in range(sampling.max_tokens)]
+    logprobs = None
+    if sampling.logprobs is not None:
+        logprobs = [
+            TokenLogprob(
+                _logit(seed, token_id), _top(seed, token_id, sampling.logprobs, vocab_size)
+            )
+            for token_id in token_ids
+        ]
+    usage = Usage(
+        prompt_tokens=len(submit.token_ids),
+        completion_tokens=len(token_ids),
+        cached_tokens=cached_tokens,
+    )
+    tokens = Tokens(submit.request_id, token_ids, logprobs, cached_tokens)
+    return [tokens, Finished(submit.request_id, "length", usage)]
+
+
+def _seed(token_ids: Sequence[int]) -> int:
+    return zlib.crc32(array.array("q", token_ids).tobytes())
+
+
+def _logit(seed: int, token_id: int) -> float:
+    """In (-8, 0]: it may pass for a log-probability."""
+    mixed = (seed ^ token_id * 2654435761) * 40503 & 0xFFFFFFFF
+    return -8.0 * (mixed >> 20) / _LOGIT_STEPS
+
+
+def _top(seed: int, token_id: int, count: int, vocab_size: int) -> list[tuple[int, float]]:
+    ids = [(token_id + offset) % vocab_size for offset in range(count)]
+    return sorted(((i, _logit(seed, i)) for i in ids), key=lambda pair: -pair[1])

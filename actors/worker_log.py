@@ -1,0 +1,93 @@
+"""A prefill worker's log: what it has done since the last report, and what all of it amounts to.
+
+The loop notes what happens, and makes at most one report a turn of it. The worker folds its own
+reports as routers do (planner/worker_state.py): so what a snapshot says is what they know, and a
+report that contradicts the log before it is found here first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from contracts.routing import (
+    Calibration,
+    Progress,
+    Prompt,
+    RequestKey,
+    WorkerReport,
+    WorkerSnapshot,
+)
+from planner.request_work import RequestWork
+from planner.worker_state import WorkerState
+
+
+class WorkerLog:
+    """Belongs to the loop thread."""
+
+    def __init__(self, worker: int, epoch: int, work: RequestWork, block_tokens: int) -> None:
+        self._worker = worker
+        self._epoch = epoch
+        self._state = WorkerState(work, block_tokens)
+        self._number = -1
+        self._calibration: Calibration | None = None
+        self._accepted: list[Prompt] = []
+        self._progress: dict[RequestKey, int] = {}
+        self._cache: dict[bytes, bool] = {}  # what became of a block last
+        self._ended: list[RequestKey] = []
+
+    @property
+    def load(self) -> int:
+        """Work of the requests that are open, as of the last report."""
+        return self._state.requests.load
+
+    def calibrated(self, calibration: Calibration) -> None:
+        self._calibration = calibration
+
+    def accepted(self, prompt: Prompt) -> None:
+        self._accepted.append(prompt)
+
+    def progressed(self, key: RequestKey, done_tokens: int) -> None:
+        self._progress[key] = done_tokens
+
+    def stored(self, digests: Iterable[bytes]) -> None:
+        self._cache.update(dict.fromkeys(digests, True))
+
+    def evicted(self, digests: Iterable[bytes]) -> None:
+        self._cache.update(dict.fromkeys(digests, False))
+
+    def ended(self, key: RequestKey) -> None:
+        self._ended.append(key)
+
+    def report(self) -> WorkerReport | None:
+        """What was noted since the last one, for every client; None: nothing was."""
+        noted = (self._accepted, self._progress, self._cache, self._ended)
+        if self._calibration is None and not any(noted):
+            return None
+        self._number += 1
+        report = WorkerReport(
+            worker=self._worker,
+            epoch=self._epoch,
+            number=self._number,
+            calibration=self._calibration,
+            accepted=tuple(self._accepted),
+            progress=tuple(Progress(key, done) for key, done in self._progress.items()),
+            stored=tuple(digest for digest, held in self._cache.items() if held),
+            evicted=tuple(digest for digest, held in self._cache.items() if not held),
+            ended=tuple(self._ended),
+        )
+        self._calibration = None
+        self._accepted, self._progress, self._cache, self._ended = [], {}, {}, []
+        self._state.apply(report)
+        return report
+
+    def snapshot(self) -> WorkerSnapshot:
+        """All reports so far: for a client that has just come."""
+        state = self._state
+        return WorkerSnapshot(
+            worker=self._worker,
+            epoch=self._epoch,
+            number=self._number,
+            calibration=state.calibration,
+            committed=state.committed(),
+            requests=tuple(state.requests.entries()),
+        )
