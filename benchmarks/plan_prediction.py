@@ -26,8 +26,8 @@ from planner.cost_model import (
     PAIR_BYTES,
     Deployment,
     batch_attention_ms,
+    chunk_costs,
     expert_model,
-    quadratic_fraction,
     shared_model,
     stage_models,
     tokens_per_expert,
@@ -171,9 +171,7 @@ def plan_spec(shape: ModelShape, costs: Costs, tokens: int, max_samples: int) ->
         max_samples=max_samples,
         max_r2=DEFAULT_MAX_R2,
         has_shared=shape.num_shared_experts > 0,
-        attention_quadratic_fraction=quadratic_fraction(
-            costs.hardware.attention, shape, deployment
-        ),
+        **chunk_costs(costs.hardware.attention, shape, deployment),
     )
 
 

@@ -53,6 +53,8 @@ class StagesFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     has_shared: bool | None = None  # None: whether stages.shared is given
     experts_per_rank: int | None = None
     attention_quadratic_fraction: float | None = None
+    attention_chunk_ms: float = 0.0
+    attention_context_ms: float = 0.0
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,6 +128,8 @@ def _stage_spec(file: StagesFile, where: str) -> PlanSpec:
             has_shared=has_shared,
             experts_per_rank=file.experts_per_rank,
             attention_quadratic_fraction=file.attention_quadratic_fraction,
+            attention_chunk_ms=file.attention_chunk_ms,
+            attention_context_ms=file.attention_context_ms,
         )
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None

@@ -67,6 +67,17 @@ def quadratic_fraction(cost: AttentionCost, shape: ModelShape, deployment: Deplo
     return cost.attended_ms_per_flop * work.attended_flops / _per_sample_ms(cost, work)
 
 
+def chunk_costs(cost: AttentionCost, shape: ModelShape, deployment: Deployment) -> dict[str, float]:
+    """What cutting a sample along its length costs: the fields attention_* of `PlanSpec`."""
+    start, new = deployment.context_tokens, deployment.sequence_tokens
+    behind = layer_mean_work(shape, start + new, start + new + 1)  # reads all that a sample has
+    return {
+        "attention_quadratic_fraction": quadratic_fraction(cost, shape, deployment),
+        "attention_chunk_ms": cost.sequence_ms,
+        "attention_context_ms": cost.context_ms_per_byte * behind.context_bytes,
+    }
+
+
 def shared_model(hardware: Hardware, shape: ModelShape, deployment: Deployment) -> Linear | None:
     """x: samples of a micro-batch. None for a model without shared experts."""
     if shape.num_shared_experts == 0:

@@ -92,7 +92,8 @@ def _sizes(plan: Plan, samples: int | None) -> tuple[int, ...]:
 def _chunks(spec: PlanSpec, plan: Plan, size: int) -> list[Piece]:
     """The chunks of `size` samples.
 
-    A chunk [u, v) of the length has v - u of the tokens and, causally, v^2 - u^2 of the pairs.
+    A chunk [u, v) of the length has v - u of the tokens and, causally, v^2 - u^2 of the pairs; one
+    behind others reads keys and values up to v back.
     """
     attention, shared = spec.stages.attention, spec.shared
     if not plan.sequence_chunks:
@@ -100,14 +101,15 @@ def _chunks(spec: PlanSpec, plan: Plan, size: int) -> list[Piece]:
     quadratic = spec.attention_quadratic_fraction
     if quadratic is None:
         raise ValueError("attention_quadratic_fraction is missing: sequence_chunks need it")
-    return [
-        Piece(
-            attention.at(size * ((1 - quadratic) * (v - u) + quadratic * (v * v - u * u))),
-            shared.at(size * (v - u)),
-            size * (v - u),
+    pieces = []
+    for u, v in itertools.pairwise((0.0, *plan.sequence_chunks)):
+        attention_ms = attention.at(
+            size * ((1 - quadratic) * (v - u) + quadratic * (v * v - u * u))
         )
-        for u, v in itertools.pairwise((0.0, *plan.sequence_chunks))
-    ]
+        if u > 0:
+            attention_ms += size * (spec.attention_chunk_ms + spec.attention_context_ms * v)
+        pieces.append(Piece(attention_ms, shared.at(size * (v - u)), size * (v - u)))
+    return pieces
 
 
 def _groups(spec: PlanSpec, plan: Plan, amount: float) -> tuple[GroupRun, ...]:

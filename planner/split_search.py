@@ -9,7 +9,7 @@ from contracts.errors import ConfigError, ResourceError
 from planner.alternatives import Alternative, Workload, alternatives
 from planner.cost_model import (
     Deployment,
-    quadratic_fraction,
+    chunk_costs,
     stage_models,
     tokens_per_expert,
 )
@@ -70,7 +70,7 @@ def plan_spec(workload: Workload, deployment: Deployment, max_r2: int = DEFAULT_
             max_r2=max_r2,
             has_shared=shape.num_shared_experts > 0,
             experts_per_rank=shape.experts_per_rank(deployment.expert_ranks),
-            attention_quadratic_fraction=quadratic_fraction(hardware.attention, shape, deployment),
+            **chunk_costs(hardware.attention, shape, deployment),
         )
     except ValueError as error:  # what stages.py refuses; the fields are those of the file too
         raise ConfigError(str(error)) from None

@@ -72,7 +72,9 @@ class PlanSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     experts_per_rank: experts of the fullest expert rank, ceil(E/eg), each of which takes an equal
     share of `stages.expert.alpha_ms`. attention_quadratic_fraction: the part of
     `stages.attention.beta_ms` that is spent on pairs of tokens of a sample, the rest being spent
-    per token.
+    per token. What each chunk of a sample but its first costs beyond that: attention_chunk_ms to
+    start it, and of attention_context_ms, the time to read all keys and values of a sample back,
+    the part that lies before its end.
     """
 
     stages: StageModels
@@ -83,6 +85,8 @@ class PlanSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     has_shared: bool
     experts_per_rank: int | None = None
     attention_quadratic_fraction: float | None = None
+    attention_chunk_ms: float = 0.0
+    attention_context_ms: float = 0.0
 
     def __post_init__(self) -> None:
         _check_whole("num_layers", self.num_layers, MAX_LAYERS)
@@ -95,6 +99,11 @@ class PlanSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         fraction = self.attention_quadratic_fraction
         if fraction is not None and not 0 <= fraction <= 1:
             raise ValueError(f"attention_quadratic_fraction={fraction}: give a number from 0 to 1")
+        for name in ("attention_chunk_ms", "attention_context_ms"):
+            if not 0 <= getattr(self, name) <= MAX_MS:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: give a time from 0 to {MAX_MS:g} ms"
+                )
         self._check_tokens()
 
     def _check_tokens(self) -> None:

@@ -28,6 +28,8 @@ def specs(draw: st.DrawFn, *, max_samples: int = 8, max_r2: int = 8) -> PlanSpec
         has_shared=draw(st.booleans()),
         experts_per_rank=draw(st.integers(1, 8)),
         attention_quadratic_fraction=draw(st.floats(0.0, 1.0)),
+        attention_chunk_ms=draw(_ALPHAS_MS),
+        attention_context_ms=draw(_ALPHAS_MS),
     )
 
 

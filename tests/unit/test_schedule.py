@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from contracts.events import Stage
@@ -54,6 +55,17 @@ def test_later_chunks_of_a_sequence_attend_to_earlier_ones() -> None:
     assert first.attention_ms == pytest.approx(1 + 4 * (0.5 * 0.5 + 0.5 * 0.25))
     assert second.attention_ms == pytest.approx(1 + 4 * (0.5 * 0.5 + 0.5 * 0.75))
     assert first.shared_ms == second.shared_ms == pytest.approx(0.5 + 1.0)
+
+
+def test_a_chunk_behind_others_reads_them_back() -> None:
+    spec = msgspec.structs.replace(SPEC, attention_chunk_ms=0.25, attention_context_ms=2.0)
+    plan = Plan(ma=2, r1=4, sequence_chunks=(0.25, 0.5, 0.75, 1.0))
+    dearer = schedule_of(spec, plan).micro_batches
+    extra_ms = [
+        with_reads.attention_ms - without.attention_ms
+        for with_reads, without in zip(dearer, schedule_of(SPEC, plan).micro_batches, strict=True)
+    ]
+    assert extra_ms == [pytest.approx(2 * ms) for ms in (0.0, 1.25, 1.75, 2.25)]
 
 
 def test_what_the_spec_lacks_is_named() -> None:
