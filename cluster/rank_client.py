@@ -1,4 +1,4 @@
-"""The ingress's connection to one attention rank: submits sequences, hands out their events.
+"""The ingress's connection to one rank: submits sequences, hands out their events.
 
     submit ─> [Submit frame] ─────────────> rank
               [Events frame] <─────────────  one per step, for all sequences of this connection
@@ -16,7 +16,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import msgspec
 
@@ -53,6 +53,28 @@ class RankClientConfig(msgspec.Struct, frozen=True, kw_only=True):
     check_every_s: float = 0.1
     backoff_s: float = 0.05
     max_backoff_s: float = 1.0
+
+
+class Sink(Protocol):
+    """Where the events of one request go, on the client's event loop."""
+
+    def put(self, event: SequenceEvent) -> None: ...
+
+    def lose(self, error: ChannelError) -> None:
+        """The rank is lost before it has ended the request; nothing more arrives."""
+
+
+class Listener(Protocol):
+    """Who must know more of a rank than its answers."""
+
+    def on_log(self, entry: WorkerReport | WorkerSnapshot) -> None:
+        """An entry of its log, in order, ahead of the answers that it goes with. Raises
+        ChannelError to break the connection."""
+
+    def on_state(self, state: RankState) -> None: ...
+
+    def on_lost(self, error: ChannelError) -> None:
+        """The connection is gone, or another attempt at it has failed; ahead of `Sink.lose`."""
 
 
 class RankStream:
@@ -101,6 +123,9 @@ class RankStream:
             self._events.append(event)
             self._arrived.set()
 
+    def lose(self, error: ChannelError) -> None:
+        self.put(Failed(self.request_id, error.code, str(error), error.status))
+
 
 class RankClient:
     """address: "unix:/path" or "tcp:host:port". me: this ingress, with the cluster's token.
@@ -124,16 +149,39 @@ class RankClient:
         self._config = config
         self._clock = clock
         self._writer: asyncio.StreamWriter | None = None
-        self._streams: dict[int, RankStream] = {}
+        self._sinks: dict[int, Sink] = {}
+        self._listener: Listener | None = None
         self._ids = itertools.count(1)
         self.lost: ChannelError | None = None
         self._last_frame_s = 0.0
         self._changed = asyncio.Event()
+        self._broken: PeerError | None = None  # why we break the connection ourselves
         self._task: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Events)
 
     # ---- life
+
+    def listen(self, listener: Listener) -> None:
+        """Before `start`."""
+        self._listener = listener
+
+    def move(self, address: str) -> None:
+        """The rank is now there: connects at once. Without effect if it was there before."""
+        if address == self.address:
+            return
+        self.address, self._broken = address, None
+        if self._task is not None:
+            self._task.cancel()
+            self._drop_all(PeerDeadError(f"{self.name} has been replaced", self.name))
+            self._task = None
+            self.start()
+
+    def drop(self, reason: str) -> None:
+        """Breaks the connection; the client then connects again."""
+        if self._writer is not None:
+            self._broken = PeerDeadError(f"{self.name}: {reason}", self.name)
+            self._writer.transport.abort()
 
     def start(self) -> None:
         """Begins to connect, and to reconnect, in the background."""
@@ -159,7 +207,7 @@ class RankClient:
         return None
 
     async def wait_until(self, condition: Callable[[RankClient], bool]) -> None:
-        """Returns once `condition` holds; asked whenever connection or state change."""
+        """Returns once `condition` holds; asked whenever connection, state or log change."""
         while not condition(self):
             await self._changed.wait()
 
@@ -167,24 +215,35 @@ class RankClient:
 
     async def submit(self, submit: Submit) -> RankStream:
         """Sends it under a request id of our own. Raises PeerError or NotReadyError."""
-        writer = self._writer
-        if writer is None:
-            raise self.lost or NotReadyError(f"{self.name} is not connected yet")
         stream = RankStream(self, next(self._ids))
-        self._streams[stream.request_id] = stream
+        writer = self._post(submit, stream.request_id, stream)
         try:
-            self._send(writer, msgspec.structs.replace(submit, request_id=stream.request_id))
             await writer.drain()
         except OSError as error:
-            self._streams.pop(stream.request_id, None)
+            self._sinks.pop(stream.request_id, None)
             raise self.lost or PeerDeadError(f"{self.name}: {error}", self.name) from None
         except BaseException:
             self.cancel(stream.request_id)
             raise
         return stream
 
+    def post(self, submit: Submit, sink: Sink) -> int:
+        """Sends it without waiting for a full socket: the caller bounds what is open. Returns the
+        request id. Raises as `submit`."""
+        request_id = next(self._ids)
+        self._post(submit, request_id, sink)
+        return request_id
+
+    def _post(self, submit: Submit, request_id: int, sink: Sink) -> asyncio.StreamWriter:
+        writer = self._writer
+        if writer is None:
+            raise self.lost or NotReadyError(f"{self.name} is not connected yet")
+        self._sinks[request_id] = sink
+        self._send(writer, msgspec.structs.replace(submit, request_id=request_id))
+        return writer
+
     def cancel(self, request_id: int) -> None:
-        known = self._streams.pop(request_id, None)
+        known = self._sinks.pop(request_id, None)
         if known is not None and self._writer is not None:
             self._send(self._writer, Cancel(request_id))
 
@@ -213,6 +272,8 @@ class RankClient:
             finally:
                 was_connected = self._writer is not None
                 self._writer = None
+            if self._broken is not None:
+                lost, self._broken = self._broken, None
             if str(self.lost) != str(lost):  # once, not with every attempt to reconnect
                 _LOG.warning("rank_lost", extra={"rank": self.name, "reason": str(lost)})
             self._drop_all(lost)
@@ -270,16 +331,22 @@ class RankClient:
     def _handle(self, event: Event) -> None:
         if isinstance(event, RankState):
             self.state = event
+            if self._listener is not None:
+                self._listener.on_state(event)
             self._announce()
             return
         if isinstance(event, WorkerReport | WorkerSnapshot):
+            if self._listener is not None:
+                self._listener.on_log(event)
+                if isinstance(event, WorkerSnapshot):
+                    self._announce()
             return
-        stream = self._streams.get(event.request_id)
-        if stream is None:
+        sink = self._sinks.get(event.request_id)
+        if sink is None:
             return  # cancelled meanwhile
         if not isinstance(event, Tokens):
-            del self._streams[event.request_id]
-        stream.put(event)
+            del self._sinks[event.request_id]
+        sink.put(event)
 
     async def _watch(self, writer: asyncio.StreamWriter) -> PeerError:
         """Breaks the connection when the rank has been silent for too long."""
@@ -299,9 +366,11 @@ class RankClient:
         """Ends every waiting request with an error that names the rank."""
         self.lost = lost
         self.state = None
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.put(Failed(stream.request_id, lost.code, str(lost), lost.status))
+        sinks, self._sinks = self._sinks, {}
+        if self._listener is not None:
+            self._listener.on_lost(lost)
+        for sink in sinks.values():
+            sink.lose(lost)
         self._announce()
 
     def _announce(self) -> None:

@@ -12,13 +12,17 @@ held for them*, and waits there until its home is below the threshold:
     w2      sent sent sent | held held                                         above the least)
 
 A worker that runs dry takes over from the end of the line with the most work.
+
+A line has lanes (planner/line.py): small requests need not wait for the whole of a large one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from contracts.routing import Prompt, RequestKey
+from planner.line import Lane, Line
 from planner.open_requests import OpenRequests
 from planner.prefix_index import PrefixIndex
 from planner.request_work import RequestWork
@@ -43,25 +47,25 @@ class Backlog:
         self._router = router
         self._policy = policy
         self._held = [OpenRequests(work) for _ in range(workers)]
-        self._lines: list[dict[RequestKey, Prompt]] = [{} for _ in range(workers)]
+        self._lines = [Line() for _ in range(workers)]
         self._home: dict[RequestKey, int] = {}
-        self._homeless: dict[RequestKey, Prompt] = {}  # while no worker is present
+        self._homeless: dict[RequestKey, tuple[Prompt, Lane]] = {}  # while no worker is present
         self._index = PrefixIndex(workers)
 
     def __len__(self) -> int:
         return len(self._home) + len(self._homeless)
 
-    def put(self, prompt: Prompt) -> None:
+    def put(self, prompt: Prompt, lane: Lane = Lane.FIRST) -> None:
         """Gives a request a home. `take` says when it goes."""
         candidates = self._router.candidates(prompt, self._index, self._held)
         chosen = self._policy(candidates, len(self)) if candidates else None
         if chosen is None:
-            self._homeless[prompt.key] = prompt
+            self._homeless[prompt.key] = prompt, lane
             return
         worker = chosen.worker
         cached_tokens = self._router.cached_tokens(prompt, chosen.matched_blocks)
         self._index.add(worker, self._held[worker].open(prompt, cached_tokens))
-        self._lines[worker][prompt.key] = prompt
+        self._lines[worker].add(prompt, lane)
         self._home[prompt.key] = worker
 
     def take(self) -> list[Release]:
@@ -69,14 +73,14 @@ class Backlog:
         released = []
         for worker, line in enumerate(self._lines):
             while line and self._router.is_open(worker):
-                released.append(self._release(next(iter(line)), worker))
+                released.append(self._release(line.first(), worker))
         for worker in range(len(self._lines)):  # nobody takes over what its home can start now
             while self._home and self._router.is_open(worker):
                 released.append(self._release(self._last_of_the_longest(), worker))
         return released
 
     def _release(self, key: RequestKey, worker: int) -> Release:
-        prompt = self._leave(key)
+        prompt, _ = self._leave(key)
         return Release(prompt, self._router.assign(prompt, worker))
 
     def remove(self, key: RequestKey) -> None:
@@ -89,20 +93,20 @@ class Backlog:
         """The worker died: what was held for it gets other homes. After `Router.lose`."""
         self.settle([self._leave(key) for key in list(self._lines[worker])])
 
-    def settle(self, prompts: list[Prompt] | None = None) -> None:
-        """Homes for `prompts` and for those that found none, when a worker has come back."""
-        homeless = [*self._homeless.values(), *(prompts or [])]
+    def settle(self, moved: Iterable[tuple[Prompt, Lane]] = ()) -> None:
+        """Homes for `moved` and for those that found none, when a worker has come back."""
+        homeless = [*self._homeless.values(), *moved]
         self._homeless.clear()
-        for prompt in homeless:
-            self.put(prompt)
+        for prompt, lane in homeless:
+            self.put(prompt, lane)
 
     def _last_of_the_longest(self) -> RequestKey:
         """Of the line in front of the worker with the most work, sent and held."""
         lines = [worker for worker, line in enumerate(self._lines) if line]
         longest = max(lines, key=lambda w: self._router.load(w) + self._held[w].load)
-        return next(reversed(self._lines[longest]))
+        return self._lines[longest].last()
 
-    def _leave(self, key: RequestKey) -> Prompt:
+    def _leave(self, key: RequestKey) -> tuple[Prompt, Lane]:
         worker = self._home.pop(key)
         self._index.discard(worker, self._held[worker].close(key))
         return self._lines[worker].pop(key)

@@ -103,6 +103,9 @@ class Router:
             if state.present
         ]
 
+    def is_present(self, worker: int) -> bool:
+        return self._states[worker].present
+
     def is_open(self, worker: int) -> bool:
         """Present and below its threshold."""
         return self._states[worker].present and self.load(worker) < self._thresholds[worker]
@@ -133,12 +136,16 @@ class Router:
         """What this router has folded of the worker's log; its own requests are not in it."""
         return self._states[worker].snapshot(worker)
 
-    def lose(self, worker: int) -> list[RequestKey]:
-        """The worker died. Returns this router's requests there, which must be routed again."""
+    def lose(self, worker: int, *, for_good: bool = True) -> list[RequestKey]:
+        """The worker died. Returns this router's requests there, which must be routed again.
+
+        for_good: this incarnation of it does not come back. Otherwise it only cannot be heard, and
+        its next snapshot counts.
+        """
         state, own = self._states[worker], self._own[worker]
         mine = [key for key in state.requests if key.router == self.config.number]
         unaccepted = list(own)
-        self._refresh(worker, state.lose())
+        self._refresh(worker, state.lose() if for_good else state.forget())
         for key in unaccepted:
             self.withdraw(key)
         self._thresholds[worker] = threshold(self.config.saturation, self._work, None)

@@ -88,6 +88,7 @@ class FakeRank:
             writer.close()
             return
         self._writers.add(writer)
+        self._greet(writer)
         beat = asyncio.create_task(self._beat(writer))
         try:
             while True:
@@ -100,16 +101,19 @@ class FakeRank:
             self._writers.discard(writer)
             writer.close()
 
+    def _greet(self, writer: asyncio.StreamWriter) -> None:
+        """For ranks that tell a new client more than their state."""
+
     async def _beat(self, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while True:
                 if not self.silent:
                     reason = "" if self.healthy else "told so"
                     state = RankState(rank=self.name, healthy=self.healthy, reason=reason)
-                    self._send(writer, [state])
+                    self.send(writer, [state])
                 await asyncio.sleep(HEARTBEAT_S)
 
-    def _send(self, writer: asyncio.StreamWriter, events: list[Event]) -> None:
+    def send(self, writer: asyncio.StreamWriter, events: list[Event]) -> None:
         body = self._encoder.encode(Events(events))
         writer.write(len(body).to_bytes(4, "little") + body)
 
@@ -120,12 +124,12 @@ class FakeRank:
         self.submits.put(message)
         if self.fail_with is not None:
             text, code, status = self.fail_with
-            self._send(writer, [Failed(message.request_id, code, text, status)])
+            self.send(writer, [Failed(message.request_id, code, text, status)])
         elif message.sampling is not None:
             for frame in self._generated(message):
-                self._send(writer, frame)
+                self.send(writer, frame)
         elif not self.hold_scores:
-            self._send(writer, [_scored(message)])
+            self.send(writer, [scored(message)])
         if self.on_submit is not None:
             self.on_submit()
 
@@ -162,7 +166,7 @@ def _logprob(token_id: int, top: int) -> TokenLogprob:
     return TokenLogprob(token_logprob(token_id), others)
 
 
-def _scored(submit: Submit) -> Scored:
+def scored(submit: Submit) -> Scored:
     """Logits and log-probabilities that follow from the token ids alone."""
     usage = Usage(prompt_tokens=len(submit.token_ids), cached_tokens=CACHED_TOKENS)
     logits = logprobs = tops = None

@@ -1,0 +1,138 @@
+"""What a router hears of one prefill worker, and where it looks for those that are missing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+from cluster.rank_client import RankClient
+from contracts.errors import ChannelError, PeerDeadError
+from contracts.messages import RankState
+from contracts.routing import WorkerReport, WorkerSnapshot
+from planner.router import Router
+from planner.worker_state import MissingReportsError
+
+log = logging.getLogger("tandem.prefill_router")
+
+FIND_PERIOD_S = 0.3
+FIND_DEADLINE_S = 10.0
+
+Find = Callable[[], Awaitable[Mapping[str, str]]]
+"""Name → client address of every prefill worker, as of now."""
+
+
+class OnLost(Protocol):
+    def __call__(self, worker: int, *, for_good: bool) -> None: ...
+
+
+class PrefillPeer:
+    """A `rank_client.Listener`: folds the worker's log into the router.
+
+    present: between its snapshot and its loss, while it says that it is healthy. After that it is
+    absent until another connection brings another snapshot.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        client: RankClient,
+        router: Router,
+        on_change: Callable[[], None],
+        on_lost: OnLost,
+    ) -> None:
+        self.client = client
+        self.present = False
+        self._worker = worker
+        self._router = router
+        self._on_change = on_change
+        self._on_lost = on_lost
+        self._is_sick = False
+        self._contradiction = ""
+        router.lose(worker, for_good=False)  # until it is heard
+        client.listen(self)
+
+    @property
+    def problem(self) -> str | None:
+        """Why it takes no requests now, or None."""
+        if self.client.problem is not None:
+            return self.client.problem
+        if not self.present:
+            return self._contradiction or f"{self.client.name} has not told its state yet"
+        return None
+
+    async def wait_ready(self) -> None:
+        """Returns once it takes requests."""
+        await self.client.wait_until(lambda _: self.problem is None)
+
+    def on_log(self, entry: WorkerReport | WorkerSnapshot) -> None:
+        """Raises PeerDeadError if the entry contradicts what the worker said before: it is given
+        up, until it is replaced."""
+        if not self.present and isinstance(entry, WorkerReport):
+            return  # of the time before the next snapshot
+        try:
+            self._fold(entry)
+        except (MissingReportsError, ValueError) as error:
+            name = self.client.name
+            self._contradiction = f"{name}: its log contradicts itself: {error}; restart it"
+            log.error("worker_given_up reason=%s", self._contradiction)
+            self._lose(for_good=not isinstance(error, MissingReportsError))
+            raise PeerDeadError(self._contradiction, name) from None
+        self._on_change()
+
+    def _fold(self, entry: WorkerReport | WorkerSnapshot) -> None:
+        if entry.worker != self._worker:
+            raise ValueError(f"an entry of worker {entry.worker} in the log of {self._worker}")
+        if isinstance(entry, WorkerReport):
+            self._router.apply(entry)
+            return
+        self._router.restore(entry)
+        self.present = self._router.is_present(self._worker) and not self._is_sick
+
+    def on_state(self, state: RankState) -> None:
+        if state.healthy and self._is_sick:  # what it said meanwhile was not listened to
+            self._is_sick = False
+            self.client.drop("is healthy again: connecting anew")
+        elif not state.healthy and not self._is_sick:
+            self._is_sick = True
+            self._lose(for_good=False)
+
+    def on_lost(self, error: ChannelError) -> None:
+        self._is_sick = False
+        self._lose(for_good=False)
+
+    def _lose(self, *, for_good: bool) -> None:
+        self.present = False
+        self._on_lost(self._worker, for_good=for_good)
+
+
+class Finder:
+    """Asks where the workers are while one of them is missing."""
+
+    def __init__(self, peers: Sequence[PrefillPeer], find: Find | None) -> None:
+        self._peers = peers
+        self._find = find
+        self._task: asyncio.Task[None] | None = None
+
+    def look(self) -> None:
+        if self._find is not None and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._look(self._find), name="find-prefill-workers")
+
+    async def close(self) -> None:
+        self._find = None
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _look(self, find: Find) -> None:
+        while not all(peer.present for peer in self._peers):
+            try:
+                async with asyncio.timeout(FIND_DEADLINE_S):
+                    addresses = await find()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next try may do better
+                log.warning("directory_not_found error=%s", error)
+                addresses = {}
+            for peer in self._peers:
+                peer.client.move(addresses.get(peer.client.name, peer.client.address))
+            await asyncio.sleep(FIND_PERIOD_S)

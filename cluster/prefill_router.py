@@ -1,0 +1,326 @@
+"""The router of prefill-only requests at work: sockets and waiting around `planner/router.py`.
+
+    score, generate ─> Ticket ─> Backlog ─ take ─> RankClient ─> prefill worker
+                                   ▲                  │ log: reports, snapshots
+                                   └──── Router <─────┘ then the answers, to their tickets
+
+Everything happens on one event loop, and nothing of a request has a task of its own. A request
+whose worker is lost goes to another one: it is idempotent as long as nothing has come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+import msgspec
+
+from cluster.prefill_peer import Find, Finder, PrefillPeer
+from cluster.rank_client import RankClient
+from cluster.ticket import Ticket
+from contracts.block_hash import chain_hashes
+from contracts.errors import NotReadyError, OverloadError, PeerDeadError, RankError
+from contracts.messages import Failed, Finished, Scored, Submit, Tokens
+from contracts.metrics import Pipeline
+from contracts.requests import Priority
+from contracts.routing import Prompt, RequestKey
+from planner.backlog import Backlog
+from planner.line import Lane
+from planner.request_work import RequestWork
+from planner.router import Router, RouterConfig
+from planner.saturation import SaturationConfig
+
+log = logging.getLogger("tandem.prefill_router")
+
+RETRY_AFTER_S = 1.0
+ROUTER_BITS = 63
+
+
+class PrefillRouterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """max_waiting: requests per worker that have no answer yet. max_attempts: on how many workers
+    a request is tried before it counts as what ends them. alone_s: how long requests wait while
+    there is no worker at all. number: of this router among all, None: a random one."""
+
+    saturation: SaturationConfig
+    block_tokens: int = 16
+    max_waiting: int = 1024
+    max_attempts: int = 5
+    alone_s: float = 60.0
+    number: int | None = None
+
+
+class PrefillRouter:
+    """The API's backend in front of prefill workers, in the order of their ranks.
+
+    find: where the workers are now, asked while one of them is missing. Use on one event loop.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[RankClient],
+        config: PrefillRouterConfig,
+        work: RequestWork,
+        find: Find | None = None,
+    ) -> None:
+        self.number = secrets.randbits(ROUTER_BITS) if config.number is None else config.number
+        self._config = config
+        settings = RouterConfig(
+            workers=len(clients),
+            saturation=config.saturation,
+            number=self.number,
+            block_tokens=config.block_tokens,
+        )
+        self._router = Router(settings, work)
+        self._backlog = Backlog(self._router, work)
+        self._peers = [
+            PrefillPeer(index, client, self._router, self._on_change, self._on_lost)
+            for index, client in enumerate(clients)
+        ]
+        self._finder = Finder(self._peers, find)
+        self._tickets: dict[RequestKey, Ticket] = {}
+        self._numbers = itertools.count()
+        self._waiting: Counter[tuple[str, str]] = Counter()
+        self._queue: deque[asyncio.Future[None]] = deque()  # who waits for room
+        self._dispatching = False
+        self._alone: asyncio.TimerHandle | None = None
+
+    # ---- life
+
+    @property
+    def clients(self) -> list[RankClient]:
+        return [peer.client for peer in self._peers]
+
+    def start(self) -> None:
+        for peer in self._peers:
+            peer.client.start()
+
+    async def close(self) -> None:
+        await self._finder.close()
+        self._stop_waiting_alone()
+        for peer in self._peers:
+            await peer.client.close()
+        for ticket in list(self._tickets.values()):
+            ticket.fail(NotReadyError("this ingress is shutting down"))
+
+    async def wait_ready(self) -> None:
+        """Returns once every worker takes requests."""
+        for peer in self._peers:
+            await peer.wait_ready()
+
+    def problems(self) -> list[str]:
+        """One line per worker that takes no requests now; empty: ready."""
+        return [peer.problem for peer in self._peers if peer.problem is not None]
+
+    def waiting(self) -> Mapping[tuple[str, str], int]:
+        """Requests that wait for a first answer, by (pipeline, class)."""
+        return self._waiting
+
+    def load(self, worker: int) -> int:
+        """Work of the open requests there, as this router knows it."""
+        return self._router.load(worker)
+
+    # ---- requests
+
+    async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
+        """The answer of a prefill-only job. Raises TandemError; cancelling cancels the job.
+
+        Where all queues are full it raises OverloadError, or if `patient` waits for room: for the
+        later sequences of a client whose first one was let in.
+        """
+        ticket = await self._admit(submit, patient)
+        try:
+            (event,) = await ticket.next_batch()
+        finally:
+            self._leave(ticket)
+        if isinstance(event, Scored):
+            return event
+        raise _failure(event)
+
+    async def generate(
+        self, submit: Submit, *, patient: bool = False
+    ) -> AsyncGenerator[list[Tokens | Finished], None]:
+        """Events as they arrive, batch by batch; the last one is a `Finished`. Raises TandemError.
+        Closing it cancels the request. patient: as in `score`."""
+        ticket = await self._admit(submit, patient)
+        try:
+            while True:
+                batch = await ticket.next_batch()
+                self._no_longer_waiting(ticket)
+                good = [event for event in batch if isinstance(event, Tokens | Finished)]
+                if good:
+                    yield good
+                last = batch[-1]
+                if isinstance(last, Finished):
+                    return
+                if not isinstance(last, Tokens):
+                    raise _failure(last)
+        finally:
+            self._leave(ticket)
+
+    # ---- admission
+
+    async def _admit(self, submit: Submit, patient: bool) -> Ticket:
+        """Raises NotReadyError or OverloadError unless patient."""
+        while refusal := self._refusal(patient):
+            if not patient:
+                raise refusal
+            await self._room()
+        hashes = tuple(chain_hashes(submit.token_ids, self._config.block_tokens))
+        ticket = Ticket(submit, hashes, _lane(submit, patient), self._reroute)
+        self._waiting[_class(submit)] += 1
+        self._line_up(ticket)
+        return ticket
+
+    def _refusal(self, patient: bool) -> NotReadyError | OverloadError | None:
+        present = sum(peer.present for peer in self._peers)
+        if not present:
+            if patient:  # it belongs to a request that was let in: it waits with the others
+                return None
+            return NotReadyError(f"no prefill worker takes requests: {'; '.join(self.problems())}")
+        limit = self._config.max_waiting
+        if self._waiting.total() < limit * present:
+            return None
+        return OverloadError(
+            f"{limit} requests wait for each of {present} prefill workers (schedule.max_waiting):"
+            f" try again in {RETRY_AFTER_S:g} s",
+            RETRY_AFTER_S,
+        )
+
+    async def _room(self) -> None:
+        """Returns when a request has ended, to whoever waits longest."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._queue.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self._wake_next()
+            raise
+
+    def _wake_next(self) -> None:
+        while self._queue:
+            waiter = self._queue.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    # ---- a request's way
+
+    def _line_up(self, ticket: Ticket) -> None:
+        """Into the backlog, under a new key: the log of a worker that has lost it names the old."""
+        key = RequestKey(self.number, next(self._numbers))
+        ticket.prompt = Prompt(key, len(ticket.submit.token_ids), ticket.hashes)
+        ticket.worker = None
+        ticket.attempts += 1
+        self._tickets[key] = ticket
+        self._backlog.put(ticket.prompt, ticket.lane)
+        self._on_change()
+
+    def _reroute(self, ticket: Ticket, reason: str) -> None:
+        """Its worker is lost, or says that it cannot work."""
+        self._forget(ticket)
+        if ticket.attempts < self._config.max_attempts:
+            self._line_up(ticket)
+            return
+        log.error("request_given_up attempts=%d reason=%s", ticket.attempts, reason)
+        ticket.fail(
+            PeerDeadError(
+                f"{ticket.attempts} prefill workers were lost with this request; last: {reason}", ""
+            )
+        )
+
+    def _forget(self, ticket: Ticket) -> None:
+        """Off the books; without effect for what the worker's log speaks for."""
+        assert ticket.prompt is not None
+        key = ticket.prompt.key
+        self._tickets.pop(key, None)
+        if ticket.worker is None:
+            self._backlog.remove(key)
+        else:
+            self._router.withdraw(key)
+
+    def _leave(self, ticket: Ticket) -> None:
+        """It is answered, or nobody waits for it any more."""
+        if not ticket.ended and ticket.worker is not None:
+            self._peers[ticket.worker].client.cancel(ticket.request_id)
+        ticket.ended = True
+        self._forget(ticket)
+        self._no_longer_waiting(ticket)
+        self._on_change()
+
+    def _no_longer_waiting(self, ticket: Ticket) -> None:
+        if ticket.counted:
+            ticket.counted = False
+            self._waiting[_class(ticket.submit)] -= 1
+            self._wake_next()
+
+    # ---- dispatch
+
+    def _on_change(self) -> None:
+        """Requests may go now. Once for all that happens in one turn of the event loop."""
+        if not self._dispatching:
+            self._dispatching = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._dispatching = False
+        if len(self._backlog) == 0:
+            self._stop_waiting_alone()
+            return
+        if not any(peer.present for peer in self._peers):
+            self._wait_alone()
+            return
+        self._stop_waiting_alone()
+        if self._refusal(patient=True) is None:
+            self._wake_next()
+        self._backlog.settle()
+        for prompt, decision in self._backlog.take():
+            ticket = self._tickets[prompt.key]
+            ticket.worker = decision.worker
+            placed = msgspec.structs.replace(ticket.submit, key=prompt.key)
+            ticket.request_id = self._peers[decision.worker].client.post(placed, ticket)
+
+    def _on_lost(self, worker: int, *, for_good: bool) -> None:
+        """Its requests hear of it themselves (`Ticket.lose`)."""
+        self._router.lose(worker, for_good=for_good)
+        self._backlog.lose(worker)
+        self._finder.look()
+        self._on_change()
+
+    def _wait_alone(self) -> None:
+        if self._alone is None:
+            loop = asyncio.get_running_loop()
+            self._alone = loop.call_later(self._config.alone_s, self._give_up)
+
+    def _stop_waiting_alone(self) -> None:
+        if self._alone is not None:
+            self._alone.cancel()
+            self._alone = None
+
+    def _give_up(self) -> None:
+        self._alone = None
+        error = NotReadyError(
+            f"no prefill worker for {self._config.alone_s:g} s: {'; '.join(self.problems())}"
+        )
+        for ticket in list(self._tickets.values()):
+            ticket.fail(error)
+
+
+def _lane(submit: Submit, patient: bool) -> Lane:
+    if submit.priority is Priority.BE:
+        return Lane.LATER
+    return Lane.REST if patient else Lane.FIRST
+
+
+def _class(submit: Submit) -> tuple[str, str]:
+    return Pipeline.PREFILL.value, submit.priority.label
+
+
+def _failure(event: Tokens | Finished | Scored | Failed) -> RankError:
+    if isinstance(event, Failed):
+        return RankError(event.message, event.code, event.status)
+    return RankError(f"expected a score, got {type(event).__name__}", "no_answer", 500)
