@@ -1,0 +1,35 @@
+"""`transformers` in padded batches, as benchmarks run it, says what our decoder says row by row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.padded import Asked, PaddedModel, batches
+from models.local import LocalModel
+
+VOCABULARY = 131
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 60, 1000])
+def test_padding_changes_no_row(tiny_checkpoint: Callable[..., Path], batch_tokens: int) -> None:
+    folder, rng = tiny_checkpoint("qwen3_moe"), random.Random(0)
+    rows = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 31, 2, 17, 30, 5)]
+    asked = [Asked(row, range(max(0, len(row) - 3), len(row))) for row in rows]
+    expected = LocalModel.load(folder, dtype="float32").forward(rows)
+    answers = dict(PaddedModel(folder, torch.float32).logits(asked, batch_tokens))
+    assert sorted(answers) == list(range(len(rows)))
+    for index, row in enumerate(asked):
+        torch.testing.assert_close(
+            answers[index], expected[index][list(row.positions)], atol=1e-4, rtol=0
+        )
+
+
+def test_batches_are_of_similar_length_and_hold_every_row_once() -> None:
+    lengths = [7, 3, 100, 8, 3, 50]
+    cut = list(batches(lengths, 24))
+    assert cut == [[1, 4, 0], [3], [5], [2]]
