@@ -72,14 +72,16 @@ class HostMemory:
         """Nothing: the last tensor or release that refers to the pages unmaps them."""
 
 
-def create_memfd(num_bytes: int) -> int:
-    """A sealed memfd of FLAG_BYTES + num_bytes, its pages allocated. Raises ChannelError."""
+def create_memfd(
+    num_bytes: int, *, advice: str = "lower channel.segment_bytes or the batch size"
+) -> int:
+    """A sealed memfd of FLAG_BYTES + num_bytes, its pages allocated. Raises ChannelError, with
+    `advice` where memory is short."""
     total = FLAG_BYTES + num_bytes
     available = psutil.virtual_memory().available
     if total > available:  # the kernel would hand out pages until it has to kill someone
         raise ChannelError(
-            f"a segment of {total} bytes exceeds the {available} bytes of free memory: lower "
-            "channel.segment_bytes or the batch size"
+            f"a segment of {total} bytes exceeds the {available} bytes of free memory: {advice}"
         )
     fd = os.memfd_create("tandem-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

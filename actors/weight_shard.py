@@ -1,0 +1,258 @@
+"""A worker's part of the experts, in a segment of memory that its peers read.
+
+    segment  | page | slot 0: gate_up, down (, their biases) | slot 1 ... |
+                      of experts [first, last) of one layer
+
+Gathered mode has a slot for every layer; hybrid mode has a window of a few, which a thread fills
+from the host store: those asked for, then those that come next in a pass.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from actors.channels.segments import FLAG_BYTES, HostMemory, create_memfd
+from contracts.clock import monotonic_s
+from contracts.errors import ChannelError
+from models.expert_loading import expert_shapes
+from models.spec import ModelSpec
+
+_ALIGNMENT_BYTES = 64
+_TOO_LARGE = "use more prefill workers, a larger prefill.resident_layers, or experts=hybrid"
+
+
+class PartSource(Protocol):
+    """Where experts [first, last) of a layer come from: the checkpoint, or a host store."""
+
+    def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
+        """Fills `into`, a tensor [last - first, *shape] for each of `expert_shapes`."""
+
+
+class Part:
+    """Experts [first, last) of a layer as bytes: the tensors of `expert_shapes`, one after the
+    other."""
+
+    def __init__(self, model: ModelSpec, dtype: torch.dtype, first: int, last: int) -> None:
+        self.first, self.last, self.dtype = first, last, dtype
+        self.shapes = tuple((last - first, *shape) for shape in expert_shapes(model))
+        self.sizes_bytes = tuple(math.prod(shape) * dtype.itemsize for shape in self.shapes)
+        self.num_bytes = sum(self.sizes_bytes)
+
+    def views(self, memory: Tensor) -> tuple[Tensor, ...]:
+        """The tensors in `memory`, uint8 [num_bytes]."""
+        pieces = torch.split(memory, list(self.sizes_bytes))
+        return tuple(
+            piece.view(self.dtype).view(shape)
+            for piece, shape in zip(pieces, self.shapes, strict=True)
+        )
+
+
+class Slots:
+    """The segment. `fd` may be passed to a peer; `offset_bytes` counts from its start."""
+
+    def __init__(self, part: Part, count: int) -> None:
+        """Raises ChannelError where the memory does not suffice."""
+        self._stride = -(-part.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.payload_bytes = max(count * self._stride, _ALIGNMENT_BYTES)
+        self.fd = create_memfd(self.payload_bytes, advice=_TOO_LARGE)
+        memory = HostMemory(self.fd, self.payload_bytes).views.memory
+        self.tensors = [
+            part.views(memory[slot * self._stride : slot * self._stride + part.num_bytes])
+            for slot in range(count)
+        ]
+
+    def offset_bytes(self, slot: int) -> int:
+        return FLAG_BYTES + slot * self._stride
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Shard(Protocol):
+    """Which slot holds a layer. Used by the server's thread and by the worker's own copying.
+
+    `want` a layer once, `take` it until it is there, `give` it back when it has been copied; or
+    `unwant` it instead, if nobody will take it any more.
+    """
+
+    slots: Slots
+
+    def want(self, layer: int) -> None:
+        """Raises ChannelError for a layer that is not part of it."""
+
+    def take(self, layer: int) -> int | None:
+        """The layer's slot, which stays as it is until `give`; None: not there yet. Raises
+        ChannelError if it could not be read."""
+
+    def unwant(self, layer: int) -> None: ...
+
+    def give(self, layer: int) -> None: ...
+
+    def wait(self, layer: int, deadline_s: float) -> int:
+        """`want`, and `take` once it is there. Raises ChannelError at the deadline."""
+
+    def close(self) -> None: ...
+
+
+class HeldShard:
+    """All layers, read at once."""
+
+    def __init__(self, layers: Sequence[int], part: Part, source: PartSource) -> None:
+        self._slot_of = {layer: slot for slot, layer in enumerate(layers)}
+        self.slots = Slots(part, len(layers))
+        for layer, tensors in zip(layers, self.slots.tensors, strict=True):
+            source.copy_part(layer, part.first, part.last, tensors)
+
+    def want(self, layer: int) -> None:
+        if layer not in self._slot_of:
+            raise ChannelError(f"layer {layer} is not in this shard")
+
+    def take(self, layer: int) -> int | None:
+        return self._slot_of[layer]
+
+    def unwant(self, layer: int) -> None:
+        """Nothing: every layer stays."""
+
+    def give(self, layer: int) -> None:
+        """Nothing: every layer stays."""
+
+    def wait(self, layer: int, deadline_s: float) -> int:
+        self.want(layer)
+        return self._slot_of[layer]
+
+    def close(self) -> None:
+        self.slots.close()
+
+
+class ShardWindow:
+    """`window` layers, filled by a thread. `ready` is called on it when a layer has come in.
+
+    Wanted layers are read first. Otherwise the thread reads ahead of the layer that was taken last,
+    in the order of a pass. A slot is filled anew when nobody has taken or wants what stands there;
+    of several, the one that was not touched for longest.
+    """
+
+    def __init__(self, layers: Sequence[int], part: Part, source: PartSource, window: int) -> None:
+        self.ready: Callable[[], None] = lambda: None
+        self.slots = Slots(part, min(window, len(layers)))
+        self._layers, self._part, self._source = list(layers), part, source
+        self._held: dict[int, int] = {}  # layer -> slot, least recently touched first
+        self._free = list(range(len(self.slots.tensors)))
+        self._wanted: Counter[int] = Counter()
+        self._taken: Counter[int] = Counter()
+        self._ahead = list(layers[: len(self.slots.tensors)])
+        self._error: str | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._fill, name="shard-window", daemon=True)
+        self._thread.start()
+
+    def want(self, layer: int) -> None:
+        with self._changed:
+            if layer not in self._layers:
+                raise ChannelError(f"layer {layer} is not in this shard")
+            self._wanted[layer] += 1
+            self._changed.notify_all()
+
+    def take(self, layer: int) -> int | None:
+        with self._changed:
+            if self._error is not None:
+                raise ChannelError(self._error)
+            slot = self._held.pop(layer, None)
+            if slot is None:
+                return None
+            self._held[layer] = slot
+            self._forget(self._wanted, layer)
+            self._taken[layer] += 1
+            after = self._layers.index(layer) + 1
+            count = len(self.slots.tensors) - 1
+            self._ahead = (self._layers[after:] + self._layers[:after])[:count]
+            self._changed.notify_all()
+            return slot
+
+    def unwant(self, layer: int) -> None:
+        with self._changed:
+            self._forget(self._wanted, layer)
+            self._changed.notify_all()
+
+    def give(self, layer: int) -> None:
+        with self._changed:
+            self._forget(self._taken, layer)
+            self._changed.notify_all()
+
+    def wait(self, layer: int, deadline_s: float) -> int:
+        end_s = monotonic_s() + deadline_s
+        self.want(layer)
+        with self._changed:
+            while (slot := self.take(layer)) is None:
+                left_s = end_s - monotonic_s()
+                if left_s <= 0.0 or self._closed:
+                    self._forget(self._wanted, layer)
+                    raise ChannelError(
+                        f"layer {layer} did not come from the host store in {deadline_s:g} s"
+                    )
+                self._changed.wait(left_s)
+        return slot
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(10.0)
+        self.slots.close()
+
+    @staticmethod
+    def _forget(counts: Counter[int], layer: int) -> None:
+        counts[layer] -= 1
+        if counts[layer] <= 0:
+            del counts[layer]
+
+    def _fill(self) -> None:
+        while (step := self._next()) is not None:
+            layer, slot = step
+            part, error = self._part, None
+            try:
+                self._source.copy_part(layer, part.first, part.last, self.slots.tensors[slot])
+            except Exception as problem:  # noqa: BLE001 - it is raised by every `take`
+                error = f"layer {layer} cannot be read: {problem}"
+            with self._changed:
+                self._error = error
+                self._held[layer] = slot
+                self._changed.notify_all()
+            self.ready()
+            if error is not None:
+                return
+
+    def _next(self) -> tuple[int, int] | None:
+        """The next layer to read and where to; waits for both. None: closed."""
+        with self._changed:
+            while not self._closed:
+                layer = self._missing()
+                if layer is not None and (slot := self._slot_for(layer)) is not None:
+                    return layer, slot
+                self._changed.wait()
+        return None
+
+    def _missing(self) -> int | None:
+        wanted = [layer for layer in (*self._wanted, *self._ahead) if layer not in self._held]
+        return wanted[0] if wanted else None
+
+    def _slot_for(self, layer: int) -> int | None:
+        if self._free:
+            return self._free.pop()
+        ahead = () if layer in self._wanted else self._ahead
+        for held in self._held:
+            if held not in self._wanted and held not in self._taken and held not in ahead:
+                return self._held.pop(held)
+        return None

@@ -1,0 +1,246 @@
+"""AsyncEP's gather (MoE-Prefill, Section 6): each of N workers keeps 1/N of every layer's experts,
+gives them to its peers, and fetches theirs.
+
+    copy(layer, into)     into:  | peer 0's part | own part | peer 2's part |
+                                   socket or       memory     socket or
+                                   its segment                its segment      all at once
+
+A peer that dies or falls silent costs one wait of `channel.silence_s`. From then on its part comes
+from the fallback (the checkpoint, or a host store): slower, and right. It is dialled again now and
+then, and taken back when `connect` names its new address.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import select
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from actors.channels.handshake import Identity
+from actors.weight_link import WeightLink, bytes_of, join
+from actors.weight_server import WeightServer
+from actors.weight_shard import Part, PartSource, Shard
+from actors.weight_wire import Terms, digest
+from contracts.clock import monotonic_s
+from contracts.errors import ChannelError, PeerError, PeerHungError, ResourceError
+from contracts.worker import Group, WorkerSpec, rank_name
+from models.expert_store import ExpertBuffer
+from models.spec import ModelSpec
+from planner.placement import ExpertPlacement
+
+log = logging.getLogger(__name__)
+
+REDIAL_S = 5.0
+
+
+def own_part(spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype) -> Part:
+    """The experts that the worker keeps."""
+    return Part(model, dtype, *_bounds(model, spec.prefill_ranks)[spec.rank])
+
+
+def check_placement(spec: WorkerSpec) -> None:
+    """Raises ResourceError where weights cannot be gathered as asked for."""
+    if spec.device != "cpu" or spec.backend not in ("shm", "tcp"):
+        raise ResourceError(
+            f"prefill.experts={spec.config.prefill.experts} moves weights between CPU workers over "
+            f"shm or tcp, not to {spec.device} over {spec.backend}: set prefill.experts to "
+            "resident or streamed"
+        )
+
+
+def _bounds(model: ModelSpec, workers: int) -> list[tuple[int, int]]:
+    first = ExpertPlacement.contiguous(model.num_experts, workers).first_slot.tolist()
+    return list(itertools.pairwise(first))
+
+
+class PeerSource:
+    """An ExpertSource. `connect` at any time, from any thread; `copy` and `close` by the store.
+    `received_bytes`, `fallbacks` (parts that did not come from their peer): so far."""
+
+    def __init__(
+        self, spec: WorkerSpec, model: ModelSpec, part: Part, shard: Shard, fallback: PartSource
+    ) -> None:
+        """`part`: what `own_part` says; `shard` holds it. Raises ResourceError."""
+        check_placement(spec)
+        self.name = spec.name
+        self._spec, self._config = spec, spec.config.channel
+        self.shard = shard
+        self.address = ""
+        self._part, self._fallback = part, fallback
+        self._bounds = {
+            rank_name(Group.PREFILL, rank): bounds
+            for rank, bounds in enumerate(_bounds(model, spec.prefill_ranks))
+        }
+        same = digest(model, str(part.dtype), spec.prefill_ranks)
+        self._me = Identity(name=spec.name, token=spec.token, epoch=None)
+        self._terms = Terms(spec.epoch, same, shard.slots.payload_bytes)
+        self._server = WeightServer(self._me, self._terms, shard, part.num_bytes, self._config)
+        self._lock = threading.Lock()  # guards the three below
+        self._addresses: dict[str, str] = {}
+        self._epochs: dict[str, int] = {}
+        self._arrived: dict[str, WeightLink] = {}
+        self._links: dict[str, WeightLink] = {}
+        self._lost: dict[str, str] = {}  # peer -> reason
+        self._closing = threading.Event()
+        self._redial_thread: threading.Thread | None = None
+        self._before_bytes = 0  # of links that are gone
+        self.fallbacks = 0
+
+    def listen(self, host: str) -> str:
+        """Starts to serve the peers. Returns the address for their `connect`."""
+        self.address = self._server.listen(host, shared_memory=self._spec.backend == "shm")
+        return self.address
+
+    def connect(self, addresses: Mapping[str, str]) -> None:
+        """Joins the peers named, again where one has a new address. Raises ChannelError."""
+        for peer, address in addresses.items():
+            if peer not in self._bounds or peer == self.name:
+                continue
+            with self._lock:
+                there = peer in self._links or peer in self._arrived
+                known = there and self._addresses.get(peer) == address
+                self._addresses[peer] = address
+            if not known:
+                self._dial(peer, address, self._config.deadline_s)
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Why each of the peers whose part now comes from the fallback does not give it."""
+        return {
+            peer: self._lost.get(peer, f"{peer} has not been joined yet")
+            for peer, (first, last) in self._bounds.items()
+            if first < last and peer != self.name and peer not in self._links
+        }
+
+    @property
+    def received_bytes(self) -> int:
+        return self._before_bytes + sum(link.received_bytes for link in list(self._links.values()))
+
+    def copy(self, layer: int, into: ExpertBuffer) -> None:
+        self._adopt()
+        asked = [link for link in list(self._links.values()) if self._ask(link, layer, into)]
+        self._copy_own(layer, into)
+        self._gather({link.fileno(): link for link in asked})
+        for peer in self.lost:
+            first, last = self._bounds[peer]
+            self._fallback.copy_part(layer, first, last, into.part(first, last))
+            self.fallbacks += 1
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._redial_thread is not None:
+            self._redial_thread.join(self._config.deadline_s)
+        self._server.close()
+        with self._lock:
+            links = [*self._links.values(), *self._arrived.values()]
+        for link in links:
+            link.close()
+        self.shard.close()
+
+    def _ask(self, link: WeightLink, layer: int, into: ExpertBuffer) -> bool:
+        first, last = self._bounds[link.peer]
+        if first == last:
+            return False
+        try:
+            link.ask(layer, bytes_of(into.part(first, last)))
+        except PeerError as error:
+            self._lose(link, error)
+            return False
+        return True
+
+    def _copy_own(self, layer: int, into: ExpertBuffer) -> None:
+        slot = self.shard.wait(layer, self._config.deadline_s)
+        mine: Sequence[Tensor] = into.part(self._part.first, self._part.last)
+        for out, held in zip(mine, self.shard.slots.tensors[slot], strict=True):
+            out.copy_(held)
+        self.shard.give(layer)
+
+    def _gather(self, under_way: dict[int, WeightLink]) -> None:
+        """Takes what the links bring, until each is through or lost."""
+        poll = select.poll()
+        for fd in under_way:
+            poll.register(fd, select.POLLIN)
+        while under_way:
+            oldest_s = min(link.progress_s for link in under_way.values())
+            left_s = oldest_s + self._config.silence_s - monotonic_s()
+            ready = {fd for fd, _ in poll.poll(1e3 * max(left_s, 0.0))}
+            for fd, link in list(under_way.items()):
+                if self._advance(link, overdue=fd not in ready):
+                    del under_way[fd]
+                    poll.unregister(fd)
+
+    def _advance(self, link: WeightLink, *, overdue: bool) -> bool:
+        """Whether nothing more is to come from the link."""
+        try:
+            if not overdue:
+                return link.advance()
+            silence_s = self._config.silence_s
+            if monotonic_s() - link.progress_s < silence_s:
+                return False
+            if link.advance():  # bytes too few to wake for are a sign of life too
+                return True
+            if monotonic_s() - link.progress_s >= silence_s:
+                raise PeerHungError(f"{link.peer} sent nothing for {silence_s:g} s", link.peer)
+        except PeerError as error:
+            self._lose(link, error)
+            return True
+        return False
+
+    # --- losing and joining
+
+    def _lose(self, link: WeightLink, error: PeerError) -> None:
+        link.close()
+        self._before_bytes += link.received_bytes
+        del self._links[link.peer]
+        self._lost[link.peer] = error.message
+        log.warning("weights_from_fallback peer=%s reason=%s", link.peer, error.message)
+        if self._redial_thread is None:
+            self._redial_thread = threading.Thread(
+                target=self._redial, name=f"{self.name}-redial", daemon=True
+            )
+            self._redial_thread.start()
+
+    def _dial(self, peer: str, address: str, deadline_s: float) -> None:
+        newest = self._epochs.get(peer, 0)
+        try:
+            link = join(peer, address, self._me, self._terms, newest, deadline_s)
+        except ChannelError as error:
+            raise type(error)(f"cannot join {peer}: {error.message}", *error.args[1:]) from None
+        with self._lock:
+            before = self._arrived.get(peer)
+            self._arrived[peer] = link
+            self._epochs[peer] = max(newest, link.epoch)
+        if before is not None:
+            before.close()
+
+    def _adopt(self) -> None:
+        """Takes over links that other threads have made."""
+        with self._lock:
+            arrived, self._arrived = self._arrived, {}
+        for peer, link in arrived.items():
+            old = self._links.pop(peer, None)
+            if old is not None:
+                old.close()
+                self._before_bytes += old.received_bytes
+            if self._lost.pop(peer, None) is not None:
+                log.warning("weights_from_peer_again peer=%s", peer)
+            self._links[peer] = link
+
+    def _redial(self) -> None:
+        """Tries lost peers at the address that was heard of last: one that only hung comes back."""
+        while not self._closing.wait(REDIAL_S):
+            for peer in list(self._lost):
+                with self._lock:
+                    waits = peer in self._arrived
+                    address = self._addresses[peer]
+                if waits:
+                    continue
+                try:
+                    self._dial(peer, address, self._config.silence_s)
+                except ChannelError as error:
+                    log.debug("redial_failed peer=%s reason=%s", peer, error.message)

@@ -1,0 +1,66 @@
+"""What a worker and a peer that gathers from it say to each other.
+
+After the handshake (purpose "weights", `Terms` on both sides; over shared memory the server's first
+byte brings the segment's descriptor), on one connection per direction:
+
+    peer    WANT layer                                   DONE layer
+    server              (WAIT ...)  HERE layer | bytes
+                                                         over shared memory: no bytes, an offset
+
+One layer at a time. WAIT is a sign of life while a layer comes from the host store. What stands in
+the segment may be overwritten after DONE, or once the connection is closed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import msgspec
+
+from contracts.errors import HandshakeError
+from models.spec import ModelSpec
+
+PURPOSE = "weights"
+WANT, DONE = 1, 2
+WAIT, HERE, FAILED = 1, 2, 3
+REQUEST = struct.Struct("<BI")  # kind, layer
+REPLY = struct.Struct("<BIQ")  # kind, layer; bytes that follow, or the offset in the segment
+
+
+class Terms(msgspec.Struct, frozen=True, array_like=True):
+    """What both sides must agree on before weights move.
+
+    epoch: the worker's incarnation: an older one than was heard of under a name is refused.
+    same: a digest of the model's shape, its dtype and the number of workers, equal on all.
+    segment_bytes: payload of the server's segment, over shared memory.
+    """
+
+    epoch: int
+    same: bytes
+    segment_bytes: int = 0
+
+
+def digest(model: ModelSpec, dtype: str, workers: int) -> bytes:
+    return hashlib.sha256(msgspec.json.encode((model, dtype, workers))).digest()
+
+
+def read_terms(extra: bytes, name: str) -> Terms:
+    """Raises HandshakeError."""
+    try:
+        return msgspec.msgpack.decode(extra, type=Terms)
+    except msgspec.MsgspecError:
+        raise HandshakeError(f"{name} did not come for weights") from None
+
+
+def check_terms(theirs: Terms, mine: Terms, name: str, newest_epoch: int) -> None:
+    """Raises HandshakeError."""
+    if theirs.same != mine.same:
+        raise HandshakeError(
+            f"{name} holds experts of another model, dtype or number of workers: start all prefill "
+            "workers with the same configuration"
+        )
+    if theirs.epoch < newest_epoch:
+        raise HandshakeError(
+            f"{name} is at epoch {theirs.epoch}, which has been replaced by {newest_epoch}"
+        )
