@@ -124,8 +124,7 @@ def _groups(spec: PlanSpec, plan: Plan, amount: float) -> tuple[GroupRun, ...]:
         )
     sizes = [stop - start for start, stop in token_group_bounds(experts, plan.r2)]
     return tuple(
-        _expert_group(spec, amount, part / experts, len(list(run)))
-        for part, run in itertools.groupby(sizes)
+        _expert_group(spec, amount, size, len(list(run))) for size, run in itertools.groupby(sizes)
     )
 
 
@@ -135,11 +134,11 @@ def token_groups(spec: PlanSpec, amount: float, r2: int) -> GroupRun:
     return GroupRun(r2, stages.a2e.at(me), stages.expert.at(me), stages.e2a.at(me))
 
 
-def _expert_group(spec: PlanSpec, amount: float, part: float, repeats: int) -> GroupRun:
-    """`repeats` groups of `part` of a rank's experts: the part of the tokens, as in a token group,
-    but also only the part of the launches."""
-    stages, me = spec.stages, spec.me(amount, 1) * part
-    launches_ms = stages.expert.alpha_ms * part
-    return GroupRun(
-        repeats, stages.a2e.at(me), launches_ms + stages.expert.beta_ms * me, stages.e2a.at(me)
-    )
+def _expert_group(spec: PlanSpec, amount: float, experts: int, repeats: int) -> GroupRun:
+    """`repeats` groups of so many of a rank's experts: of the pairs and launches their share, of
+    the links' tokens those that chose any of them."""
+    stages, me = spec.stages, spec.me(amount, 1)
+    part = experts / (spec.experts_per_rank or experts)
+    sent = me * spec.link_fraction(experts)
+    expert_ms = stages.expert.at(me) * part
+    return GroupRun(repeats, stages.a2e.at(sent), expert_ms, stages.e2a.at(sent))

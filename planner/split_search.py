@@ -10,6 +10,8 @@ from planner.alternatives import Alternative, Workload, alternatives
 from planner.cost_model import (
     Deployment,
     chunk_costs,
+    find_link,
+    link_fractions,
     stage_models,
     tokens_per_expert,
 )
@@ -70,6 +72,11 @@ def plan_spec(workload: Workload, deployment: Deployment, max_r2: int = DEFAULT_
             max_r2=max_r2,
             has_shared=shape.num_shared_experts > 0,
             experts_per_rank=shape.experts_per_rank(deployment.expert_ranks),
+            link_fractions=link_fractions(
+                find_link(hardware, deployment, "a2e", workload.backend),
+                shape,
+                deployment.expert_ranks,
+            ),
             **chunk_costs(hardware.attention, shape, deployment),
         )
     except ValueError as error:  # what stages.py refuses; the fields are those of the file too

@@ -19,6 +19,9 @@ def specs(draw: st.DrawFn, *, max_samples: int = 8, max_r2: int = 8) -> PlanSpec
     # Betas per sample, so that no stage is always the slowest.
     per_x = {"attention": 1.0, "shared": 1.0, "expert": tokens, "a2e": tokens, "e2a": tokens}
     stages = {name: Linear(draw(_ALPHAS_MS), draw(_BETAS_MS) / x) for name, x in per_x.items()}
+    experts = draw(st.integers(1, 8))
+    power = draw(st.floats(0.1, 1.0))
+    parts = tuple((some / experts) ** power for some in range(1, experts + 1))
     return PlanSpec(
         stages=StageModels(**stages),
         tokens_per_expert_per_sample=tokens,
@@ -26,7 +29,8 @@ def specs(draw: st.DrawFn, *, max_samples: int = 8, max_r2: int = 8) -> PlanSpec
         max_samples=draw(st.integers(1, max_samples)),
         max_r2=draw(st.integers(1, max_r2)),
         has_shared=draw(st.booleans()),
-        experts_per_rank=draw(st.integers(1, 8)),
+        experts_per_rank=experts,
+        link_fractions=draw(st.sampled_from([None, parts])),
         attention_quadratic_fraction=draw(st.floats(0.0, 1.0)),
         attention_chunk_ms=draw(_ALPHAS_MS),
         attention_context_ms=draw(_ALPHAS_MS),

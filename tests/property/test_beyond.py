@@ -81,7 +81,11 @@ def test_only_the_kinds_asked_for_are_used(spec: PlanSpec, kind: Beyond) -> None
 @given(specs())
 def test_what_the_spec_has_no_numbers_for_is_left_out(spec: PlanSpec) -> None:
     bare = msgspec.structs.replace(
-        spec, experts_per_rank=None, attention_quadratic_fraction=None, has_shared=False
+        spec,
+        experts_per_rank=None,
+        link_fractions=None,
+        attention_quadratic_fraction=None,
+        has_shared=False,
     )
     plan = solve_beyond(bare, EVERYTHING).plan
     assert not plan.expert_wise
@@ -112,7 +116,9 @@ def test_the_bound_counts_the_smaller_of_unequal_expert_groups_where_it_must() -
     stages = msgspec.structs.replace(
         spec.stages, expert=Linear(0.0, 9.0), a2e=Linear(0.0, 3.0), e2a=Linear(0.0, 0.3)
     )
-    spec = msgspec.structs.replace(spec, stages=stages, experts_per_rank=3, num_layers=1)
+    spec = msgspec.structs.replace(
+        spec, stages=stages, experts_per_rank=3, link_fractions=None, num_layers=1
+    )
     plan = Plan(ma=8, r2=2, expert_wise=True)
     pieces = pieces_of(spec, plan, [8])
     bound_ms = batch_lower_bound(spec, pieces, np.array([2]), expert_wise=True)[0]

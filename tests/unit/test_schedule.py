@@ -49,6 +49,13 @@ def test_expert_wise_groups_share_the_launches_out() -> None:
     assert two.a2e_ms == pytest.approx(0.1 + 0.05 * 8)
 
 
+def test_links_that_send_a_token_once_gain_little_from_expert_wise_groups() -> None:
+    spec = msgspec.structs.replace(SPEC, link_fractions=(0.5, 0.9, 1.0))
+    (times,) = schedule_of(spec, Plan(ma=1, r2=2, expert_wise=True)).micro_batches
+    sent_ms = sorted(group.a2e_ms for group in times.groups)
+    assert sent_ms == [pytest.approx(0.1 + 0.05 * 12 * part) for part in (0.5, 0.9)]
+
+
 def test_later_chunks_of_a_sequence_attend_to_earlier_ones() -> None:
     plan = Plan(ma=2, r1=2, sequence_chunks=(0.5, 1.0))
     first, second = schedule_of(SPEC, plan).micro_batches

@@ -66,6 +66,7 @@ def test_a_time_that_cannot_be_is_refused_by_name(field: str, value: float) -> N
         ({"tokens_per_expert_per_sample": -1.0}, "tokens_per_expert_per_sample=-1"),
         ({"tokens_per_expert_per_sample": 0.01}, "raise max_samples to 100"),
         ({"attention_quadratic_fraction": 1.5}, "attention_quadratic_fraction=1.5"),
+        ({"link_fractions": (0.5, 1.0), "experts_per_rank": 3}, "link_fractions: give 3 numbers"),
         ({"attention_chunk_ms": -1.0}, "attention_chunk_ms=-1"),
         ({"num_layers": 2.5}, "num_layers"),
         ({"max_samples": None}, "max_samples"),
