@@ -21,10 +21,21 @@ from collections.abc import Sequence
 class BlockManager:
     """Block numbers 0 .. num_blocks-1; the tensors live in `models.kv_pool`."""
 
-    def __init__(self, num_blocks: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        prefix_cache: bool = True,
+        keeps: bool = True,
+        journal: bool = False,
+    ) -> None:
+        """keeps: blocks stay cached after the batch that fills them; else only sequences of one
+        batch share. journal: `take_changes` is called now and then."""
         self.num_blocks = num_blocks
         self.evicted_total = 0
         self._prefix_cache = prefix_cache
+        self._keeps = keeps
+        self._changes: dict[bytes, bool] | None = {} if journal else None  # hash -> is it held
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._references = [0] * num_blocks
@@ -77,12 +88,27 @@ class BlockManager:
 
     def commit(self, batch: int) -> None:
         """`batch` has run: its pending blocks are filled."""
-        self._pending = {block: owner for block, owner in self._pending.items() if owner != batch}
+        for block in [block for block, owner in self._pending.items() if owner == batch]:
+            if not self._keeps:
+                self._forget(block)
+                continue
+            del self._pending[block]
+            if self._changes is not None:
+                self._changes[self._hash_of[block]] = True
 
     def abandon(self, batch: int) -> None:
         """`batch` failed: what it would have filled is forgotten."""
         for block in [block for block, owner in self._pending.items() if owner == batch]:
             self._forget(block)
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """(stored, evicted): hashes whose blocks the cache now holds, or no longer, that changed
+        since the last call."""
+        if not self._changes:
+            return [], []
+        changes, self._changes = self._changes, {}
+        stored = [digest for digest, held in changes.items() if held]
+        return stored, [digest for digest, held in changes.items() if not held]
 
     def release(self, blocks: Sequence[int]) -> None:
         """Gives references back. The last blocks of a chain are evicted first."""
@@ -107,10 +133,12 @@ class BlockManager:
         return block
 
     def _forget(self, block: int) -> None:
-        self._pending.pop(block, None)
+        pending = self._pending.pop(block, None) is not None
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
+            if self._changes is not None and not pending:
+                self._changes[digest] = False
 
     def check(self, tables: Sequence[Sequence[int]]) -> None:
         """Raises RuntimeError unless the books balance. `tables`: those of all live sequences.

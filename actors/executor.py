@@ -36,7 +36,7 @@ from actors.micro_batch import BatchRun, MicroBatch, cut_batch
 from actors.scheduler import Chunk, ScheduledBatch
 from actors.timeline import Timeline
 from contracts.clock import Clock
-from contracts.errors import PeerError
+from contracts.errors import ChannelError, PeerError
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
 from contracts.requests import Priority
@@ -94,6 +94,10 @@ class Executor:
         self._expert_groups: dict[int, NDArray[np.int64]] = {}  # by number of groups
         self._runs: dict[int, BatchRun] = {}
         self.lost: PeerLost | None = None
+
+    @property
+    def failure(self) -> ChannelError | None:
+        return None if self.lost is None else self.lost.error
 
     @property
     def in_flight(self) -> int:

@@ -1,4 +1,5 @@
-"""A whole attention/expert group as plain processes of this machine, without Ray."""
+"""A whole attention/expert group, prefill workers, or both, as plain processes of this machine,
+without Ray."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ class LocalGroup:
         formation = Formation(config, model_folder, self.token, 1, backend, hardware)
         attention = [Seat(device, "127.0.0.1", groups.attention_ranks)] * groups.attention_ranks
         expert = [Seat(device, "127.0.0.1", groups.attention_ranks)] * groups.expert_ranks
+        prefill = [Seat(device, "127.0.0.1", groups.prefill_ranks)] * groups.prefill_ranks
         planners = [Seat("cpu", "127.0.0.1", 1)] if planner else []
-        self._specs = make_specs(formation, attention, expert, planners)
+        self._specs = make_specs(formation, attention, expert, planners, prefill)
         self._timeout_s = groups.ready_timeout_s
         self.processes: dict[str, RankProcess] = {}
         self.ready: list[RankReady] = []
@@ -67,11 +69,11 @@ class LocalGroup:
 
     @property
     def client_addresses(self) -> dict[str, str]:
-        """Name -> address of each attention rank, for the ingress's clients."""
+        """Name -> address of each attention rank and prefill worker, for the ingress's clients."""
         return {
             ready.name: ready.client_address
             for spec, ready in zip(self._specs, self.ready, strict=True)
-            if spec.group is Group.ATTENTION
+            if spec.group in (Group.ATTENTION, Group.PREFILL)
         }
 
     def status(self, timeout_s: float = 10.0) -> list[RankStatus]:

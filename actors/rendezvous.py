@@ -49,14 +49,16 @@ def make_specs(
     attention: Sequence[Seat],
     expert: Sequence[Seat],
     planner: Sequence[Seat] = (),
+    prefill: Sequence[Seat] = (),
 ) -> list[WorkerSpec]:
-    """One spec per rank: attention ranks first, the planner, if any, last."""
+    """One spec per rank: attention ranks first, then expert ranks, prefill workers, the planner."""
     return [
         WorkerSpec(
             group=group,
             rank=rank,
             attention_ranks=len(attention),
             expert_ranks=len(expert),
+            prefill_ranks=len(prefill),
             model_folder=formation.model_folder,
             token=formation.token,
             epoch=formation.epoch,
@@ -70,6 +72,7 @@ def make_specs(
         for group, seats in (
             (Group.ATTENTION, attention),
             (Group.EXPERT, expert),
+            (Group.PREFILL, prefill),
             (Group.PLANNER, planner),
         )
         for rank, seat in enumerate(seats)
@@ -90,14 +93,14 @@ def form_group(
         "load its weights",
         deadline_s,
     )
-    addresses = {
-        answer.name: answer.channel_address
-        for spec, answer in zip(specs, ready, strict=True)
-        if spec.group is Group.EXPERT
-    }
-    attention = [(spec.name, h) for spec, h in pairs if spec.group is Group.ATTENTION]
-    connecting = [(name, handle.call("connect", addresses)) for name, handle in attention]
-    _gather(connecting, "connect to the expert ranks", deadline_s)
+    for group, peers, who in (
+        (Group.ATTENTION, Group.EXPERT, "the expert ranks"),
+        (Group.PREFILL, Group.PREFILL, "the other prefill workers"),
+    ):
+        addresses = channel_addresses(ready, peers)
+        members = [(spec.name, h) for spec, h in pairs if spec.group is group]
+        connecting = [(name, handle.call("connect", addresses)) for name, handle in members]
+        _gather(connecting, f"connect to {who}", deadline_s)
     for spec, answer in zip(specs, ready, strict=True):
         if spec.group is Group.PLANNER:
             address = answer.channel_address
@@ -106,6 +109,16 @@ def form_group(
     starting = [(spec.name, handle.call("start")) for spec, handle in pairs]
     _gather(starting, "start its loop", deadline_s)
     return ready
+
+
+def channel_addresses(ready: Sequence[RankReady], group: Group) -> dict[str, str]:
+    """Name -> channel address of those of `group` that have one: what their peers' `connect`
+    takes."""
+    return {
+        answer.name: answer.channel_address
+        for answer in ready
+        if answer.channel_address and answer.name.startswith(f"{group.value}-")
+    }
 
 
 def _gather(futures: Sequence[tuple[str, Future[Any]]], what: str, deadline_s: float) -> list[Any]:

@@ -9,6 +9,7 @@ of the lowest class gives its blocks back and waits again; what it has generated
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from actors.block_manager import BlockManager
@@ -40,9 +41,20 @@ class ScheduledBatch(NamedTuple):
 class Scheduler:
     """Owned by the worker's loop thread. A sequence is waiting, running, or gone."""
 
-    def __init__(self, config: ScheduleConfig, blocks: BlockManager) -> None:
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        blocks: BlockManager,
+        *,
+        whole_prompts: bool = False,
+        on_end: Callable[[Sequence], None] | None = None,
+    ) -> None:
+        """whole_prompts: a prompt is never cut; one that is longer than a batch runs as a batch of
+        its own. on_end: hears of every sequence that has gone, for whatever reason."""
         self._config = config
         self.blocks = blocks
+        self._whole_prompts = whole_prompts
+        self._on_end = on_end
         self._waiting: dict[Priority, deque[Sequence]] = {p: deque() for p in Priority}
         self._running: list[Sequence] = []
         self._by_key: dict[SequenceKey, Sequence] = {}
@@ -88,6 +100,8 @@ class Scheduler:
         else:
             self._waiting[sequence.priority].remove(sequence)
         self._drop_blocks(sequence)
+        if self._on_end is not None:
+            self._on_end(sequence)
 
     def next_batch(self) -> ScheduledBatch | None:
         """The next batch, its blocks allocated; None if nothing can run."""
@@ -156,7 +170,7 @@ class Scheduler:
     ) -> None:
         for priority in Priority:
             queue = self._waiting[priority]
-            while queue and budget and len(chunks) < self._config.max_batch_sequences:
+            while queue and budget > 0 and len(chunks) < self._config.max_batch_sequences:
                 chunk = self._start(queue[0], budget, len(chunks), providers, number)
                 if chunk is None:
                     return  # first come, first served: nobody slips past a sequence that waits
@@ -171,6 +185,10 @@ class Scheduler:
         matched = self.blocks.match(sequence.hashes[:shareable], batch=number)
         cached = len(matched) * sequence.block_tokens
         stop = min(len(sequence.token_ids), cached + budget)
+        if self._whole_prompts and stop < len(sequence.token_ids):
+            if index > 0:
+                return None
+            stop = len(sequence.token_ids)
         table = self.blocks.take(matched, sequence.blocks_for(stop) - len(matched))
         if table is None:
             return None

@@ -5,16 +5,18 @@ from __future__ import annotations
 from actors.attention_worker import AttentionWorker
 from actors.expert_worker import ExpertWorker
 from actors.planner_worker import PlannerWorker
+from actors.prefill_worker import PrefillWorker
 from actors.stub_worker import StubWorker
 from contracts.errors import LaunchError
 from contracts.events import TaskSpan
 from contracts.plan import Plan
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
 
-Worker = AttentionWorker | ExpertWorker | PlannerWorker | StubWorker
+Worker = AttentionWorker | ExpertWorker | PrefillWorker | PlannerWorker | StubWorker
 _KINDS: dict[Group, type[Worker]] = {
     Group.ATTENTION: AttentionWorker,
     Group.EXPERT: ExpertWorker,
+    Group.PREFILL: PrefillWorker,
     Group.PLANNER: PlannerWorker,
 }
 
@@ -34,9 +36,9 @@ class WorkerShell:
         self._made.connect(addresses)
 
     def join_planner(self, address: str) -> None:
-        """Ranks only: connects to the planner in the background."""
+        """Attention and expert ranks only: connects to the planner in the background."""
         worker = self._made
-        if not isinstance(worker, PlannerWorker):
+        if isinstance(worker, AttentionWorker | ExpertWorker):
             worker.join_planner(address)
 
     def start(self) -> None:
@@ -72,6 +74,4 @@ class WorkerShell:
 def _make(spec: WorkerSpec) -> Worker:
     if spec.group is not Group.PREFILL:
         return _KINDS[spec.group](spec)
-    if spec.config.prefill.engine == "stub":
-        return StubWorker(spec)
-    raise LaunchError(f"{spec.name}: there is only the engine prefill.engine=stub")
+    return StubWorker(spec) if spec.config.prefill.engine == "stub" else PrefillWorker(spec)

@@ -34,16 +34,31 @@ class WorkerLog:
         self._progress: dict[RequestKey, int] = {}
         self._cache: dict[bytes, bool] = {}  # what became of a block last
         self._ended: list[RequestKey] = []
+        self._open: set[RequestKey] = set()
+
+    def __contains__(self, key: RequestKey) -> bool:
+        """Whether a request of that key is open."""
+        return key in self._open
+
+    def ends(self, key: RequestKey) -> bool:
+        """Whether the next report will say that one has ended."""
+        return key in self._ended
 
     @property
     def load(self) -> int:
         """Work of the requests that are open, as of the last report."""
         return self._state.requests.load
 
+    @property
+    def calibration(self) -> Calibration | None:
+        """As last reported."""
+        return self._state.calibration
+
     def calibrated(self, calibration: Calibration) -> None:
         self._calibration = calibration
 
     def accepted(self, prompt: Prompt) -> None:
+        self._open.add(prompt.key)
         self._accepted.append(prompt)
 
     def progressed(self, key: RequestKey, done_tokens: int) -> None:
@@ -56,6 +71,7 @@ class WorkerLog:
         self._cache.update(dict.fromkeys(digests, False))
 
     def ended(self, key: RequestKey) -> None:
+        self._open.remove(key)
         self._ended.append(key)
 
     def report(self) -> WorkerReport | None:

@@ -10,7 +10,8 @@ import msgspec
 
 class Stage(enum.StrEnum):
     """Stages as the metrics name them (`tandem_stage_seconds{stage}`). SEND: a rank cuts and sends
-    packets; FINISH: logits and sampling; WAIT: it has nothing to do."""
+    packets; FINISH: logits and sampling; WAIT: it has nothing to do; GATHER, HOST_COPY: a layer's
+    experts come from other workers, or from the host's memory."""
 
     ATTENTION = "attention"
     SHARED = "shared"
@@ -20,6 +21,8 @@ class Stage(enum.StrEnum):
     SEND = "send"
     FINISH = "finish"
     WAIT = "wait"
+    GATHER = "gather"
+    HOST_COPY = "host_copy"
 
 
 class TaskSpan(msgspec.Struct, frozen=True, array_like=True):

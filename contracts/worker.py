@@ -51,8 +51,9 @@ def rank_name(group: Group, rank: int) -> str:
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank has loaded its weights and listens. `client_address`: attention ranks only.
-    `channel_address`: expert ranks', and where the planner listens."""
+    """A rank has loaded its weights and listens. `client_address`: attention ranks and prefill
+    workers. `channel_address`: expert ranks', where a prefill worker hands out its experts ("" if
+    it does not), and where the planner listens."""
 
     name: str
     pid: int
@@ -68,6 +69,10 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     stage_s: seconds in each stage since the loop started. exposed_s: seconds in which the rank
     waited while a payload for it was under way. batches: how many ran under which plan. planner:
     "ready", or why its plans are not used. chosen: how many batches' plans came from whom.
+    computed_tokens: that batches have run; those from the prefix cache are not among them.
+    Prefill workers only: computed_flops, and peak_flops_per_s, a large product's rate here (0:
+    FLOPs cannot be counted); load and saturation, in FLOPs, or in tokens where those are not
+    counted.
     """
 
     name: str
@@ -87,3 +92,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     requeued: int = 0
     planner: str = ""
     chosen: dict[str, int] = {}
+    computed_tokens: int = 0
+    computed_flops: int = 0
+    peak_flops_per_s: float = 0.0
+    load: int = 0
+    saturation: int = 0

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.linear import PlainLinear
 from models.expert_loading import ExpertLayer, clamped_gate, expert_shapes
+from models.moe import ExpertHalf
 from models.spec import ModelSpec
 
 
@@ -61,6 +62,21 @@ class ExpertStore(Protocol):
 
     def close(self) -> None:
         """Ends threads and connections."""
+
+
+class ResidentStore:
+    """All experts of all layers, in the processor's own layout."""
+
+    waited_s = 0.0
+
+    def __init__(self, experts: ExpertHalf) -> None:
+        self._experts = experts
+
+    def fetch(self, layer: int) -> ExpertLayer:
+        return self._experts.held(layer)
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 class ExpertSource(Protocol):

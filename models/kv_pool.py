@@ -28,7 +28,11 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 class KvPool:
     """Per layer one tensor [P, heads, size] for each entry; block b holds slots
-    b * block_tokens .. (b+1) * block_tokens - 1. Zeroed, so that padding never reads a NaN."""
+    b * block_tokens .. (b+1) * block_tokens - 1. Zeroed, so that padding never reads a NaN.
+
+    one_layer: all layers use the same tensors, one after the other: enough for a batch that runs
+    through all layers alone, and is not read again.
+    """
 
     def __init__(
         self,
@@ -37,19 +41,22 @@ class KvPool:
         block_tokens: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        one_layer: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.device = torch.device(device)
-        self.num_bytes = num_blocks * block_tokens * kv_bytes_per_token(spec, dtype)
         slots = num_blocks * block_tokens
-        self._layers = tuple(
+        kept = [
             tuple(
                 torch.zeros(slots, *shape, dtype=dtype, device=self.device)
                 for shape in kv_entry_shapes(spec)
             )
-            for _ in range(spec.num_layers)
-        )
+            for _ in range(1 if one_layer else spec.num_layers)
+        ]
+        self.num_bytes = sum(tensor.nbytes for layer in kept for tensor in layer)
+        self._layers = tuple(kept * spec.num_layers if one_layer else kept)
 
     def entries(self, layer: int) -> tuple[Tensor, ...]:
         """(K, V) of a layer, or its latents alone, each [P, heads, size]."""

@@ -9,13 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels.routing import group_by_expert, local_index
+from kernels.routing import local_index
 from models.batch import AttentionBatch, SequenceSlice
 from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.decoder import AttentionHalf
 from models.kv_pool import KvPool
 from models.loading import Progress
-from models.moe import ExpertHalf
+from models.moe import ExpertHalf, expert_sums
 from models.router import Routed
 from models.spec import ModelSpec
 
@@ -103,10 +103,7 @@ class LocalModel:
         """Adds the expert halves' sums, in the order of the split, to hidden_TD in place."""
         whole_TD: Tensor | None = None
         for half, local_of_E in zip(self.experts, self._local_of_E, strict=True):
-            rows_N, weights_N, counts = group_by_expert(
-                routed.topk_ids_TK, routed.topk_weights_TK, local_of_E, len(half.expert_ids)
-            )
-            out_TD = half.run(layer, routed.x_TD, rows_N, weights_N, counts)
+            out_TD = expert_sums(routed, half.held(layer), local_of_E)
             whole_TD = out_TD if whole_TD is None else whole_TD.add_(out_TD)
         if whole_TD is not None:
             hidden_TD.add_(whole_TD)

@@ -11,11 +11,26 @@ import torch
 from torch import Tensor
 
 from kernels.experts import grouped_experts
+from kernels.routing import group_by_expert
 from models import layout
 from models.checkpoint import Checkpoint
 from models.expert_loading import ExpertLayer, load_experts
 from models.loading import Loader, Progress
+from models.router import Routed
 from models.spec import ModelSpec
+
+
+def expert_sums(routed: Routed, held: ExpertLayer, local_of_E: Tensor) -> Tensor:
+    """[T, D] float32: each token's weighted sum over those of its experts that `held` has.
+
+    local_of_E [E]: index of each expert in `held`, or their number (kernels/routing.py).
+    """
+    rows_N, weights_N, counts = group_by_expert(
+        routed.topk_ids_TK, routed.topk_weights_TK, local_of_E, len(held.gate_up)
+    )
+    return grouped_experts(
+        routed.x_TD, held.gate_up, held.down, rows_N, weights_N, counts, held.clamped
+    )
 
 
 class ExpertHalf:
@@ -55,6 +70,9 @@ class ExpertHalf:
             layers[layer] = load_experts(checkpoint, spec, layer, expert_ids, loader)
             loader.layer_done()
         return ExpertHalf(spec, expert_ids, layers)
+
+    def held(self, layer: int) -> ExpertLayer:
+        return self._layers[layer]
 
     def run(
         self,

@@ -14,6 +14,7 @@ from contracts.routing import Calibration
 from planner.request_work import RequestWork
 
 MARGIN_FRACTION = 0.1  # the paper's gamma: jitter of transfers
+REFERENCE_PROMPT_TOKENS = 512
 
 
 class SaturationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,6 +39,13 @@ class SaturationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ValueError(
                 f"saturation.fallback_prompts={self.fallback_prompts}: give at least one length"
             )
+
+
+def reference_prompts(max_tokens: int, context_tokens: int) -> tuple[int, ...]:
+    """Lengths of the prompts of a reference batch of `max_tokens`: of an ordinary length each."""
+    length = min(max_tokens, context_tokens, REFERENCE_PROMPT_TOKENS)
+    whole, rest = divmod(max_tokens, length)
+    return (length,) * whole + ((rest,) if rest else ())
 
 
 def transfer_threshold_flops(

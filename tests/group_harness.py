@@ -16,7 +16,8 @@ import msgspec
 from actors.attention_worker import AttentionWorker
 from actors.channels.handshake import Identity, initiate
 from actors.expert_worker import ExpertWorker
-from actors.rendezvous import Formation, Seat, make_specs
+from actors.prefill_worker import PrefillWorker
+from actors.rendezvous import Formation, Seat, channel_addresses, make_specs
 from contracts.config import TandemConfig
 from contracts.loading import config_from
 from contracts.messages import Cancel, Event, Events, Failed, Finished, RankState, Scored, Submit
@@ -85,6 +86,43 @@ class ThreadGroup:
     def pin(self, plan: Plan) -> None:
         for worker in self.attention:
             worker.pin_plan(plan)
+
+
+class PrefillThreads:
+    """Prefill workers as threads of this process, as `ThreadGroup`."""
+
+    def __init__(
+        self, folder: Path, config: TandemConfig, *, workers: int = 1, backend: str = "shm"
+    ) -> None:
+        self.token = secrets.token_bytes(32)
+        formation = Formation(config, str(folder), self.token, 1, backend)
+        seats = [Seat("cpu", "127.0.0.1", workers)] * workers
+        self.workers: list[PrefillWorker] = []
+        try:
+            for spec in make_specs(formation, [], [], prefill=seats):
+                self.workers.append(PrefillWorker(spec))
+            addresses = channel_addresses([w.ready for w in self.workers], Group.PREFILL)
+            for worker in self.workers:
+                worker.connect(addresses)
+            for worker in self.workers:
+                worker.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> PrefillThreads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.stop()
+
+    def client(self, rank: int = 0) -> RankConnection:
+        ready = self.workers[rank].ready
+        return RankConnection(ready.name, ready.client_address, self.token)
 
 
 class RankConnection:
@@ -178,4 +216,18 @@ def greedy(max_tokens: int, **fields: Any) -> Sampling:
     return Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **fields)
 
 
-__all__ = ["Priority", "RankConnection", "ThreadGroup", "greedy", "group_config"]
+def prefill_config(**sections: Any) -> TandemConfig:
+    """As `group_config`, with a pinned threshold, which saves the reference pass."""
+    prefill = {"saturation": 10**12, "max_batch_tokens": 512, **sections.pop("prefill", {})}
+    return group_config(prefill=prefill, **sections)
+
+
+__all__ = [
+    "PrefillThreads",
+    "Priority",
+    "RankConnection",
+    "ThreadGroup",
+    "greedy",
+    "group_config",
+    "prefill_config",
+]

@@ -1,0 +1,182 @@
+"""Runs whole batches on one worker, experts included: a layer a step.
+
+    attend ──> fetch(layer) ──> experts ──> (shared) ──> … ──> finish
+                 └ waits where the store's copy is slower than the compute
+
+Between layers the worker's loop takes messages. Owned by that loop's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from actors.executor import Sink
+from actors.scheduler import Chunk, ScheduledBatch
+from actors.timeline import Timeline
+from contracts.clock import Clock
+from contracts.errors import ChannelError
+from contracts.events import Stage, TaskSpan
+from kernels.routing import local_index
+from models.batch import AttentionBatch, SequenceSlice
+from models.decoder import AttentionHalf
+from models.expert_store import ExpertStore
+from models.kv_pool import KvPool
+from models.moe import expert_sums
+from models.router import Routed
+
+
+class PrefillParts(NamedTuple):
+    """What a prefill executor works with. name: of the worker, for its spans."""
+
+    name: str
+    half: AttentionHalf
+    kv: KvPool
+    store: ExpertStore
+    sink: Sink
+    timeline: Timeline
+    clock: Clock
+
+
+class PrefillRun:
+    """A batch on its way through the layers. hidden_TD: the residual before `layer`."""
+
+    __slots__ = ("hidden_TD", "inputs", "layer", "number")
+
+    def __init__(self, number: int, inputs: AttentionBatch, hidden_TD: Tensor) -> None:
+        self.number = number
+        self.inputs = inputs
+        self.hidden_TD = hidden_TD
+        self.layer = 0
+
+
+class PrefillExecutor:
+    """One batch at a time."""
+
+    def __init__(self, parts: PrefillParts) -> None:
+        self._half = parts.half
+        self._kv = parts.kv
+        self._store = parts.store
+        self._sink = parts.sink
+        self._timeline = parts.timeline
+        self._clock = parts.clock
+        self._name = parts.name
+        spec = parts.half.spec
+        self._local_of_E = local_index(list(range(spec.num_experts)), spec.num_experts).to(
+            parts.half.device
+        )
+        self._scheduled: ScheduledBatch | None = None
+        self._run: PrefillRun | None = None
+        self._woken = threading.Event()
+        self.failure: ChannelError | None = None
+
+    @property
+    def in_flight(self) -> int:
+        return int(self._run is not None)
+
+    def wake(self) -> None:
+        """Ends a `step` that waits. Called from any thread."""
+        self._woken.set()
+
+    def submit(self, scheduled: ScheduledBatch) -> None:
+        slices = [
+            SequenceSlice(
+                chunk.sequence.token_ids[chunk.start : chunk.stop],
+                chunk.start,
+                chunk.sequence.block_table,
+            )
+            for chunk in scheduled.chunks
+        ]
+        self._scheduled = scheduled
+        self._run = self._begin(scheduled.number, slices)
+
+    def step(self, timeout_s: float) -> list[ScheduledBatch]:
+        """Runs one layer, or after the last one the head; waits if there is no batch."""
+        run, scheduled = self._run, self._scheduled
+        if run is None or scheduled is None or self.failure is not None:
+            self._woken.wait(timeout_s)
+            self._woken.clear()
+            return []
+        try:
+            if run.layer < self._half.spec.num_layers:
+                self._layer(run)
+                return []
+        except ChannelError as error:
+            self.failure = error
+            return []
+        self._finish(run, scheduled.chunks)
+        self._run = self._scheduled = None
+        return [scheduled]
+
+    def fail_all(self) -> list[ScheduledBatch]:
+        """Drops the batch in flight; returns it."""
+        dropped = [] if self._scheduled is None else [self._scheduled]
+        self._run = self._scheduled = None
+        return dropped
+
+    def time_layers(self, slices: Sequence[SequenceSlice]) -> list[float]:
+        """Runs a batch that nobody asked for, while no other runs; wall seconds of each layer that
+        has experts. Raises ChannelError."""
+        run = self._begin(-1, slices)
+        times_l = []
+        while run.layer < self._half.spec.num_layers:
+            start_s, layer = self._clock(), run.layer
+            self._layer(run)
+            if self._half.device.type == "cuda":
+                torch.cuda.synchronize(self._half.device)
+            if self._half.spec.is_moe(layer):
+                times_l.append(self._clock() - start_s)
+        return times_l
+
+    def _begin(self, number: int, slices: Iterable[SequenceSlice]) -> PrefillRun:
+        inputs = AttentionBatch.build(
+            list(slices), block_tokens=self._kv.block_tokens, device=self._kv.device
+        )
+        self._half.prepare(inputs)
+        return PrefillRun(number, inputs, self._half.embed(inputs))
+
+    def _layer(self, run: PrefillRun) -> None:
+        start_s = self._clock()
+        attended = self._half.attend(run.layer, run.hidden_TD, run.inputs, self._kv)
+        run.hidden_TD = attended.hidden_TD
+        self._span(run, Stage.ATTENTION, start_s)
+        if attended.routed is not None:
+            self._add_experts(run, attended.routed)
+        run.layer += 1
+
+    def _add_experts(self, run: PrefillRun, routed: Routed) -> None:
+        start_s, waited_s = self._clock(), self._store.waited_s
+        held = self._store.fetch(run.layer)
+        if self._store.waited_s > waited_s:
+            self._timeline.exposed_s += self._store.waited_s - waited_s
+            self._span(run, Stage.WAIT, start_s)
+        start_s = self._clock()
+        run.hidden_TD.add_(expert_sums(routed, held, self._local_of_E))
+        self._span(run, Stage.EXPERT, start_s)
+        start_s = self._clock()
+        shared_TD = self._half.shared(run.layer, routed.x_TD)
+        if shared_TD is not None:
+            run.hidden_TD.add_(shared_TD)
+            self._span(run, Stage.SHARED, start_s)
+
+    def _finish(self, run: PrefillRun, chunks: list[Chunk]) -> None:
+        start_s = self._clock()
+        self._sink(chunks, run.inputs, run.hidden_TD)
+        self._span(run, Stage.FINISH, start_s)
+
+    def _span(self, run: PrefillRun, stage: Stage, start_s: float) -> None:
+        self._timeline.add(
+            TaskSpan(
+                self._name,
+                stage,
+                start_s,
+                self._clock(),
+                run.number,
+                run.layer,
+                tokens=run.inputs.num_tokens,
+            )
+        )

@@ -1,0 +1,129 @@
+"""Prefill workers against `transformers`, against themselves in other modes, and against the
+attention/expert group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.local import LocalModel
+from tests.group_harness import (
+    PrefillThreads,
+    RankConnection,
+    ThreadGroup,
+    greedy,
+    group_config,
+    prefill_config,
+)
+
+Checkpoints = Callable[..., Path]
+VOCABULARY = list(range(131))
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {"num_experts": 11, "mlp_only_layers": [1]}),
+    ("mixtral", {"num_local_experts": 5, "sliding_window": 9}),
+    ("deepseek_v2", {}),
+    ("deepseek_v3", {}),
+    ("gpt_oss", {"num_local_experts": 5}),
+]
+MODES: list[dict[str, Any]] = [{}, {"kv_free": True}]
+
+
+def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 131, (n,), generator=generator).tolist() for n in lengths]
+
+
+def logits_of(client: RankConnection, sequences: list[list[int]]) -> torch.Tensor:
+    ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
+    return torch.tensor([client.scored(request).candidate_logits for request in ids])
+
+
+@pytest.mark.parametrize(("family", "overrides"), FAMILIES)
+def test_every_mode_gives_the_same_bits_and_the_logits_of_transformers(
+    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any]
+) -> None:
+    """Prompts one at a time, so that all modes run the same batches; one of a single token."""
+    import transformers
+
+    folder = tiny_checkpoint(family, **overrides)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    sequences = prompts(1, [23, 1, 140, 7])
+    with torch.no_grad():
+        expected = torch.stack([oracle(torch.tensor([ids])).logits[0, -1] for ids in sequences])
+    found = []
+    for mode in MODES:
+        with (
+            PrefillThreads(folder, prefill_config(prefill=mode)) as group,
+            group.client() as client,
+        ):
+            found.append(torch.cat([logits_of(client, [ids]) for ids in sequences]))
+    torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=0)
+    for mode, logits in zip(MODES, found, strict=True):
+        assert torch.equal(logits, found[0]), mode
+
+
+@pytest.mark.parametrize(("family", "overrides"), FAMILIES)
+@pytest.mark.parametrize("kv_free", [False, True])
+def test_prefixes_that_are_cached_or_shared_in_the_batch_leave_logits_unchanged(
+    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any], kv_free: bool
+) -> None:
+    folder = tiny_checkpoint(family, **overrides)
+    local = LocalModel.load(folder, dtype="float32")
+    shared = prompts(2, [50])[0]
+    sequences = [shared + tail for tail in prompts(3, [3, 1, 40, 6])]
+    expected = torch.stack([logits[-1] for logits in local.forward(sequences)])
+    config = prefill_config(prefill={"kv_free": kv_free})
+    with PrefillThreads(folder, config) as group, group.client() as client:
+        for _ in range(2):
+            blocker = client.submit(prompts(4, [400])[0], candidates=[0])  # all meet in a batch
+            ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
+            client.wait(blocker, *ids)
+            answers = [client.scored(request) for request in ids]
+            found = torch.tensor([answer.candidate_logits for answer in answers])
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            cached = [answer.usage.cached_tokens for answer in answers]
+            assert min(cached[1:]) >= 48
+        assert (cached[0] >= 48) is not kv_free, "forgotten after the batch, or kept"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_a_prefill_worker_generates_what_the_attention_expert_group_does(
+    tiny_checkpoint: Checkpoints, family: str
+) -> None:
+    folder = tiny_checkpoint(family)
+    sequences = prompts(5, [5, 19, 130])
+    with ThreadGroup(folder, group_config(1, 1)) as group, group.client() as client:
+        ids = [client.submit(seq, sampling=greedy(24)) for seq in sequences]
+        expected = [client.generated(request)[0] for request in ids]
+    config = prefill_config(prefill={"max_batch_tokens": 64})  # the last prompt in three chunks
+    with PrefillThreads(folder, config) as prefill, prefill.client() as client:
+        ids = [client.submit(seq, sampling=greedy(24)) for seq in sequences]
+        assert [client.generated(request)[0] for request in ids] == expected
+    config = prefill_config(prefill={"max_batch_tokens": 64, "kv_free": True})
+    with PrefillThreads(folder, config) as prefill, prefill.client() as client:
+        ids = [client.submit(seq, sampling=greedy(1)) for seq in sequences]
+        first = [client.generated(request)[0] for request in ids]
+        assert first == [tokens[:1] for tokens in expected]
+        failed = client.failed(client.submit(sequences[0], sampling=greedy(2)))
+        assert failed.status == 400
+        assert "max_tokens=2" in failed.message
+
+
+def test_log_probabilities_of_prompt_tokens_equal_the_single_process_path(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    local = LocalModel.load(folder, dtype="float32")
+    sequences = prompts(6, [41, 60])
+    config = prefill_config()
+    with PrefillThreads(folder, config) as group, group.client() as client:
+        ids = [client.submit(seq, score_from=20) for seq in sequences]
+        for request, seq in zip(ids, sequences, strict=True):
+            logprobs = local.forward([seq])[0].log_softmax(-1)
+            expected = [float(logprobs[p - 1, seq[p]]) for p in range(20, len(seq))]
+            found = client.scored(request).token_logprobs
+            assert found == pytest.approx(expected, abs=1e-5)
