@@ -98,8 +98,27 @@ def fill(task: ClassifyTask, text: str) -> str:
 async def tokenize_row(tokenizer: Tokenizer, task: ClassifyTask, text: str) -> Row:
     """Raises RequestError for an empty prompt, TooLongError beyond the context."""
     prompt = fill(task, text)
-    labels = [_joined(prompt, label) for label in task.labels]
-    prompt_ids, label_ids = await tokenizer.continuations_async(prompt, labels)
+    return _checked_row(task, *await tokenizer.continuations_async(prompt, _joined(prompt, task)))
+
+
+def tokenize_rows(
+    tokenizer: Tokenizer, asked: Sequence[tuple[str, ClassifyTask]]
+) -> list[Row | RequestError]:
+    """`tokenize_row` of many texts at once; a row's error in its place."""
+    prompts = [fill(task, text) for text, task in asked]
+    pairs = [
+        (prompt, _joined(prompt, task)) for prompt, (_, task) in zip(prompts, asked, strict=True)
+    ]
+    found: list[Row | RequestError] = []
+    for (_, task), ids in zip(asked, tokenizer.continuations_many(pairs), strict=True):
+        try:
+            found.append(_checked_row(task, *ids))
+        except RequestError as error:
+            found.append(error)
+    return found
+
+
+def _checked_row(task: ClassifyTask, prompt_ids: list[int], label_ids: list[list[int]]) -> Row:
     if not prompt_ids:
         raise RequestError("input: the prompt is empty", "input")
     for label, ids in zip(task.labels, label_ids, strict=True):
@@ -115,8 +134,10 @@ async def tokenize_row(tokenizer: Tokenizer, task: ClassifyTask, text: str) -> R
     return Row(prompt_ids, label_ids)
 
 
-def _joined(prompt: str, label: str) -> str:
-    return label if prompt[-1:].isspace() or label[:1].isspace() else f" {label}"
+def _joined(prompt: str, task: ClassifyTask) -> list[str]:
+    """The labels as they follow the prompt."""
+    spaced = prompt[-1:].isspace()
+    return [label if spaced or label[:1].isspace() else f" {label}" for label in task.labels]
 
 
 async def classify_row(scorer: Scorer, task: ClassifyTask, row: Row) -> Classified:

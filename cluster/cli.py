@@ -6,7 +6,6 @@ Errors are one line on standard error and exit status 2.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -18,10 +17,12 @@ from typing import Any
 
 import msgspec
 
+from cluster.bulk.arguments import EXAMPLE as BULK_EXAMPLE
+from cluster.bulk.arguments import add_options, job_of
+from cluster.config_options import add_config_options, config_of
 from cluster.hardware import known_hardware
-from contracts.config import BUNDLED, TandemConfig
-from contracts.errors import TandemError
-from contracts.loading import load_config
+from contracts.config import BUNDLED
+from contracts.errors import ConfigError, TandemError
 
 EXIT_ERROR = 2
 
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_plan(commands)
     _add_profile(commands)
+    _add_bulk(commands)
     _add_doctor(commands)
     return parser
 
@@ -107,7 +109,7 @@ def _add_command(commands: Any, name: str, help_: str, example: str) -> argparse
 
 def _add_serve(commands: Any) -> None:
     serve = _add_command(commands, "serve", "Serve a model over HTTP.", _SERVE_EXAMPLE)
-    _add_config_options(serve)
+    add_config_options(serve)
     serve.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     serve.add_argument("--port", type=int, help="port to listen on (default 8000)")
     serve.set_defaults(run=_serve)
@@ -153,45 +155,27 @@ def _add_profile(commands: Any) -> None:
     profile.set_defaults(run=_profile)
 
 
+def _add_bulk(commands: Any) -> None:
+    help_ = "Classify the rows of files, each exactly once, whatever dies in between."
+    bulk = _add_command(commands, "bulk", help_, BULK_EXAMPLE)
+    add_options(bulk)
+    add_config_options(bulk)
+    bulk.set_defaults(run=_bulk)
+
+
 def _add_doctor(commands: Any) -> None:
     doctor = _add_command(
         commands, "doctor", "Check this machine and a configuration.", _DOCTOR_EXAMPLE
     )
-    _add_config_options(doctor)
+    add_config_options(doctor)
     doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
     doctor.set_defaults(run=_doctor)
-
-
-def _add_config_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", help='Hugging Face model folder, or "bundled"')
-    command.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
-    for group in ("attention", "expert", "prefill"):
-        command.add_argument(f"--{group}-ranks", type=int, metavar="N")
-    command.add_argument("--config", type=Path, help="YAML or TOML file")
-    command.add_argument(
-        "--set", action="append", default=[], metavar="a.b=c", help="override one key; repeatable"
-    )
-
-
-def _config(options: argparse.Namespace) -> TandemConfig:
-    """The file, then --set, then the named options, each overriding the one before."""
-    named = {
-        "model.path": options.model,
-        "model.dtype": options.dtype,
-        "groups.attention_ranks": options.attention_ranks,
-        "groups.expert_ranks": options.expert_ranks,
-        "groups.prefill_ranks": options.prefill_ranks,
-        "http.host": getattr(options, "host", None),
-        "http.port": getattr(options, "port", None),
-    }
-    extra = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
-    return load_config(options.config, [*options.set, *extra])
 
 
 def _serve(options: argparse.Namespace) -> int:
     from cluster.serving import serving  # Ray takes a second to import: --help need not wait
 
-    config = _config(options)
+    config = config_of(options)
     stop = threading.Event()
     with serving(config, show_rank_logs=True) as served:
         for number in (signal.SIGINT, signal.SIGTERM):  # not earlier: ray.init sets its own
@@ -249,6 +233,34 @@ def _profile(options: argparse.Namespace) -> int:
     return 0
 
 
+def _bulk(options: argparse.Namespace) -> int:
+    job = job_of(options)
+    if (options.address is None) == (options.model is None and options.config is None):
+        raise ConfigError(
+            "give --address (a Ray cluster where Tandem runs; auto: this one), or --model or "
+            "--config to start workers for this job"
+        )
+    config = config_of(options)
+
+    from rich.console import Console
+
+    from cluster.bulk.run import run_bulk, summary_line
+    from cluster.bulk.session import own_workers, running_workers
+
+    workers = (
+        running_workers(options.address, os.environ)
+        if options.address
+        else own_workers(config, os.environ)
+    )
+    console = Console(stderr=True)
+    summary = run_bulk(job, workers, console)
+    if options.json:
+        print(_pretty(summary))
+    else:
+        console.print(summary_line(summary, job.output), soft_wrap=True, highlight=False)
+    return 0
+
+
 def _pretty(value: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(value)).decode()
 
@@ -256,7 +268,7 @@ def _pretty(value: Any) -> str:
 def _doctor(options: argparse.Namespace) -> int:
     from cluster.doctor import examine, print_findings
 
-    findings = examine(_config(options), os.environ)
+    findings = examine(config_of(options), os.environ)
     if options.json:
         print(_pretty(findings))
     else:

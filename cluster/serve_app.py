@@ -57,6 +57,10 @@ class Groups:
     async def _group(self) -> RunningGroup:
         return await asyncio.wrap_future(self._launch)
 
+    async def config(self) -> bytes:
+        """What the application was started with."""
+        return encode_config(self._config)
+
     async def directory(self) -> bytes:
         """Where the ranks are, once they are up, or what kept them from coming up."""
         try:

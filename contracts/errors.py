@@ -50,6 +50,12 @@ class LaunchError(TandemError):
     status = 503
 
 
+class JobError(TandemError):
+    """A bulk job cannot go on; what it has done is kept."""
+
+    code = "job_error"
+
+
 class RequestError(TandemError):
     """A request is wrong. Arguments: message, the field it is about (or None)."""
 

@@ -114,11 +114,22 @@ class Tokenizer:
         The rule of lm-eval: white space at the end of the prompt belongs to the continuation, and
         a continuation is encode(prompt + continuation) without its first len(encode(prompt)) ids.
         """
-        stem = prompt.rstrip()
-        tail = prompt[len(stem) :]
-        whole = [stem + tail + text for text in continuations]
-        prompt_ids, *whole_ids = self.encode_many([stem, *whole])
-        return prompt_ids, [ids[len(prompt_ids) :] for ids in whole_ids]
+        return self.continuations_many([(prompt, continuations)])[0]
+
+    def continuations_many(
+        self, pairs: Sequence[tuple[str, Sequence[str]]]
+    ) -> list[tuple[list[int], list[list[int]]]]:
+        """`continuations` of many prompts, encoded together."""
+        texts: list[str] = []
+        for prompt, continuations in pairs:
+            texts.append(prompt.rstrip())
+            texts.extend(prompt + text for text in continuations)
+        ids = iter(self.encode_many(texts))
+        found = []
+        for _, continuations in pairs:
+            prompt_ids = next(ids)
+            found.append((prompt_ids, [next(ids)[len(prompt_ids) :] for _ in continuations]))
+        return found
 
     async def continuations_async(
         self, prompt: str, continuations: Sequence[str]

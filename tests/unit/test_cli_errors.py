@@ -121,7 +121,7 @@ def model(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "model")
 
 
-def set_config(folder: Path, **fields: Any) -> None:
+def setconfig_of(folder: Path, **fields: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
@@ -162,14 +162,14 @@ def test_a_tensor_of_the_wrong_shape(run: Run, model: Path) -> None:
 
 
 def test_an_unknown_architecture(run: Run, model: Path) -> None:
-    set_config(model, model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    setconfig_of(model, model_type="gpt2", architectures=["GPT2LMHeadModel"])
     line = run("serve", "--model", str(model))
     assert "gpt2" in line
     assert "qwen3_moe" in line
 
 
 def test_unsupported_quantisation(run: Run, model: Path) -> None:
-    set_config(model, quantization_config={"quant_method": "awq"})
+    setconfig_of(model, quantization_config={"quant_method": "awq"})
     assert "awq" in run("serve", "--model", str(model))
 
 
@@ -286,13 +286,14 @@ def test_doctor_tells_an_error_as_json_and_by_its_status(
 
 
 def test_options_override_settings_and_settings_override_the_file(tmp_path: Path) -> None:
-    from cluster.cli import _config, _parser
+    from cluster.cli import _parser
+    from cluster.config_options import config_of
 
     path = tmp_path / "a.yaml"
     path.write_text("groups: {attention_ranks: 5, expert_ranks: 5}\nhttp: {port: 5}\n")
     settings = ["--set", "groups.attention_ranks=6", "--set", "groups.expert_ranks=6"]
     options = ["--config", str(path), *settings, "--expert-ranks", "7"]
-    config = _config(_parser().parse_args(["serve", *options]))
+    config = config_of(_parser().parse_args(["serve", *options]))
     assert (config.http.port, config.groups.attention_ranks, config.groups.expert_ranks) == (
         5,
         6,

@@ -1,0 +1,105 @@
+"""A chunk of rows, answered: tokenised together, then each through the scorer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from cluster.bounded import map_bounded
+from cluster.bulk.rows import Answer, Answered, Refused
+from cluster.classify import (
+    Classified,
+    ClassifyTask,
+    Row,
+    Scorer,
+    add_usage,
+    classify_row,
+    tokenize_rows,
+)
+from cluster.multilabel import YES, questions
+from contracts.clock import Clock, monotonic_s
+from contracts.errors import RequestError, TandemError
+from models.tokenizer import Tokenizer
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+
+
+class Asked(msgspec.Struct, frozen=True, array_like=True):
+    """What of a row goes to the router."""
+
+    prefix: str
+    text: str
+
+
+class BulkTask(msgspec.Struct, frozen=True, kw_only=True):
+    """task: without a prefix, each row has its own. unavailable_s: how long no row may get an
+    answer before the job gives up."""
+
+    task: ClassifyTask
+    multi_label: bool = False
+    unavailable_s: float = 120.0
+
+
+class Answering:
+    """Answers chunks; several at once. Belongs to one event loop."""
+
+    def __init__(
+        self, scorer: Scorer, tokenizer: Tokenizer, bulk: BulkTask, clock: Clock = monotonic_s
+    ) -> None:
+        self._scorer, self._tokenizer, self._bulk = scorer, tokenizer, bulk
+        self._clock = clock
+        self._last_answer_s = clock()
+
+    async def answer(self, rows: Sequence[Asked]) -> list[Answer]:
+        """Raises the last TandemError once nothing has been answered for `unavailable_s`."""
+        asked = [pair for row in rows for pair in self._questions(row)]
+        tokenized = await asyncio.to_thread(tokenize_rows, self._tokenizer, asked)
+        per_row = len(asked) // len(rows)
+
+        async def one(number: int) -> Answer:
+            first = number * per_row
+            parts = tokenized[first : first + per_row]
+            tasks = [task for _, task in asked[first : first + per_row]]
+            return await self._row(tasks, parts)
+
+        return await map_bounded(one, range(len(rows)), limit=len(rows))
+
+    def _questions(self, row: Asked) -> list[tuple[str, ClassifyTask]]:
+        task = msgspec.structs.replace(self._bulk.task, prefix=row.prefix)
+        tasks = questions(task) if self._bulk.multi_label else [task]
+        return [(row.text, each) for each in tasks]
+
+    async def _row(
+        self, tasks: Sequence[ClassifyTask], parts: Sequence[Row | RequestError]
+    ) -> Answer:
+        results: list[Classified] = []
+        for task, part in zip(tasks, parts, strict=True):
+            if isinstance(part, RequestError):
+                return Refused(part.message)
+            try:
+                results.append(await self._patiently(task, part))
+            except TandemError as error:
+                if error.retryable:
+                    raise
+                return Refused(error.message)
+        usage = add_usage([result.usage for result in results])
+        probs = [r.probs[YES] for r in results] if self._bulk.multi_label else results[0].probs
+        return Answered(probs, usage.prompt_tokens, usage.cached_tokens)
+
+    async def _patiently(self, task: ClassifyTask, row: Row) -> Classified:
+        """Asks again where that may help: a worker was lost, queues are full."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                result = await classify_row(self._scorer, task, row)
+                self._last_answer_s = self._clock()
+                return result
+            except TandemError as error:
+                silent_s = self._clock() - self._last_answer_s
+                if not error.retryable or silent_s > self._bulk.unavailable_s:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -1,0 +1,200 @@
+"""The router in a process of its own: it tokenises, routes, and waits for the workers' answers.
+
+    driver ── chunk of rows, one actor call ──> BulkRouter ── sockets ──> prefill workers
+           <── their answers ──────────────────
+
+It holds nothing that is worth keeping: when it dies, or says nothing for `HUNG_AFTER_S`, the driver
+starts another one and sends again what was not answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+
+from cluster.bulk.answering import Answering, Asked, BulkTask
+from cluster.bulk.driver import RouterLostError
+from cluster.bulk.rows import Answer
+from cluster.codec import decode_config, decode_directory
+from cluster.dispatcher import Dispatcher, DispatcherConfig
+from cluster.serve_app import APP_NAME
+from cluster.wiring import rank_clients, served_model
+from contracts.errors import JobError, TandemError
+
+log = logging.getLogger("tandem.bulk")
+
+READY_TIMEOUT_S = 120.0
+PING_EVERY_S = 1.0
+HUNG_AFTER_S = 15.0  # it shares its cores with workers, and imports torch when it starts
+MAX_LOSSES = 5  # in a row, without an answer in between
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """An error as a value: what is raised in an actor arrives with a traceback for its text."""
+
+    message: str
+
+
+class Answers(msgspec.Struct, frozen=True, tag="answers"):
+    items: list[Answer]
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    pass
+
+
+Reply = Answers | Opened | Failed
+
+
+class BulkRouter:
+    """The actor. groups: the owner of the workers, as an actor; None: the running application's."""
+
+    def __init__(self, config: bytes, bulk: bytes, groups: Any | None) -> None:
+        self._config = decode_config(config)
+        self._bulk = msgspec.msgpack.decode(bulk, type=BulkTask)
+        self._groups = groups
+        self._answering: Answering | None = None
+
+    async def open(self) -> bytes:
+        """Connects to the workers."""
+        try:
+            self._answering = await self._open()
+        except TandemError as error:
+            return msgspec.msgpack.encode(Failed(error.message))
+        return msgspec.msgpack.encode(Opened())
+
+    async def _open(self) -> Answering:
+        model, tokenizer = await asyncio.to_thread(served_model, self._config)
+        groups = self._groups or serve.get_deployment_handle("Groups", APP_NAME)
+        directory = decode_directory(await groups.directory.remote())
+        scorer = Dispatcher(
+            rank_clients(directory),
+            DispatcherConfig(
+                block_tokens=self._config.kv.block_tokens,
+                max_waiting=self._config.schedule.max_waiting,
+            ),
+        )
+        scorer.start()
+        await scorer.wait_ready()
+        limit = model.max_context_tokens
+        task = msgspec.structs.replace(self._bulk.task, max_context_tokens=limit)
+        return Answering(scorer, tokenizer, msgspec.structs.replace(self._bulk, task=task))
+
+    async def answer(self, rows: bytes) -> bytes:
+        assert self._answering is not None, "open() comes first"
+        asked = msgspec.msgpack.decode(rows, type=list[Asked])
+        try:
+            return msgspec.msgpack.encode(Answers(await self._answering.answer(asked)))
+        except TandemError as error:
+            return msgspec.msgpack.encode(Failed(error.message))
+
+    async def ping(self) -> None:
+        """That its loop turns."""
+
+
+class RayRouter:
+    """The driver's side. make: starts a BulkRouter. `restarts`: how often another one was."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._actor: Any | None = None
+        self._starting = asyncio.Lock()
+        self._watch: asyncio.Task[None] | None = None
+        self._losses = 0
+        self.restarts = -1
+
+    async def answer(self, rows: list[Asked]) -> list[Answer]:
+        actor = await self._ready()
+        try:
+            reply = _reply(await actor.answer.remote(msgspec.msgpack.encode(rows)))
+        except RayActorError as error:
+            if self._actor is actor:  # many calls tell of the same loss
+                self._actor = None
+                self._count_loss(error)
+            raise RouterLostError("the router is gone") from None
+        except RayTaskError as error:
+            raise JobError(f"the router failed: {error.cause!r}") from None
+        if not isinstance(reply, Answers):
+            raise JobError(f"the router gave up: {_message(reply)}; run again with --resume")
+        self._losses = 0
+        return reply.items
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        if self._actor is not None:
+            ray.kill(self._actor)
+            self._actor = None
+
+    async def _ready(self) -> Any:
+        async with self._starting:
+            while self._actor is None:
+                if self._losses > MAX_LOSSES:
+                    raise JobError(
+                        f"the router was lost {self._losses} times without an answer in between; "
+                        "see its log, then run again with --resume"
+                    )
+                actor = self._make()
+                try:
+                    await self._open(actor)
+                except RayActorError as error:
+                    self._count_loss(error)
+                    continue
+                self.restarts += 1
+                self._actor = actor
+                self._watch = asyncio.create_task(self._watch_over(actor))
+            return self._actor
+
+    async def _open(self, actor: Any) -> None:
+        try:
+            reply = _reply(await asyncio.wait_for(actor.open.remote(), READY_TIMEOUT_S))
+        except TimeoutError:
+            ray.kill(actor)
+            raise JobError(
+                f"the router was not connected to the workers within {READY_TIMEOUT_S:g} s; see "
+                "their log, then run again with --resume"
+            ) from None
+        if isinstance(reply, Failed):
+            raise JobError(reply.message)
+
+    def _count_loss(self, error: BaseException) -> None:
+        self._losses += 1
+        log.warning("router_lost reason=%s", str(error).strip().partition("\n")[0])
+
+    async def _watch_over(self, actor: Any) -> None:
+        """Ends a router that hangs; the calls that wait for it then fail."""
+        ping = actor.ping
+        while self._actor is actor:
+            await asyncio.sleep(PING_EVERY_S)
+            try:
+                await asyncio.wait_for(ping.remote(), HUNG_AFTER_S)
+            except TimeoutError:
+                log.warning("router_hung silent_s=%g", HUNG_AFTER_S)
+                ray.kill(actor)
+                return
+            except RayActorError:
+                return
+
+
+def router_actor(config: bytes, bulk: BulkTask, groups: Any | None) -> Any:
+    """A new BulkRouter, wherever the cluster has room."""
+    body = msgspec.msgpack.encode(bulk)
+    remote = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(BulkRouter)
+    return remote.remote(config, body, groups)
+
+
+def _reply(body: bytes) -> Reply:
+    reply: Reply = msgspec.msgpack.decode(body, type=Reply)
+    return reply
+
+
+def _message(reply: Reply) -> str:
+    return reply.message if isinstance(reply, Failed) else "an answer to another question"

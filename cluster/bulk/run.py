@@ -1,0 +1,147 @@
+"""`tandem bulk`: checks, workers, rows, summary."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cluster.bulk.answering import BulkTask
+from cluster.bulk.driver import IN_FLIGHT_ROWS, Driver, DriverSettings
+from cluster.bulk.job import BulkJob, check_job, fingerprint
+from cluster.bulk.ledger import Committed
+from cluster.bulk.output import Output
+from cluster.bulk.progress import Tally, duration, show
+from cluster.bulk.router import RayRouter, router_actor
+from cluster.bulk.session import Workers
+from cluster.bulk.sources import ReadProgress, Source, find_sources, read_all
+from cluster.bulk.windows import Window, windows_of
+from cluster.codec import encode_config
+from cluster.model_folder import resolve_model_folder
+from contracts.config import TandemConfig
+
+ROWS_PER_WORKER = 256
+
+
+def run_bulk(
+    job: BulkJob, workers: contextlib.AbstractContextManager[Workers], console: Console
+) -> dict[str, Any]:
+    """Runs the job, or what is left of it; the summary. Raises TandemError, one line."""
+    check_job(job, Path.cwd())
+    sources = find_sources(job.inputs)
+    for source in sources:
+        source.open(job.fields)  # a missing column is told before workers are started
+    with workers as started, contextlib.ExitStack() as stack:
+        folder = resolve_model_folder(started.config.model.path)
+        output = Output.open(job.output, fingerprint(job, sources, folder), resume=job.resume)
+        stack.callback(output.close)
+        known = output.summary()
+        if known is not None:
+            console.print(f"{job.output}: complete already", soft_wrap=True)
+            return known
+        restarts = asyncio.run(_run(job, sources, output, started, console))
+        summary = _summary(output.committed, restarts)
+        output.finish(summary)
+        return summary
+
+
+async def _run(
+    job: BulkJob, sources: Sequence[Source], output: Output, started: Workers, console: Console
+) -> int:
+    """Classifies all that is not committed; how often the router was started anew."""
+    tally = Tally()
+    earlier = _totals(output.committed)
+    tally.found(
+        earlier.rows_ok + earlier.rows_rejected, earlier.prompt_tokens, earlier.cached_tokens
+    )
+    bulk = BulkTask(task=job.task(), multi_label=job.multi_label, unavailable_s=job.unavailable_s)
+    config = encode_config(started.config)
+    router = RayRouter(lambda: router_actor(config, bulk, started.groups))
+    settings = DriverSettings(
+        task=job.task(),
+        multi_label=job.multi_label,
+        in_flight_rows=job.in_flight_rows or _in_flight_rows(started.config),
+    )
+    watch = ReadProgress(sum(source.file.size_bytes for source in sources))
+    records = islice(read_all(sources, job.fields, watch), job.limit)
+    windows = _counted(
+        windows_of(records, job.windows, ids=job.fields.id is not None), watch, tally, job.limit
+    )
+    showing = asyncio.create_task(show(tally, console))
+    try:
+        await Driver(output, router, settings, tally).run(windows)
+    finally:
+        showing.cancel()
+        await asyncio.gather(showing, return_exceptions=True)
+        await router.close()
+    return max(0, router.restarts)
+
+
+def _in_flight_rows(config: TandemConfig) -> int:
+    workers = config.groups.prefill_ranks or config.groups.attention_ranks
+    return max(IN_FLIGHT_ROWS, ROWS_PER_WORKER * workers)
+
+
+def _counted(
+    windows: Iterator[Window], watch: ReadProgress, tally: Tally, limit: int | None
+) -> Iterator[Window]:
+    """`windows`; tells the tally how many rows there will be, by the share of the input's bytes
+    that has been read."""
+    rows = 0
+    for window in windows:
+        rows += window.records
+        if watch.fraction > 0:
+            expected = rows / watch.fraction
+            tally.expected_rows = expected if limit is None else min(expected, limit)
+        yield window
+    tally.expected_rows = rows
+
+
+def _totals(committed: Sequence[Committed]) -> Committed:
+    """The sum of the ledger's lines."""
+    return Committed(
+        window=len(committed),
+        digest="",
+        rows_ok=sum(line.rows_ok for line in committed),
+        rows_rejected=sum(line.rows_rejected for line in committed),
+        prompt_tokens=sum(line.prompt_tokens for line in committed),
+        cached_tokens=sum(line.cached_tokens for line in committed),
+        rows_sent_again=sum(line.rows_sent_again for line in committed),
+        seconds=sum(line.seconds for line in committed),
+    )
+
+
+def _summary(committed: Sequence[Committed], restarts: int) -> dict[str, Any]:
+    """summary.json: over all runs of the job, but for router_restarts, of the last one."""
+    total = _totals(committed)
+    rows = total.rows_ok + total.rows_rejected
+    seconds = max(total.seconds, 1e-9)
+    cached = total.cached_tokens / total.prompt_tokens if total.prompt_tokens else 0.0
+    return {
+        "rows_in": rows,
+        "rows_ok": total.rows_ok,
+        "rows_rejected": total.rows_rejected,
+        "rows_sent_again": total.rows_sent_again,
+        "prompt_tokens": total.prompt_tokens,
+        "cached_tokens": total.cached_tokens,
+        "computed_tokens": total.prompt_tokens - total.cached_tokens,
+        "cached_fraction": cached,
+        "seconds": total.seconds,
+        "tokens_per_s": total.prompt_tokens / seconds,
+        "rows_per_s": rows / seconds,
+        "parts": len(committed),
+        "router_restarts": restarts,
+    }
+
+
+def summary_line(summary: dict[str, Any], output: Path) -> str:
+    return (
+        f"{output}: {summary['rows_ok']:,} rows classified, {summary['rows_rejected']:,} rejected, "
+        f"in {duration(summary['seconds'])} ({summary['rows_per_s']:,.0f} rows/s, "
+        f"{summary['tokens_per_s']:,.0f} tokens/s, {summary['cached_fraction']:.0%} cached)"
+    )

@@ -1,0 +1,76 @@
+"""Where a bulk job's workers come from: a running application, or started for the job."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import ray
+from ray import serve
+
+from cluster.codec import decode_config, decode_directory, encode_config
+from cluster.model_folder import resolve_model_folder
+from cluster.ray_session import ray_session
+from cluster.serve_app import APP_NAME, CLOSE_TIMEOUT_S, Groups
+from contracts.config import GroupsConfig, TandemConfig
+from contracts.errors import LaunchError, ResourceError
+from models.checkpoint import check_checkpoint
+
+log = logging.getLogger("tandem.bulk")
+
+ASK_TIMEOUT_S = 30.0
+
+
+class Workers(NamedTuple):
+    """groups: the actor that owns them; None: the running application's."""
+
+    config: TandemConfig
+    groups: Any | None
+
+
+@contextlib.contextmanager
+def running_workers(address: str, environment: Mapping[str, str]) -> Iterator[Workers]:
+    """Those of the Tandem application on the Ray cluster at `address`. Raises ResourceError."""
+    config = TandemConfig(groups=GroupsConfig(address=address))
+    with ray_session(config, environment, show_rank_logs=False):
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        try:
+            groups = serve.get_deployment_handle("Groups", APP_NAME)
+            body = groups.config.remote().result(timeout_s=ASK_TIMEOUT_S)
+        except Exception as error:  # noqa: BLE001 - what Serve raises if nothing of ours is there
+            first = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ResourceError(
+                f"no Tandem application answers on the Ray cluster at {address}: {first}; start it "
+                "(tandem serve), or give --model to start workers for this job"
+            ) from None
+        yield Workers(decode_config(body), None)
+
+
+@contextlib.contextmanager
+def own_workers(config: TandemConfig, environment: Mapping[str, str]) -> Iterator[Workers]:
+    """Started for the job, gone after it; on the Ray cluster of groups.address or RAY_ADDRESS, or
+    on a local one. Raises TandemError."""
+    check_checkpoint(resolve_model_folder(config.model.path))
+    with ray_session(config, environment, show_rank_logs=False):
+        groups = ray.remote(num_cpus=0)(Groups).remote(encode_config(config))
+        try:
+            timeout_s = config.groups.ready_timeout_s
+            try:
+                decode_directory(ray.get(groups.directory.remote(), timeout=timeout_s))
+            except ray.exceptions.GetTimeoutError:
+                raise LaunchError(
+                    f"the workers were not up within {timeout_s:g} s (groups.ready_timeout_s)"
+                ) from None
+            yield Workers(config, groups)
+        finally:
+            _close(groups)
+
+
+def _close(groups: Any) -> None:
+    try:
+        ray.get(groups.close.remote(), timeout=CLOSE_TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 - it is killed next, whatever it answers
+        log.warning("orderly_stop_failed error=%s", error)
+    ray.kill(groups)

@@ -1,0 +1,95 @@
+"""Windows of rows: cut the same way in every run, and sorted so that siblings meet."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from cluster.bulk.rows import InputRow, Record, Reject
+from cluster.bulk.seen_ids import SeenIds
+from cluster.classify import ClassifyTask, fill
+
+DUPLICATE = "the id has been there before; its first row is the one that is answered"
+
+
+class WindowLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """A window ends after so many rows, rejected ones included, or so many characters of text."""
+
+    rows: int = 16_384
+    characters: int = 32 << 20
+
+
+class Window(msgspec.Struct, frozen=True):
+    """Rows and rejected rows in the order of the input. digest: of all of both."""
+
+    number: int
+    rows: list[InputRow]
+    rejects: list[Reject]
+    digest: str
+
+    @property
+    def records(self) -> int:
+        return len(self.rows) + len(self.rejects)
+
+
+def windows_of(records: Iterable[Record], limits: WindowLimits, *, ids: bool) -> Iterator[Window]:
+    """ids: rows have ids of their own, of which all but the first with the same are rejected."""
+    seen = SeenIds() if ids else None
+    for number, batch in enumerate(_batches(records, limits)):
+        yield _window(number, batch, seen)
+
+
+def _batches(records: Iterable[Record], limits: WindowLimits) -> Iterator[list[Record]]:
+    batch: list[Record] = []
+    characters = 0
+    for record in records:
+        batch.append(record)
+        if isinstance(record, InputRow):
+            characters += len(record.prefix) + len(record.text)
+        if len(batch) >= limits.rows or characters >= limits.characters:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _window(number: int, batch: Sequence[Record], seen: SeenIds | None) -> Window:
+    digest = hashlib.blake2b(msgspec.msgpack.encode(batch), digest_size=16).hexdigest()
+    rows = [record for record in batch if isinstance(record, InputRow)]
+    is_new = [True] * len(rows) if seen is None else seen.add([row.id for row in rows])
+    fresh = iter(is_new)
+    kept: list[InputRow] = []
+    rejects: list[Reject] = []
+    for record in batch:
+        if isinstance(record, Reject):
+            rejects.append(record)
+        elif next(fresh):
+            kept.append(record)
+        else:
+            rejects.append(Reject(record.id, record.place, DUPLICATE))
+    return Window(number, kept, rejects, digest)
+
+
+def chunks_of(
+    window: Window, missing: Iterable[int], task: ClassifyTask, rows: int, characters: int
+) -> Iterator[list[int]]:
+    """The rows `missing` (indices), sorted by their prompts and cut into messages: rows with a
+    common prefix stand side by side."""
+
+    def prompt(index: int) -> str:
+        row = window.rows[index]
+        return fill(msgspec.structs.replace(task, prefix=row.prefix), row.text)
+
+    chunk: list[int] = []
+    size = 0
+    for index in sorted(missing, key=prompt):
+        chunk.append(index)
+        row = window.rows[index]
+        size += len(row.prefix) + len(row.text)
+        if len(chunk) >= rows or size >= characters:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk

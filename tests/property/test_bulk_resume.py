@@ -1,0 +1,195 @@
+"""Every row exactly once, and the same files in the end, wherever a run was cut short."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.bulk.output import part_name
+from cluster.bulk.rows import InputRow, Record, Reject
+from contracts.errors import ConfigError, JobError
+from tests.bulk_support import (
+    EchoRouter,
+    Killed,
+    final_files,
+    json_lines,
+    parts,
+    rejected,
+    rows_of,
+    run_job,
+)
+
+IN_FLIGHT = 4
+
+
+def some_records() -> list[Record]:
+    """With a bad row, a refused one and a duplicate id in it."""
+    records = rows_of([f"text {n * 37 % 40}" for n in range(30)])
+    records[4] = Reject("in:4", "in:4", "bad")
+    records[9] = InputRow("id-9", "in:9", "p", "refuse this")
+    records[21] = InputRow("id-2", "in:21", "", "an id again")
+    return records
+
+
+@contextmanager
+def temporary() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="bulk-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def whole_run(folder: Path, records: list[Record]) -> dict[str, bytes]:
+    run_job(folder, records, EchoRouter(), in_flight_rows=IN_FLIGHT)
+    return dict(final_files(folder))
+
+
+class Crash:
+    """Raises Killed at the n-th step that a run takes on the disk."""
+
+    STEPS = ((os, "fsync"), (os, "truncate"), (Path, "replace"), (Path, "unlink"))
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+
+    def __enter__(self) -> Crash:
+        self._patch = pytest.MonkeyPatch()
+        for owner, name in self.STEPS:
+            self._patch.setattr(owner, name, self._counted(getattr(owner, name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+    def _counted(self, step):  # type: ignore[no-untyped-def]
+        def counted(*arguments, **named):  # type: ignore[no-untyped-def]
+            self._left -= 1
+            if self._left < 0:
+                raise Killed
+            return step(*arguments, **named)
+
+        return counted
+
+
+def run_killed(folder: Path, records: list[Record], *, step: int | None, row: int | None) -> bool:
+    """Runs until that step on the disk or that row at the router; whether it came to its end."""
+    router = EchoRouter()
+
+    def on_rows(asked: int) -> None:
+        if row is not None and asked > row:
+            raise Killed
+
+    router.on_rows = on_rows
+    try:
+        if step is None:
+            run_job(folder, records, router, in_flight_rows=IN_FLIGHT)
+        else:
+            with Crash(step):
+                run_job(folder, records, router, in_flight_rows=IN_FLIGHT)
+    except Killed:
+        return False
+    return True
+
+
+def test_rows_in_are_rows_out_in_their_order() -> None:
+    records = some_records()
+    with temporary() as folder:
+        whole_run(folder, records)
+        expected = [r.id for r in records if isinstance(r, InputRow)]
+        expected.remove("id-9")
+        del expected[expected.index("id-2", 3)]
+        assert [row["id"] for row in parts(folder)] == expected
+        assert [(row["id"], row["place"]) for row in rejected(folder)] == [
+            ("in:4", "in:4"),
+            ("id-9", "in:9"),
+            ("id-2", "in:21"),
+        ]
+        lines = json_lines(folder / "ledger.jsonl")
+        assert sum(line["rows_ok"] for line in lines) == 27
+        assert sum(line["rows_rejected"] for line in lines) == 3
+
+
+def test_a_run_killed_at_any_step_on_the_disk_is_completed_by_the_next() -> None:
+    records = some_records()
+    with temporary() as folder:
+        expected = whole_run(folder, records)
+    for step in range(1000):
+        with temporary() as folder:
+            complete = run_killed(folder, records, step=step, row=None)
+            router = EchoRouter()
+            run_job(folder, records, router, in_flight_rows=IN_FLIGHT)
+            assert dict(final_files(folder)) == expected, step
+        if complete:
+            break
+    assert complete
+    assert step > 20
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40)), max_size=4), st.data())
+def test_runs_killed_and_torn_again_and_again_end_with_the_same_files(
+    kills: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    records = some_records()
+    with temporary() as folder:
+        expected = whole_run(folder, records)
+    with temporary() as folder:
+        for row, torn_bytes in kills:
+            run_killed(folder, records, step=None, row=row)
+            for path in sorted(folder.glob("*.jsonl")):
+                if not path.name.startswith("part-") and data.draw(st.booleans()):
+                    size = path.stat().st_size
+                    if path.name == "rejected.jsonl":
+                        _append(path, b"x" * torn_bytes)  # more than the ledger knows of
+                    else:
+                        os.truncate(path, max(0, size - torn_bytes))
+        run_job(folder, records, EchoRouter(), in_flight_rows=IN_FLIGHT)
+        assert dict(final_files(folder)) == expected
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 26), min_size=1, max_size=4))
+def test_a_kill_costs_at_most_the_rows_in_flight(kills: list[int]) -> None:
+    records = some_records()
+    asked = 0
+    with temporary() as folder:
+        for row in kills:
+            run_killed(folder, records, step=None, row=row)
+        router = EchoRouter()
+        run_job(folder, records, router, in_flight_rows=IN_FLIGHT)
+        asked = sum(line["rows_sent_again"] for line in json_lines(folder / "ledger.jsonl"))
+    assert asked <= IN_FLIGHT * len(kills)
+
+
+def _append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def test_input_that_changed_between_runs_is_refused(tmp_path: Path) -> None:
+    records = rows_of([f"text {n}" for n in range(30)])
+    run_killed(tmp_path, records, step=None, row=18)
+    for changed in (3, 16):  # in a committed window, in the one under way
+        other = list(records)
+        other[changed] = InputRow(f"id-{changed}", f"in:{changed}", "", "something else")
+        with pytest.raises(JobError, match="the input has changed since this job began"):
+            run_job(tmp_path, other, EchoRouter())
+    run_job(tmp_path, records, EchoRouter())
+    assert len(parts(tmp_path)) == 30
+
+
+def test_a_part_that_somebody_removed_is_missed(tmp_path: Path) -> None:
+    records = rows_of([f"text {n}" for n in range(30)])
+    run_job(tmp_path, records, EchoRouter())
+    (tmp_path / part_name(1)).unlink()
+    with pytest.raises(ConfigError, match=r"part-00001.jsonl is in the ledger"):
+        run_job(tmp_path, records, EchoRouter())
