@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -166,7 +167,7 @@ def spread_group(path: Path, dtype: str) -> Iterator[RunningGroup]:
         ],
     )
     with ray_session(config, ENVIRONMENT, show_rank_logs=False):
-        group = launch_group(config, str(path))
+        group = launch_group(config, str(path), secrets.token_bytes(32))
         try:
             if os.cpu_count() == len(group.ready):
                 for core, ready in enumerate(group.ready):

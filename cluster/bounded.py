@@ -17,18 +17,19 @@ async def map_bounded(
 
     The first error cancels the rest and is raised as it is; so does cancelling the caller.
     """
-    numbered = enumerate(items)
+    listed = list(items)
+    numbered = enumerate(listed)
     results: dict[int, Result] = {}
 
     async def work() -> None:
         for index, item in numbered:
             results[index] = await function(item)
 
-    tasks = [asyncio.ensure_future(work()) for _ in range(limit)]
+    tasks = [asyncio.ensure_future(work()) for _ in range(min(limit, len(listed)))]
     try:
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return [results[index] for index in range(len(results))]
+    return [results[index] for index in range(len(listed))]

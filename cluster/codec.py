@@ -12,9 +12,10 @@ from contracts.worker import RankReady
 
 
 class Directory(msgspec.Struct, frozen=True, kw_only=True, tag="directory"):
-    """Where the attention ranks of a running group take requests, and the token they want."""
+    """Where attention ranks and prefill workers take requests, and the token they want."""
 
     client_addresses: dict[str, str]
+    prefill_addresses: dict[str, str]
     token: bytes
     backend: str
     epoch: int

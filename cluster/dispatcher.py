@@ -170,7 +170,7 @@ class Dispatcher:
     ) -> AsyncIterator[tuple[RankStream, Callable[[], None]]]:
         """The request on its rank, and a function to call when something has come back."""
         rank = await self._admit_patiently(submit) if patient else self._admit(submit)
-        pipeline = Pipeline.PREFILL if submit.sampling is None else Pipeline.GENERATION
+        pipeline = Pipeline.PREFILL if submit.prefill_only else Pipeline.GENERATION
         key = (pipeline.value, submit.priority.label)
         account = _Account(rank, self._waiting, key, submit)
         try:

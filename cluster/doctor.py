@@ -88,7 +88,7 @@ def _packages() -> Finding:
 
 def _cores(config: TandemConfig) -> Finding:
     cores = os.cpu_count() or 1
-    ranks = config.groups.attention_ranks + config.groups.expert_ranks
+    ranks = config.groups.ranks
     found = f"{cores} cores for {ranks} ranks of {config.groups.torch_threads} thread(s)"
     if ranks * config.groups.torch_threads > cores:
         return Finding("cores", "warning", found, "ranks share cores: right, but slower")

@@ -56,11 +56,10 @@ class PrefillPeer:
     @property
     def problem(self) -> str | None:
         """Why it takes no requests now, or None."""
-        if self.client.problem is not None:
-            return self.client.problem
-        if not self.present:
-            return self._contradiction or f"{self.client.name} has not told its state yet"
-        return None
+        name, problem = self.client.name, self.client.problem
+        if problem is None and not self.present:
+            problem = self._contradiction or "has not told its state yet"
+        return problem if problem is None or name in problem else f"{name}: {problem}"
 
     async def wait_ready(self) -> None:
         """Returns once it takes requests."""

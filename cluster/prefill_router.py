@@ -317,7 +317,8 @@ def _lane(submit: Submit, patient: bool) -> Lane:
 
 
 def _class(submit: Submit) -> tuple[str, str]:
-    return Pipeline.PREFILL.value, submit.priority.label
+    pipeline = Pipeline.PREFILL if submit.prefill_only else Pipeline.GENERATION
+    return pipeline.value, submit.priority.label
 
 
 def _failure(event: Tokens | Finished | Scored | Failed) -> RankError:

@@ -90,12 +90,13 @@ def _connect(address: str, environment: Mapping[str, str], show_rank_logs: bool)
 def check_cores(config: TandemConfig) -> None:
     """Raises ResourceError if a local cluster could not hold the ranks."""
     groups = config.groups
-    needed = groups.cpus_per_rank * (groups.attention_ranks + groups.expert_ranks)
+    needed = groups.cpus_per_rank * groups.ranks
     cores = os.cpu_count() or 1
     if needed > cores:
         raise ResourceError(
-            f"groups: {groups.attention_ranks} attention and {groups.expert_ranks} expert ranks "
-            f"of {groups.cpus_per_rank:g} CPUs need {needed:g}, this machine has {cores}; "
+            f"groups: {groups.attention_ranks} attention, {groups.expert_ranks} expert and "
+            f"{groups.prefill_ranks} prefill ranks of {groups.cpus_per_rank:g} CPUs need "
+            f"{needed:g}, this machine has {cores}; "
             "use fewer ranks or lower groups.cpus_per_rank"
         )
 

@@ -1,7 +1,7 @@
 """The Serve application: `Groups` owns the ranks, `Ingress` speaks HTTP.
 
-    proxy ── HTTP ──> Ingress replica ── sockets ──> attention ranks
-                          │ once, at start: directory()
+    proxy ── HTTP ──> Ingress replica ── sockets ──> attention ranks, prefill workers
+                          │ at start, and when a prefill worker is lost: directory()
                           └────────────────────────> Groups replica ── owns ──> rank actors
 
 Ray carries nothing of a request beyond the ingress. When the Groups replica goes, its actors go.
@@ -25,8 +25,8 @@ from cluster.codec import (
     encode_directory,
     encode_failure,
 )
+from cluster.deployment import Deployment, launch
 from cluster.front import DirectFront
-from cluster.launch import RunningGroup, launch_group
 from cluster.model_folder import resolve_model_folder
 from cluster.wiring import build_ingress_app
 from contracts.config import TandemConfig
@@ -51,10 +51,10 @@ class Groups:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="groups")
         self._launch = self._threads.submit(self._run)
 
-    def _run(self) -> RunningGroup:
-        return launch_group(self._config, str(resolve_model_folder(self._config.model.path)))
+    def _run(self) -> Deployment:
+        return launch(self._config, str(resolve_model_folder(self._config.model.path)))
 
-    async def _group(self) -> RunningGroup:
+    async def _deployment(self) -> Deployment:
         return await asyncio.wrap_future(self._launch)
 
     async def config(self) -> bytes:
@@ -64,39 +64,31 @@ class Groups:
     async def directory(self) -> bytes:
         """Where the ranks are, once they are up, or what kept them from coming up."""
         try:
-            group = await self._group()
+            deployment = await self._deployment()
         except Exception as error:  # noqa: BLE001 - told to whoever asks, all of whom raise it
             return encode_failure(error)
-        return encode_directory(
-            Directory(
-                client_addresses=group.client_addresses,
-                token=group.token,
-                backend=group.backend,
-                epoch=group.epoch,
-                ranks=group.ready,
-            )
-        )
+        return encode_directory(deployment.directory)
 
     async def status(self) -> list[RankStatus]:
-        group = await self._group()
-        return await asyncio.to_thread(group.status, STATUS_TIMEOUT_S)
+        deployment = await self._deployment()
+        return await asyncio.to_thread(deployment.status, STATUS_TIMEOUT_S)
 
     async def metrics(self) -> list[str]:
         """Each rank's own metrics in Prometheus text format."""
-        group = await self._group()
-        return await asyncio.to_thread(group.metrics, STATUS_TIMEOUT_S)
+        deployment = await self._deployment()
+        return await asyncio.to_thread(deployment.metrics, STATUS_TIMEOUT_S)
 
     async def spans(self) -> list[TaskSpan]:
         """The recorded task spans of all ranks."""
-        group = await self._group()
-        return await asyncio.to_thread(group.spans, SPANS_TIMEOUT_S)
+        deployment = await self._deployment()
+        return await asyncio.to_thread(deployment.spans, SPANS_TIMEOUT_S)
 
     async def close(self) -> None:
         """Ends the ranks in order. Serve calls nothing before it ends a replica, so we do."""
         if self._launch.done() and self._launch.exception() is not None:
             return  # it has cleaned up after itself
-        group = await self._group()
-        await asyncio.to_thread(group.close, CLOSE_TIMEOUT_S)
+        deployment = await self._deployment()
+        await asyncio.to_thread(deployment.close, CLOSE_TIMEOUT_S)
 
 
 class Ingress:
@@ -108,7 +100,9 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         directory = await self._directory()
-        app = await build_ingress_app(self._config, directory, self._rank_metrics)
+        app = await build_ingress_app(
+            self._config, directory, self._rank_metrics, self._prefill_addresses
+        )
         if self._config.http.front == "direct":
             self._front = DirectFront(app, self._config.http)
             await self._front.start()
@@ -124,6 +118,10 @@ class Ingress:
                 raise
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
+
+    async def _prefill_addresses(self) -> dict[str, str]:
+        """Where the prefill workers are now."""
+        return decode_directory(await self._groups.directory.remote()).prefill_addresses
 
     async def _rank_metrics(self) -> list[str]:
         texts: list[str] = await self._groups.metrics.remote()

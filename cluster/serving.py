@@ -67,11 +67,6 @@ def _check_http(config: TandemConfig) -> None:
 
 def preflight(config: TandemConfig) -> None:
     """What can be found wrong in milliseconds, before anything starts. Raises TandemError."""
-    if config.groups.prefill_ranks:
-        raise ConfigError(
-            f"groups.prefill_ranks={config.groups.prefill_ranks}: there are no prefill workers; "
-            "use 0, attention and expert ranks answer prefill-only requests too"
-        )
     model = check_checkpoint(resolve_model_folder(config.model.path))
     if config.groups.expert_ranks > model.num_experts:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The ingress's parts, joined: tokenizer, rank clients, dispatcher, HTTP application."""
+"""The ingress's parts, joined: tokenizer, rank clients, pipelines, HTTP application."""
 
 from __future__ import annotations
 
@@ -6,26 +6,33 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from ray.exceptions import RayError
 from starlette.applications import Starlette
 
 from actors.channels.handshake import Identity
+from actors.model_shape import shape_of
 from actors.telemetry import merge_expositions
 from cluster.api.app import build_app
 from cluster.api.schemas import ServedModel
 from cluster.codec import Directory
 from cluster.dispatcher import Dispatcher, DispatcherConfig
 from cluster.model_folder import resolve_model_folder
+from cluster.pipelines import Pipelines
+from cluster.prefill_peer import Find
+from cluster.prefill_router import PrefillRouter, PrefillRouterConfig
 from cluster.rank_client import RankClient, RankClientConfig
 from contracts.config import TandemConfig
-from models.checkpoint import check_checkpoint
+from models.checkpoint import check_checkpoint, resolve_dtype
 from models.tokenizer import Tokenizer
+from planner.request_work import RequestWork, work_of
+from planner.saturation import SaturationConfig
 
 log = logging.getLogger("tandem.ingress")
 
 CONNECT_DEADLINE_S = 30.0
+FALLBACK_PROMPT_TOKENS = 256
 SILENCE_S = 1.5  # a rank says something every 0.25 s; its loss must be told within 2 s
 
 
@@ -44,27 +51,69 @@ def served_model(config: TandemConfig) -> tuple[ServedModel, Tokenizer]:
     return model, Tokenizer.load(folder)
 
 
-def rank_clients(directory: Directory) -> list[RankClient]:
-    """One client per attention rank, each proving the group's token."""
-    me = Identity(name="ingress", token=directory.token, epoch=None)
+def rank_clients(addresses: Mapping[str, str], token: bytes) -> list[RankClient]:
+    """One client per rank, each proving the cluster's token."""
+    me = Identity(name="ingress", token=token, epoch=None)
     return [
         RankClient(name, address, me, RankClientConfig(silence_s=SILENCE_S))
-        for name, address in directory.client_addresses.items()
+        for name, address in addresses.items()
     ]
 
 
+def pipelines(config: TandemConfig, directory: Directory, find: Find | None = None) -> Pipelines:
+    """What is deployed, not yet connected (`start`, `wait_ready`). Raises CheckpointError.
+
+    find: where the prefill workers are, asked while one of them is missing.
+    """
+    waiting, block_tokens = config.schedule.max_waiting, config.kv.block_tokens
+    dispatcher = prefill = None
+    if directory.client_addresses:
+        settings = DispatcherConfig(block_tokens=block_tokens, max_waiting=waiting)
+        dispatcher = Dispatcher(rank_clients(directory.client_addresses, directory.token), settings)
+    if directory.prefill_addresses:
+        prefill = PrefillRouter(
+            rank_clients(directory.prefill_addresses, directory.token),
+            PrefillRouterConfig(
+                saturation=saturation(config),
+                block_tokens=block_tokens,
+                max_waiting=waiting,
+                alone_s=config.groups.ready_timeout_s,
+            ),
+            request_work(config),
+            find,
+        )
+    return Pipelines(dispatcher, prefill)
+
+
+def saturation(config: TandemConfig) -> SaturationConfig:
+    """Until a worker has calibrated: a full batch of middling prompts."""
+    prefill = config.prefill
+    tokens = min(FALLBACK_PROMPT_TOKENS, prefill.max_batch_tokens)
+    return SaturationConfig(
+        fallback_prompts=(tokens,) * (prefill.max_batch_tokens // tokens),
+        margin_fraction=prefill.margin,
+        pinned=prefill.saturation,
+    )
+
+
+def request_work(config: TandemConfig) -> RequestWork:
+    """What requests are counted in: FLOPs of the served model."""
+    spec = check_checkpoint(resolve_model_folder(config.model.path))
+    return work_of(shape_of(spec, resolve_dtype(spec, config.model.dtype)))
+
+
 async def build_ingress_app(
-    config: TandemConfig, directory: Directory, rank_metrics: Callable[[], Awaitable[list[str]]]
+    config: TandemConfig,
+    directory: Directory,
+    rank_metrics: Callable[[], Awaitable[list[str]]],
+    find: Find,
 ) -> Starlette:
     """The application, connected to every rank. It closes its connections when it shuts down."""
     model, tokenizer = await asyncio.to_thread(served_model, config)
-    settings = DispatcherConfig(
-        block_tokens=config.kv.block_tokens, max_waiting=config.schedule.max_waiting
-    )
-    dispatcher = Dispatcher(rank_clients(directory), settings)
-    dispatcher.start()
+    backend = pipelines(config, directory, find)
+    backend.start()
     async with asyncio.timeout(CONNECT_DEADLINE_S):
-        await dispatcher.wait_ready()
+        await backend.wait_ready()
 
     async def extra() -> str:
         try:
@@ -73,12 +122,12 @@ async def build_ingress_app(
             log.warning("rank_metrics_failed error=%s", error)
             return ""
 
-    app = build_app(dispatcher, tokenizer, model, config.http, extra=extra)
+    app = build_app(backend, tokenizer, model, config.http, extra=extra)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
-        await dispatcher.close()
+        await backend.close()
 
     app.router.lifespan_context = lifespan
     return app

@@ -34,15 +34,16 @@ class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes and placement of the attention and expert groups.
+    """Sizes and placement of the attention and expert groups, and of the prefill workers. Either
+    pipeline may be left out (0 ranks): the other one then does its work too.
 
     placement "pack" puts ranks on as few nodes as fit; "spread" puts the attention group and the
     expert group on different nodes. device "auto" takes GPUs where the Ray cluster has them.
     resources_*: extra Ray resources that each rank of the group asks for.
     """
 
-    attention_ranks: Count = 1
-    expert_ranks: Count = 1
+    attention_ranks: NonNegative = 1
+    expert_ranks: NonNegative = 1
     prefill_ranks: NonNegative = 0
     placement: Literal["pack", "spread"] = "pack"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -53,6 +54,23 @@ class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefill_resources: dict[str, float] = {}
     address: str | None = None  # Ray address; None: RAY_ADDRESS if set, else a local cluster
     ready_timeout_s: Seconds = 180.0
+
+    @property
+    def ranks(self) -> int:
+        """All that compute: the planner is none of them."""
+        return self.attention_ranks + self.expert_ranks + self.prefill_ranks
+
+    def __post_init__(self) -> None:
+        if (self.attention_ranks == 0) != (self.expert_ranks == 0):
+            raise ValueError(
+                f"attention_ranks={self.attention_ranks} with expert_ranks={self.expert_ranks}: "
+                "they work together; give both at least 1, or both 0"
+            )
+        if self.ranks == 0:
+            raise ValueError(
+                "no ranks at all: give attention_ranks and expert_ranks, or "
+                "prefill_ranks, at least 1"
+            )
 
 
 class ChannelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

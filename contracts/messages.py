@@ -39,6 +39,11 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     eos_token_ids: list[int] = []
     key: RequestKey | None = None
 
+    @property
+    def prefill_only(self) -> bool:
+        """Whether its answer is read from the logits of one pass."""
+        return self.sampling is None or self.sampling.max_tokens <= 1
+
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     request_id: int

@@ -28,6 +28,7 @@ from cluster.api.session import DONE, EventStream, Services, Session, sse
 from cluster.text import ShownToken
 from contracts.errors import RequestError
 from contracts.messages import Submit
+from contracts.metrics import Pipeline
 from contracts.requests import Usage
 
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
@@ -43,6 +44,8 @@ async def chat_completions(services: Services, session: Session, request: Reques
     body = await session.read(read_body(request, ChatBody, services.http.max_body_bytes))
     job = await session.run(_job(services, body))
     session.priority = job.options.priority
+    if job.max_tokens <= 1:
+        session.pipeline = Pipeline.PREFILL
     run = _Run(services, session, job)
     if job.options.stream:
         return await EventStream.open(session, run.frames())

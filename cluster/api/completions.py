@@ -29,6 +29,7 @@ from cluster.bounded import map_bounded
 from cluster.text import Delta, ShownToken
 from contracts.errors import RequestError
 from contracts.messages import Submit
+from contracts.metrics import Pipeline
 from contracts.requests import Usage
 
 DEFAULT_MAX_TOKENS = 16
@@ -61,6 +62,8 @@ async def completions(services: Services, session: Session, request: Request) ->
     body = await session.read(read_body(request, CompletionBody, services.http.max_body_bytes))
     job = await session.run(_job(services, body))
     session.priority = job.options.priority
+    if job.options.max_tokens is not None and job.options.max_tokens <= 1:
+        session.pipeline = Pipeline.PREFILL
     run = _Run(services, session, job)
     if job.options.stream:
         return await EventStream.open(session, run.frames())

@@ -57,7 +57,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         ("zzz.a=1", ["unknown key zzz", "known: model, groups, channel"]),
         ("groups.expert_ranks=many", ["groups.expert_ranks", "int", "str"]),
         ("groups.expert_ranks=1.5", ["groups.expert_ranks", "int", "float"]),
-        ("groups.attention_ranks=0", ["groups.attention_ranks", ">= 1"]),
+        ("groups.attention_ranks=0", ["attention_ranks=0", "expert_ranks=1", "`groups`"]),
+        ("groups.prefill_ranks=-1", ["groups.prefill_ranks", ">= 0"]),
         ("schedule=3", ["schedule", "object"]),
         ("schedule.r1=0", ["schedule.r1", ">= 1"]),
         ("schedule.order=zigzag", ["schedule.order", "zigzag"]),
@@ -202,10 +203,10 @@ def test_more_expert_ranks_than_experts(run: Run) -> None:
     assert "16 experts" in line
 
 
-def test_prefill_ranks_are_refused_with_what_to_do(run: Run) -> None:
-    line = run("serve", "--prefill-ranks", "1")
-    assert "groups.prefill_ranks=1" in line
-    assert "use 0" in line
+def test_a_deployment_without_any_rank_is_refused_with_what_to_do(run: Run) -> None:
+    line = run("serve", "--attention-ranks", "0", "--expert-ranks", "0")
+    assert "no ranks" in line
+    assert "prefill_ranks" in line
 
 
 @pytest.fixture

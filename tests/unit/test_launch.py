@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors.rendezvous import Formation, Seat, form_group, make_specs
-from cluster.launch import check_resources, rank_requests, resolve_backend, resolve_device
+from cluster.placement import check_resources, rank_requests, resolve_backend, resolve_device
 from cluster.ray_session import check_cores, cluster_address
 from contracts.config import TandemConfig
 from contracts.errors import (

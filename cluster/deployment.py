@@ -1,0 +1,76 @@
+"""All ranks of a configuration: the attention/expert group, the prefill workers, or both."""
+
+from __future__ import annotations
+
+import secrets
+
+import ray
+
+from cluster.codec import Directory
+from cluster.launch import RunningGroup, launch_group
+from cluster.placement import check_resources, rank_requests, resolve_device
+from cluster.prefill_group import PrefillGroup, launch_prefill
+from contracts.config import TandemConfig
+from contracts.events import TaskSpan
+from contracts.worker import RankStatus
+
+TOKEN_BYTES = 32
+
+
+class Deployment:
+    """What runs. `close` ends it."""
+
+    def __init__(
+        self, token: bytes, group: RunningGroup | None, prefill: PrefillGroup | None
+    ) -> None:
+        self._token = token
+        self._group = group
+        self._prefill = prefill
+        self._parts = [part for part in (group, prefill) if part is not None]
+
+    @property
+    def directory(self) -> Directory:
+        """Where the ranks are now."""
+        group, prefill = self._group, self._prefill
+        return Directory(
+            client_addresses=group.client_addresses if group is not None else {},
+            prefill_addresses=prefill.addresses if prefill is not None else {},
+            token=self._token,
+            backend=self._parts[0].backend,
+            epoch=max(part.epoch for part in self._parts),
+            ranks=[rank for part in self._parts for rank in part.ready],
+        )
+
+    def status(self, timeout_s: float) -> list[RankStatus]:
+        """What each rank says of itself; a rank that does not answer is unhealthy."""
+        return [status for part in self._parts for status in part.status(timeout_s)]
+
+    def metrics(self, timeout_s: float) -> list[str]:
+        """Prometheus texts of all processes that answer."""
+        return [text for part in self._parts for text in part.metrics(timeout_s)]
+
+    def spans(self, timeout_s: float) -> list[TaskSpan]:
+        """Recorded by all ranks, in order of their start."""
+        spans = [span for part in self._parts for span in part.spans(timeout_s)]
+        return sorted(spans, key=lambda span: span.start_s)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        for part in self._parts:
+            part.close(timeout_s)
+
+
+def launch(config: TandemConfig, model_folder: str) -> Deployment:
+    """Starts all ranks on the Ray cluster that this process is connected to. Raises as
+    `launch.launch_group`; nothing is left running then."""
+    available = ray.cluster_resources()
+    check_resources(rank_requests(config, resolve_device(config, available)), available)
+    token = secrets.token_bytes(TOKEN_BYTES)
+    groups = config.groups
+    group = launch_group(config, model_folder, token) if groups.attention_ranks else None
+    try:
+        prefill = launch_prefill(config, model_folder, token) if groups.prefill_ranks else None
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+    return Deployment(token, group, prefill)

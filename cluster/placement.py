@@ -1,0 +1,167 @@
+"""Where ranks run: what they ask of a Ray cluster, placement groups, actors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.remote import RayRank, RemoteWorker
+from actors.rendezvous import Seat
+from contracts.config import GroupsConfig, TandemConfig
+from contracts.errors import ResourceError
+from contracts.worker import Group, rank_name
+
+_NODE_SHARE = 0.001  # of the resource "node:<ip>", which every Ray node has one of
+
+
+class RankRequest(NamedTuple):
+    """A rank and the Ray resources it asks for."""
+
+    group: Group
+    rank: int
+    resources: dict[str, float]
+
+
+def resolve_device(config: TandemConfig, available: dict[str, float]) -> str:
+    """ "cuda" or "cpu": "auto" takes GPUs if there are enough for the ranks."""
+    groups = config.groups
+    if groups.device != "auto":
+        return groups.device
+    return "cuda" if available.get("GPU", 0) >= groups.ranks * gpus_per_rank(config) else "cpu"
+
+
+def gpus_per_rank(config: TandemConfig) -> float:
+    """1, or with CUDA IPC channels, whose ranks all share one GPU, an equal part of it."""
+    return 1.0 / config.groups.ranks if config.channel.backend == "ipc" else 1.0
+
+
+def resolve_backend(config: TandemConfig, device: str, hosts: Sequence[str]) -> str:
+    """The channel backend that fits where the ranks have been placed."""
+    if config.channel.backend != "auto":
+        return config.channel.backend
+    if device == "cuda":
+        return "nccl"
+    return "shm" if len(set(hosts)) == 1 else "tcp"
+
+
+def rank_requests(
+    config: TandemConfig, device: str, wanted: Sequence[Group] = tuple(Group)
+) -> list[RankRequest]:
+    """The ranks of the groups that are wanted, attention ranks first, then expert ranks, then
+    prefill workers, each with its resources."""
+    groups = config.groups
+    base = {"CPU": groups.cpus_per_rank} if groups.cpus_per_rank else {}
+    if device == "cuda":
+        base["GPU"] = gpus_per_rank(config)
+    return [
+        RankRequest(group, rank, {**base, **extra})
+        for group, count, extra in (
+            (Group.ATTENTION, groups.attention_ranks, groups.attention_resources),
+            (Group.EXPERT, groups.expert_ranks, groups.expert_resources),
+            (Group.PREFILL, groups.prefill_ranks, groups.prefill_resources),
+        )
+        if group in wanted
+        for rank in range(count)
+    ]
+
+
+def check_resources(requests: Sequence[RankRequest], available: dict[str, float]) -> None:
+    """Raises ResourceError if the cluster as a whole could never hold all ranks."""
+    wanted: Counter[str] = Counter()
+    for request in requests:
+        wanted.update(request.resources)
+    for resource, amount in wanted.items():
+        has = available.get(resource, 0.0)
+        if amount > has + 1e-9:
+            hint = "lower groups.cpus_per_rank" if resource == "CPU" else "add nodes that have it"
+            raise ResourceError(
+                f"{len(requests)} ranks need {amount:g} {resource}, the Ray cluster has {has:g}; "
+                f"use fewer ranks or {hint}"
+            )
+
+
+def place(requests: Sequence[RankRequest], groups: GroupsConfig) -> PlacementGroup:
+    """A placement group with one bundle per rank, ready. Raises ResourceError."""
+    bundles = [dict(request.resources) or {"CPU": _NODE_SHARE} for request in requests]
+    if groups.placement == "spread" and requests[0].group is not Group.PREFILL:
+        for bundle, host in zip(bundles, _spread_hosts(requests), strict=True):
+            bundle[f"node:{host}"] = _NODE_SHARE
+    placement = placement_group(bundles, strategy="PACK")
+    try:
+        ray.get(placement.ready(), timeout=groups.ready_timeout_s)
+    except GetTimeoutError:
+        remove_placement_group(placement)
+        raise ResourceError(
+            f"{len(bundles)} ranks could not be placed within {groups.ready_timeout_s:g} s: the "
+            "cluster's resources are in use or too scattered; see `ray status`"
+        ) from None
+    return placement
+
+
+def _spread_hosts(requests: Sequence[RankRequest]) -> list[str]:
+    """A node per rank, so that no node holds ranks of both groups."""
+    hosts = sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
+    if len(hosts) < 2:
+        raise ResourceError(
+            f"groups.placement=spread needs at least 2 nodes, the Ray cluster has {len(hosts)}; "
+            "use placement=pack"
+        )
+    groups = Counter(request.group for request in requests)
+    attention = groups[Group.ATTENTION] / (groups[Group.ATTENTION] + groups[Group.EXPERT])
+    split = min(max(1, round(len(hosts) * attention)), len(hosts) - 1)
+    of_group = {
+        Group.ATTENTION: hosts[:split],
+        Group.EXPERT: hosts[split:],
+        Group.PLANNER: hosts[:split],
+    }
+    return [
+        of_group[request.group][request.rank % len(of_group[request.group])] for request in requests
+    ]
+
+
+def start_rank(request: RankRequest, placement: PlacementGroup, bundle: int) -> RayRank:
+    resources = {k: v for k, v in request.resources.items() if k not in ("CPU", "GPU")}
+    actor = RemoteWorker.options(
+        num_cpus=request.resources.get("CPU", 0),
+        num_gpus=request.resources.get("GPU", 0),
+        resources=resources,
+        max_restarts=0,
+        max_task_retries=0,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            placement, placement_group_bundle_index=bundle
+        ),
+    ).remote()
+    return RayRank(rank_name(request.group, request.rank), actor)
+
+
+def hosts_of(placement: PlacementGroup, count: int) -> list[str]:
+    """The address of each bundle's node."""
+    table: dict[str, Any] = ray.util.placement_group_table(placement)
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return [address[table["bundles_to_node_id"][index]] for index in range(count)]
+
+
+def is_here(placement: PlacementGroup, bundle: int) -> bool:
+    """Whether the bundle is on the node of this process."""
+    table: dict[str, Any] = ray.util.placement_group_table(placement)
+    here: str = ray.get_runtime_context().get_node_id()
+    return bool(table["bundles_to_node_id"][bundle] == here)
+
+
+def seat_ranks(requests: Sequence[RankRequest], hosts: Sequence[str], device: str) -> list[Seat]:
+    """Where each rank runs. Attention ranks and prefill workers share a node's memory for KV."""
+    with_kv = Counter(
+        host
+        for request, host in zip(requests, hosts, strict=True)
+        if request.group in (Group.ATTENTION, Group.PREFILL)
+    )
+    # Ray shows each actor its own GPU only: it is number 0 there.
+    name = "cuda:0" if device == "cuda" else "cpu"
+    only_node = len(ray.nodes()) == 1  # then nobody outside needs to reach a rank
+    return [Seat(name, "127.0.0.1" if only_node else host, max(1, with_kv[host])) for host in hosts]
