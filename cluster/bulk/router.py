@@ -22,10 +22,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from cluster.bulk.answering import Answering, Asked, BulkTask
 from cluster.bulk.driver import RouterLostError
 from cluster.bulk.rows import Answer
-from cluster.codec import decode_config, decode_directory
-from cluster.dispatcher import Dispatcher, DispatcherConfig
+from cluster.codec import Directory, decode_config, decode_directory
 from cluster.serve_app import APP_NAME
-from cluster.wiring import rank_clients, served_model
+from cluster.wiring import pipelines, served_model
 from contracts.errors import JobError, TandemError
 
 log = logging.getLogger("tandem.bulk")
@@ -73,14 +72,14 @@ class BulkRouter:
     async def _open(self) -> Answering:
         model, tokenizer = await asyncio.to_thread(served_model, self._config)
         groups = self._groups or serve.get_deployment_handle("Groups", APP_NAME)
-        directory = decode_directory(await groups.directory.remote())
-        scorer = Dispatcher(
-            rank_clients(directory),
-            DispatcherConfig(
-                block_tokens=self._config.kv.block_tokens,
-                max_waiting=self._config.schedule.max_waiting,
-            ),
-        )
+
+        async def directory() -> Directory:
+            return decode_directory(await groups.directory.remote())
+
+        async def find() -> dict[str, str]:
+            return (await directory()).prefill_addresses
+
+        scorer = pipelines(self._config, await directory(), find)
         scorer.start()
         await scorer.wait_ready()
         limit = model.max_context_tokens
