@@ -2,10 +2,13 @@
 
 Every block is in exactly one state:
 
-    free ──allocate──> used (ref > 0) ──release──> cached (full and hashed, ref 0) ──LRU──> free
+    free ──allocate──> used (ref > 0) ──release──> cached (contents known, ref 0) ──LRU──> free
                           │    ▲                       │
                           │    └──────── match ────────┘
-                          └──release──> free (not full, or not hashed)
+                          └──release──> free (nobody would find it)
+
+Full blocks have a hash and are shared as they are. Of the block after those, full or not, as many
+tokens are shared as are equal, by copying them (`head`).
 
 A block that the batch being formed will fill is *pending*: later sequences of the same batch may
 share it, because within a layer K and V of all new tokens are written before attention runs
@@ -17,6 +20,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from actors.block_contents import BlockContents, Head
+
 
 class BlockManager:
     """Block numbers 0 .. num_blocks-1; the tensors live in `models.kv_pool`."""
@@ -26,14 +31,17 @@ class BlockManager:
         num_blocks: int,
         *,
         prefix_cache: bool = True,
+        share_partial: bool = True,
         keeps: bool = True,
         journal: bool = False,
     ) -> None:
-        """keeps: blocks stay cached after the batch that fills them; else only sequences of one
+        """prefix_cache False: no block is found again. share_partial False: only full ones are.
+        keeps: blocks stay cached after the batch that fills them; else only sequences of one
         batch share. journal: `take_changes` is called now and then."""
         self.num_blocks = num_blocks
         self.evicted_total = 0
         self._prefix_cache = prefix_cache
+        self._share_partial = share_partial
         self._keeps = keeps
         self._changes: dict[bytes, bool] | None = {} if journal else None  # hash -> is it held
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
@@ -41,6 +49,7 @@ class BlockManager:
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._contents = BlockContents()
         self._pending: dict[int, int] = {}  # block -> batch that fills it
 
     @property
@@ -64,6 +73,13 @@ class BlockManager:
             blocks.append(block)
         return blocks
 
+    def head(self, parent: bytes, tokens: Sequence[int], *, batch: int) -> Head | None:
+        """The block after `parent` that has the most of `tokens` in common; takes no reference."""
+        head = self._contents.longest_head(parent, tokens)
+        if head is None or self._pending.get(head.block, batch) != batch:
+            return None
+        return head
+
     def take(self, matched: Sequence[int], fresh: int) -> list[int] | None:
         """References to `matched` blocks and to `fresh` new ones; None if there are too few.
 
@@ -78,13 +94,22 @@ class BlockManager:
             self._references[block] += 1
         return [*matched, *(self._allocate() for _ in range(fresh))]
 
-    def register(self, block: int, digest: bytes, *, batch: int) -> None:
-        """`block` will hold, after `batch`, the full block that `digest` names."""
+    def register(
+        self, block: int, digest: bytes | None, parent: bytes, tokens: Sequence[int], *, batch: int
+    ) -> None:
+        """`block` will hold, after `batch`, `tokens` after the block that `parent` names (b"": at
+        the start). digest: the hash of a full block, else None."""
         if not self._prefix_cache or digest in self._block_of or block in self._hash_of:
             return
-        self._hash_of[block] = digest
-        self._block_of[digest] = block
-        self._pending[block] = batch
+        found = False
+        if digest is not None:
+            self._hash_of[block] = digest
+            self._block_of[digest] = block
+            found = True
+        if self._share_partial and self._contents.put(block, parent, tokens):
+            found = True
+        if found:
+            self._pending[block] = batch
 
     def commit(self, batch: int) -> None:
         """`batch` has run: its pending blocks are filled."""
@@ -93,7 +118,7 @@ class BlockManager:
                 self._forget(block)
                 continue
             del self._pending[block]
-            if self._changes is not None:
+            if self._changes is not None and block in self._hash_of:
                 self._changes[self._hash_of[block]] = True
 
     def abandon(self, batch: int) -> None:
@@ -116,7 +141,7 @@ class BlockManager:
             self._references[block] -= 1
             if self._references[block] > 0:
                 continue
-            if block in self._hash_of and block not in self._pending:
+            if self._is_known(block) and block not in self._pending:
                 self._cached[block] = None
             else:
                 self._forget(block)
@@ -132,8 +157,12 @@ class BlockManager:
         self._references[block] = 1
         return block
 
+    def _is_known(self, block: int) -> bool:
+        return block in self._hash_of or block in self._contents
+
     def _forget(self, block: int) -> None:
         pending = self._pending.pop(block, None) is not None
+        self._contents.drop(block)
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
@@ -141,7 +170,8 @@ class BlockManager:
                 self._changes[digest] = False
 
     def check(self, tables: Sequence[Sequence[int]]) -> None:
-        """Raises RuntimeError unless the books balance. `tables`: those of all live sequences.
+        """Raises RuntimeError unless the books balance. `tables`: those of all live sequences, and
+        the sources of copies under way.
 
         free + cached + used = all blocks; references equal the tables' entries; hashes are 1:1.
         """
@@ -158,13 +188,15 @@ class BlockManager:
                 {b for b in range(self.num_blocks) if self._references[b] == 0} != free | cached,
                 "unreferenced blocks are not exactly the free and cached ones",
             ),
-            (not cached <= self._hash_of.keys(), "a cached block has no hash"),
+            (not all(map(self._is_known, cached)), "nobody would find a cached block"),
+            (any(map(self._is_known, free)), "a free block would be found"),
             (
                 {block: digest for digest, block in self._block_of.items()} != self._hash_of,
                 "hash maps are not inverse to each other",
             ),
-            (not self._pending.keys() <= self._hash_of.keys(), "a pending block has no hash"),
+            (not all(map(self._is_known, self._pending)), "nobody would find a pending block"),
         ]
         for broken, what in problems:
             if broken:
                 raise RuntimeError(f"KV block manager: {what}")
+        self._contents.check()

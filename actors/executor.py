@@ -33,14 +33,14 @@ from actors.channels.base import (
 )
 from actors.dispatch import RankSlice, TokenGroups, plan_dispatch
 from actors.micro_batch import BatchRun, MicroBatch, cut_batch
-from actors.scheduler import Chunk, ScheduledBatch
+from actors.scheduler import Chunk, ScheduledBatch, slice_of
 from actors.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
 from contracts.requests import Priority
-from models.batch import AttentionBatch, SequenceSlice
+from models.batch import AttentionBatch
 from models.decoder import AttentionHalf
 from models.kv_pool import KvPool
 from models.router import Routed
@@ -156,16 +156,10 @@ class Executor:
         return [run.scheduled for run in runs]
 
     def _inputs(self, chunks: Iterable[Chunk]) -> AttentionBatch:
-        slices = [
-            SequenceSlice(
-                chunk.sequence.token_ids[chunk.start : chunk.stop],
-                chunk.start,
-                chunk.sequence.block_table,
-            )
-            for chunk in chunks
-        ]
         return AttentionBatch.build(
-            slices, block_tokens=self._kv.block_tokens, device=self._kv.device
+            list(map(slice_of, chunks)),
+            block_tokens=self._kv.block_tokens,
+            device=self._kv.device,
         )
 
     def _ready(self) -> list[MicroBatch]:

@@ -53,17 +53,23 @@ def cut_batch(batch: ScheduledBatch, plan: Plan, costs: Sequence[float]) -> list
 
 
 def _along_length(chunks: list[Chunk], ends: Sequence[float]) -> list[list[Chunk]]:
-    """The pieces of all chunks up to each of `ends`, in order, without those that are empty."""
+    """The pieces of all chunks up to each of `ends`, in order, without those that are empty. The
+    first piece of a chunk makes its copies."""
     bounds = [chunk_bounds(chunk.stop - chunk.start, ends) for chunk in chunks]
     cut = [
         [
-            chunk._replace(start=chunk.start + cuts[piece][0], stop=chunk.start + cuts[piece][1])
+            _piece(chunk, *cuts[piece])
             for chunk, cuts in zip(chunks, bounds, strict=True)
             if cuts[piece][0] < cuts[piece][1]
         ]
         for piece in range(len(ends))
     ]
     return [pieces for pieces in cut if pieces]
+
+
+def _piece(chunk: Chunk, first: int, last: int) -> Chunk:
+    start, copies = chunk.start, () if first else chunk.copies
+    return chunk._replace(start=start + first, stop=start + last, copies=copies)
 
 
 class MicroBatch:

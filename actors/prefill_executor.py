@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from actors.executor import Sink
-from actors.scheduler import Chunk, ScheduledBatch
+from actors.scheduler import Chunk, ScheduledBatch, slice_of
 from actors.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError
@@ -83,16 +83,8 @@ class PrefillExecutor:
         self._woken.set()
 
     def submit(self, scheduled: ScheduledBatch) -> None:
-        slices = [
-            SequenceSlice(
-                chunk.sequence.token_ids[chunk.start : chunk.stop],
-                chunk.start,
-                chunk.sequence.block_table,
-            )
-            for chunk in scheduled.chunks
-        ]
         self._scheduled = scheduled
-        self._run = self._begin(scheduled.number, slices)
+        self._run = self._begin(scheduled.number, map(slice_of, scheduled.chunks))
 
     def step(self, timeout_s: float) -> list[ScheduledBatch]:
         """Runs one layer, or after the last one the head; waits if there is no batch."""

@@ -52,7 +52,7 @@ class PrefillWorker(ServingWorker):
         kv, free = config.kv, config.prefill.kv_free
         if free:
             longest = max(self._schedule.max_batch_tokens, self._max_context_tokens)
-            blocks = -(-longest // kv.block_tokens) + self._schedule.max_batch_sequences
+            blocks = -(-longest // kv.block_tokens) + 2 * self._schedule.max_batch_sequences
         else:
             sized = msgspec.structs.replace(config, schedule=self._schedule)
             blocks = kv_pool_blocks(
@@ -62,7 +62,11 @@ class PrefillWorker(ServingWorker):
             half.spec, blocks, kv.block_tokens, half.dtype, half.device, one_layer=free
         )
         self._blocks = BlockManager(
-            blocks, prefix_cache=kv.prefix_cache, keeps=not free, journal=True
+            blocks,
+            prefix_cache=kv.prefix_cache,
+            share_partial=kv.share_partial_blocks,
+            keeps=not free,
+            journal=True,
         )
         self._scheduler = Scheduler(
             self._schedule, self._blocks, whole_prompts=free, on_end=self._ended

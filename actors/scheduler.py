@@ -2,8 +2,9 @@
 
 A batch takes, in this order: one token of each running sequence (decode), the next chunk of those
 whose prompt is under way, then waiting sequences, LS before BE. A prompt longer than what is left
-of `max_batch_tokens` is cut (chunked prefill). When blocks run out, the youngest running sequence
-of the lowest class gives its blocks back and waits again; what it has generated stays.
+of `max_batch_tokens` is cut (chunked prefill). A sequence starts behind the longest prefix that
+blocks hold, to the token, computed or about to be. When blocks run out, the youngest running
+sequence of the lowest class gives its blocks back and waits again; what it has generated stays.
 """
 
 from __future__ import annotations
@@ -12,26 +13,41 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from actors.batch_blocks import BatchBlocks
+from actors.block_contents import Head
 from actors.block_manager import BlockManager
 from actors.sequence import Sequence, SequenceKey
 from contracts.config import ScheduleConfig
 from contracts.requests import Priority
+from models.batch import BlockCopy, SequenceSlice
 
 
 class Chunk(NamedTuple):
     """New tokens [start, stop) of one sequence. `after`: earlier chunks of this batch whose blocks
-    it shares."""
+    it shares. `copies`: what it takes over of the block that `start` lies in."""
 
     sequence: Sequence
     start: int
     stop: int
     after: frozenset[int]
+    copies: tuple[BlockCopy, ...] = ()
+
+
+class Prefix(NamedTuple):
+    """What blocks hold of a sequence: whole blocks, then the first tokens of one more."""
+
+    blocks: list[int]
+    head: Head | None
+    tokens: int
 
 
 class ScheduledBatch(NamedTuple):
+    """sources: blocks to which it holds a reference of its own, because chunks copy from them."""
+
     number: int
     priority: Priority
     chunks: list[Chunk]
+    sources: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -108,22 +124,22 @@ class Scheduler:
         number = self._batches
         chunks: list[Chunk] = []
         budget = self._config.max_batch_tokens
-        providers: dict[int, int] = {}  # block -> chunk of this batch that fills it
+        forming = BatchBlocks()
         for sequence in sorted(self._running, key=lambda s: s.num_uncomputed > 1):
             if budget == 0 or len(chunks) == self._config.max_batch_sequences:
                 break
             if sequence.in_flight or sequence not in self._running:
                 continue
-            chunk = self._extend(sequence, budget, len(chunks), providers, number)
+            chunk = self._extend(sequence, budget, len(chunks), forming)
             if chunk is not None:
                 chunks.append(chunk)
                 budget -= chunk.stop - chunk.start
-        self._admit(chunks, budget, providers, number)
+        self._admit(chunks, budget, forming)
         if not chunks:
             return None
         self._batches += 1
         priority = min(chunk.sequence.priority for chunk in chunks)
-        return ScheduledBatch(number, priority, chunks)
+        return ScheduledBatch(number, priority, chunks, tuple(forming.sources))
 
     def upcoming(self) -> list[tuple[int, int]]:
         """New tokens [start, stop) per sequence of the batch that would come next, in its order: a
@@ -142,9 +158,7 @@ class Scheduler:
             if budget == 0 or len(found) == most:
                 return found
         for sequence in (s for priority in Priority for s in self._waiting[priority]):
-            shareable = sequence.first_needed // sequence.block_tokens
-            matched = self.blocks.match(sequence.hashes[:shareable], batch=self._batches)
-            start = len(matched) * sequence.block_tokens
+            start = self._prefix(sequence).tokens
             found.append((start, min(len(sequence.token_ids), start + budget)))
             budget -= found[-1][1] - found[-1][0]
             if budget == 0 or len(found) == most:
@@ -154,6 +168,7 @@ class Scheduler:
     def complete(self, batch: ScheduledBatch) -> None:
         """The batch has run: its tokens are in the pool. Sequences that are done end here."""
         self.blocks.commit(batch.number)
+        self.blocks.release(batch.sources)
         for chunk in batch.chunks:
             chunk.sequence.in_flight = False
             if chunk.sequence.done:
@@ -162,45 +177,78 @@ class Scheduler:
     def abandon(self, batch: ScheduledBatch) -> None:
         """The batch failed; none of its blocks can be trusted."""
         self.blocks.abandon(batch.number)
+        self.blocks.release(batch.sources)
         for chunk in batch.chunks:
             chunk.sequence.in_flight = False
 
-    def _admit(
-        self, chunks: list[Chunk], budget: int, providers: dict[int, int], number: int
-    ) -> None:
+    def _admit(self, chunks: list[Chunk], budget: int, forming: BatchBlocks) -> None:
         for priority in Priority:
             queue = self._waiting[priority]
             while queue and budget > 0 and len(chunks) < self._config.max_batch_sequences:
-                chunk = self._start(queue[0], budget, len(chunks), providers, number)
+                chunk = self._start(queue[0], budget, len(chunks), forming)
                 if chunk is None:
                     return  # first come, first served: nobody slips past a sequence that waits
                 self._running.append(queue.popleft())
                 chunks.append(chunk)
                 budget -= chunk.stop - chunk.start
 
+    def _prefix(self, sequence: Sequence) -> Prefix:
+        """The longest prefix that blocks hold, or will when the batch being formed has run, of what
+        need not be computed in any case."""
+        block_tokens, needed = sequence.block_tokens, sequence.first_needed
+        blocks = self.blocks.match(sequence.hashes[: needed // block_tokens], batch=self._batches)
+        whole = len(blocks) * block_tokens
+        rest = sequence.token_ids[whole : min(needed, whole + block_tokens)]
+        head = self.blocks.head(sequence.parent_hash(len(blocks)), rest, batch=self._batches)
+        return Prefix(blocks, head, whole + (head.tokens if head else 0))
+
     def _start(
-        self, sequence: Sequence, budget: int, index: int, providers: dict[int, int], number: int
+        self, sequence: Sequence, budget: int, index: int, forming: BatchBlocks
     ) -> Chunk | None:
-        shareable = sequence.first_needed // sequence.block_tokens
-        matched = self.blocks.match(sequence.hashes[:shareable], batch=number)
-        cached = len(matched) * sequence.block_tokens
-        stop = min(len(sequence.token_ids), cached + budget)
-        if self._whole_prompts and stop < len(sequence.token_ids):
-            if index > 0:
-                return None
-            stop = len(sequence.token_ids)
-        table = self.blocks.take(matched, sequence.blocks_for(stop) - len(matched))
+        prefix = self._prefix(sequence)
+        table = self._take(sequence, prefix, budget, index)
+        if table is None and prefix.head is not None:  # perhaps because of the block copied from
+            whole = len(prefix.blocks) * sequence.block_tokens
+            prefix = Prefix(prefix.blocks, None, whole)
+            table = self._take(sequence, prefix, budget, index)
         if table is None:
             return None
         sequence.block_table = table
-        sequence.num_computed = cached
+        sequence.num_computed = prefix.tokens
         if sequence.num_cached is None:
-            sequence.num_cached = cached
-        after = frozenset(providers[block] for block in matched if block in providers)
-        return self._chunk(sequence, stop, index, after, providers, number)
+            sequence.num_cached = prefix.tokens
+        shared = list(prefix.blocks)
+        copies: tuple[BlockCopy, ...] = ()
+        if prefix.head is not None:
+            source, tokens = prefix.head
+            copies = forming.copy(source, table[len(prefix.blocks)], tokens)
+            shared += (copied.source for copied in copies)
+        stop = self._stop(sequence, prefix.tokens, budget)
+        chunk = Chunk(sequence, prefix.tokens, stop, forming.providers(shared), copies)
+        return self._book(chunk, index, forming)
+
+    def _stop(self, sequence: Sequence, start: int, budget: int) -> int:
+        """Where the first chunk of a sequence ends."""
+        tokens = len(sequence.token_ids)
+        return tokens if self._whole_prompts else min(tokens, start + budget)
+
+    def _take(
+        self, sequence: Sequence, prefix: Prefix, budget: int, index: int
+    ) -> list[int] | None:
+        """The block table; None if there are too few blocks, or if a whole prompt is too long for
+        what is left of the batch. The block to copy from is referred to as well, by the batch."""
+        stop = self._stop(sequence, prefix.tokens, budget)
+        if index > 0 and stop > prefix.tokens + budget:
+            return None
+        fresh = sequence.blocks_for(stop) - len(prefix.blocks)
+        if prefix.head is None:
+            return self.blocks.take(prefix.blocks, fresh)
+        held = [*prefix.blocks, prefix.head.block]
+        table = self.blocks.take(held, fresh)
+        return None if table is None else table[: len(prefix.blocks)] + table[len(held) :]
 
     def _extend(
-        self, sequence: Sequence, budget: int, index: int, providers: dict[int, int], number: int
+        self, sequence: Sequence, budget: int, index: int, forming: BatchBlocks
     ) -> Chunk | None:
         stop = min(len(sequence.token_ids), sequence.num_computed + budget)
         fresh = sequence.blocks_for(stop) - len(sequence.block_table)
@@ -214,26 +262,28 @@ class Scheduler:
                 return None
             table = self.blocks.take([], fresh)
         sequence.block_table.extend(table)
-        return self._chunk(sequence, stop, index, frozenset(), providers, number)
+        chunk = Chunk(sequence, sequence.num_computed, stop, frozenset())
+        return self._book(chunk, index, forming)
 
-    def _chunk(
-        self,
-        sequence: Sequence,
-        stop: int,
-        index: int,
-        after: frozenset[int],
-        providers: dict[int, int],
-        number: int,
-    ) -> Chunk:
-        start = sequence.num_computed
-        first_block = start // sequence.block_tokens
-        for position in range(first_block, stop // sequence.block_tokens):
-            block = sequence.block_table[position]
-            self.blocks.register(block, sequence.hashes[position], batch=number)
-            providers[block] = index
+    def _book(self, chunk: Chunk, index: int, forming: BatchBlocks) -> Chunk:
+        """Chunk `index` of the batch: says what its blocks will hold."""
+        sequence, block_tokens = chunk.sequence, chunk.sequence.block_tokens
+        for place in range(chunk.start // block_tokens, sequence.blocks_for(chunk.stop)):
+            first, last = place * block_tokens, (place + 1) * block_tokens
+            digest = sequence.hashes[place] if last <= chunk.stop else None
+            if digest is None and chunk.start >= sequence.prompt_tokens:
+                break  # a block that a generation is filling: found once it is full
+            self.blocks.register(
+                sequence.block_table[place],
+                digest,
+                sequence.parent_hash(place),
+                sequence.token_ids[first : min(last, chunk.stop)],
+                batch=self._batches,
+            )
+            forming.fill(sequence.block_table[place], index)
         sequence.in_flight = True
-        sequence.num_computed = stop
-        return Chunk(sequence, start, stop, after)
+        sequence.num_computed = chunk.stop
+        return chunk
 
     def _victim(self) -> Sequence | None:
         """The youngest idle sequence of the lowest class that runs."""
@@ -251,6 +301,13 @@ class Scheduler:
         self.blocks.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = 0
+
+
+def slice_of(chunk: Chunk) -> SequenceSlice:
+    """A chunk as the model takes it."""
+    sequence = chunk.sequence
+    new = sequence.token_ids[chunk.start : chunk.stop]
+    return SequenceSlice(new, chunk.start, sequence.block_table, chunk.copies)
 
 
 def _ends_now(sequence: Sequence) -> bool:

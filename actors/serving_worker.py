@@ -126,7 +126,9 @@ class ServingWorker:
         )
         kv = spec.config.kv
         self._kv = KvPool(half.spec, num_blocks, kv.block_tokens, half.dtype, half.device)
-        self._blocks = BlockManager(num_blocks, prefix_cache=kv.prefix_cache)
+        self._blocks = BlockManager(
+            num_blocks, prefix_cache=kv.prefix_cache, share_partial=kv.share_partial_blocks
+        )
         self._scheduler = Scheduler(self._schedule, self._blocks)
 
     def _open(self) -> None:

@@ -98,12 +98,14 @@ class ChannelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class KvConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """block_tokens is part of the block hash: all ranks must agree. pool_tokens None: chosen from
-    the free memory (memory_fraction of it, shared by the ranks of a node)."""
+    the free memory (memory_fraction of it, shared by the ranks of a node). share_partial_blocks
+    False: prefixes are shared by whole blocks only."""
 
     block_tokens: Count = 16
     pool_tokens: Count | None = None
     memory_fraction: Annotated[float, Meta(gt=0, le=0.9)] = 0.2
     prefix_cache: bool = True
+    share_partial_blocks: bool = True
 
 
 class ScheduleConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -53,7 +53,7 @@ class GroupedQueryAttention:
         qk = apply_rope(qk, prepared.cos, prepared.sin)
         k_TGd, v_TGd = qk[:, H:], qkv[:, H + G :]
         # All rows first, then attention: sequences may read what others of this batch write here.
-        kv.write(self._layer, batch.slots_T, k_TGd, v_TGd)
+        kv.write(self._layer, batch, k_TGd, v_TGd)
         k_pool, v_pool = kv.entries(self._layer)
         plan, scale = prepared.plans[self._window], d**-0.5
         attended_THd = ragged_attention(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,14 +21,33 @@ from torch import Tensor
 from kernels.attention import AttentionPlan, Keys, SequenceRows
 
 
+class BlockCopy(NamedTuple):
+    """K and V at offsets first .. last-1 of block `source` go to the same offsets of `block`."""
+
+    source: int
+    block: int
+    first: int
+    last: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """New tokens of one sequence. Its positions 0..start-1 are found through block_table, either
-    cached or written by another sequence of the same batch in the same pass."""
+    """New tokens of one sequence. Its positions 0..start-1 are found through block_table: cached,
+    or written by another sequence of the same batch in the same pass, or copied in that pass."""
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
+    copies: Sequence[BlockCopy] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotCopies:
+    """Pool slots from_C and to_C, int64. Made at every layer, after the new tokens' K and V are
+    written; no slot is both."""
+
+    from_C: Tensor
+    to_C: Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +71,7 @@ class AttentionBatch:
     slots_T: Tensor
     last_rows_B: Tensor
     sequences: tuple[SequenceRows, ...]
+    copies: SlotCopies | None = None
     prepared: Prepared | None = None
 
     @property
@@ -81,6 +102,7 @@ class AttentionBatch:
             slots_T=_joined(slots, device),
             last_rows_B=torch.tensor(last_rows, dtype=torch.int64, device=device),
             sequences=tuple(sequences),
+            copies=_slot_copies(slices, block_tokens, device),
         )
 
 
@@ -100,6 +122,22 @@ def _context_slots(
     blocks = np.asarray(piece.block_table[:num_blocks], dtype=np.int64)
     slots = blocks[:, None] * block_tokens + np.arange(block_tokens)
     return slots.reshape(-1)[:context]
+
+
+def _slot_copies(
+    slices: Sequence[SequenceSlice], block_tokens: int, device: torch.device
+) -> SlotCopies | None:
+    sources: list[int] = []
+    targets: list[int] = []
+    for source, block, first, last in (copy for piece in slices for copy in piece.copies):
+        sources += range(source * block_tokens + first, source * block_tokens + last)
+        targets += range(block * block_tokens + first, block * block_tokens + last)
+    if not sources:
+        return None
+    return SlotCopies(
+        torch.tensor(sources, dtype=torch.int64, device=device),
+        torch.tensor(targets, dtype=torch.int64, device=device),
+    )
 
 
 def _keys(slots_S: np.ndarray[tuple[int], np.dtype[np.int64]], device: torch.device) -> Keys:

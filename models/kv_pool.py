@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from models.batch import AttentionBatch
 from models.spec import ModelSpec
 
 
@@ -62,7 +63,11 @@ class KvPool:
         """(K, V) of a layer, or its latents alone, each [P, heads, size]."""
         return self._layers[layer]
 
-    def write(self, layer: int, slots_T: Tensor, *values: Tensor) -> None:
-        """Stores one [T, heads, size] tensor per entry (k, v) at `slots_T`."""
+    def write(self, layer: int, batch: AttentionBatch, *values: Tensor) -> None:
+        """Stores one [T, heads, size] tensor per entry (k, v): of all rows of the batch, and then
+        what its sequences copy from each other or from the cache."""
         for pool, value in zip(self._layers[layer], values, strict=True):
-            pool.index_copy_(0, slots_T, value)
+            pool.index_copy_(0, batch.slots_T, value)
+            if batch.copies is not None:
+                copied = pool.index_select(0, batch.copies.from_C)
+                pool.index_copy_(0, batch.copies.to_C, copied)

@@ -59,7 +59,7 @@ class LatentAttention:
         latent_T1C[..., :rank] = rms_norm(latent_T1C[..., :rank], self._kv_norm, _EPS)
         latent_T1C[..., rank:] = apply_rope(latent_T1C[..., rank:], prepared.cos, prepared.sin)
         # All rows first, then attention: sequences may read what others of this batch write here.
-        kv.write(self._layer, batch.slots_T, latent_T1C)
+        kv.write(self._layer, batch, latent_T1C)
         (pool_P1C,) = kv.entries(self._layer)
         plan = prepared.plans[self._window]
         attended_THv = ragged_latent_attention(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from actors.attention_worker import WARM_UP_IDS
 from contracts.events import Stage
 from contracts.plan import Order, Plan
 from models.local import LocalModel
@@ -185,14 +186,18 @@ def test_shared_experts_of_every_layer_are_tasks_of_the_attention_rank(
         assert tasks == expected[order], order
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
-def test_sequences_of_one_batch_share_blocks_that_are_computed_in_it(
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v2", "gpt_oss"])
+def test_sequences_of_one_batch_share_every_token_that_is_computed_in_it(
     tiny_checkpoint: Checkpoints, family: str
 ) -> None:
+    """Whole blocks as they are, the tokens after those by copying them, some of them copied
+    themselves; and a later batch shares both with this one."""
     folder = tiny_checkpoint(family)
     local = LocalModel.load(folder, dtype="float32")
-    shared = prompts(4, [48])[0]
-    sequences = [shared + tail for tail in prompts(5, [3, 5, 4, 6])]
+    shared, more = prompts(4, [41, 4])
+    sequences = [shared + tail for tail in prompts(5, [3, 25, 4])]
+    sequences += [shared + more + tail for tail in prompts(11, [30, 1, 17])]
+    sequences += [sequences[1], sequences[3][:43]]
     expected = last_logits(local, sequences)
     for plan in (Plan(r1=1), Plan(r1=4, r2=2), Plan(ma=1)):
         # one message at a time would start at once: a long sequence holds the rank until all are in
@@ -202,10 +207,25 @@ def test_sequences_of_one_batch_share_blocks_that_are_computed_in_it(
             ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
             client.wait(blocker, *ids)
             answers = [client.scored(request) for request in ids]
+            answers += [client.scored(client.submit(seq, candidates=VOCABULARY))
+                        for seq in sequences]  # fmt: skip
             found = torch.tensor([answer.candidate_logits for answer in answers])
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(found, expected.repeat(2, 1), atol=1e-5, rtol=0)
             cached = [answer.usage.cached_tokens for answer in answers]
-            assert cached[1:] == [48, 48, 48]
+            earlier = [prompts(6, [400])[0], list(WARM_UP_IDS)]
+            assert cached == cached_tokens(earlier, sequences * 2)
+
+
+def cached_tokens(earlier: list[list[int]], sequences: list[list[int]]) -> list[int]:
+    """Of each sequence, what it has in common with one before it; never its last token."""
+    found = []
+    for number, sequence in enumerate(sequences):
+        before = [*earlier, *sequences[:number]]
+        found.append(max(
+            length for length in range(len(sequence))
+            if any(sequence[:length] == other[:length] for other in before)
+        ))  # fmt: skip
+    return found
 
 
 @pytest.mark.parametrize(

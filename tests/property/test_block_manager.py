@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,30 +26,42 @@ class Books(RuleBasedStateMachine):
         super().__init__()
         self.blocks = BlockManager(POOL)
         self.live: list[list[int]] = []
-        self.contents: dict[int, bytes] = {}  # what the tensors would hold
+        self.contents: dict[int, list[int]] = {}  # all tokens up to the last that a block holds
         self.batch = 0
 
     @rule(target=tables, tokens=prompts, fails=st.booleans())
     def run_a_batch(self, tokens: list[int], fails: bool) -> object:
         hashes = chain_hashes(tokens, BLOCK)
         matched = self.blocks.match(hashes[: (len(tokens) - 1) // BLOCK], batch=self.batch)
-        for block, digest in zip(matched, hashes, strict=False):
-            assert self.contents[block] == digest, "a prefix hit must hold the prefix's K and V"
+        for place, block in enumerate(matched):
+            held = tokens[: (place + 1) * BLOCK]
+            assert self.contents[block] == held, "a prefix hit must hold the prefix's K and V"
+        self.look_for_a_head(tokens, len(matched))
         table = self.blocks.take(matched, -(-len(tokens) // BLOCK) - len(matched))
         if table is None:
             return multiple()
         for block in table[len(matched) :]:
             self.contents.pop(block, None)
-        for position in range(len(matched), len(hashes)):
-            self.blocks.register(table[position], hashes[position], batch=self.batch)
+        register(self.blocks, table, tokens, batch=self.batch)
         if fails:
             self.blocks.abandon(self.batch)
         else:
-            self.contents.update(zip(table, hashes, strict=False))
+            for place, block in enumerate(table):
+                self.contents[block] = tokens[: (place + 1) * BLOCK]
             self.blocks.commit(self.batch)
         self.batch += 1
         self.live.append(table)
         return table
+
+    def look_for_a_head(self, tokens: list[int], whole: int) -> None:
+        """What is found begins as the prompt goes on."""
+        first = whole * BLOCK
+        rest = tokens[first : first + BLOCK]
+        parent = chain_hashes(tokens[:first], BLOCK)[-1] if whole else b""
+        head = self.blocks.head(parent, rest, batch=self.batch)
+        if head is not None:
+            held = self.contents[head.block][: first + head.tokens]
+            assert held == tokens[: first + head.tokens], "a head must be the prompt's own tokens"
 
     @rule(table=consumes(tables))
     def end(self, table: list[int]) -> None:
@@ -59,6 +73,17 @@ class Books(RuleBasedStateMachine):
         self.blocks.check(self.live)
 
 
+def register(
+    blocks: BlockManager, table: Sequence[int], tokens: Sequence[int], *, batch: int
+) -> None:
+    """As a chunk of all of `tokens` does."""
+    hashes = chain_hashes(tokens, BLOCK)
+    for place, block in enumerate(table):
+        held = tokens[place * BLOCK : (place + 1) * BLOCK]
+        digest = hashes[place] if place < len(hashes) else None
+        blocks.register(block, digest, hashes[place - 1] if place else b"", held, batch=batch)
+
+
 TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
@@ -66,24 +91,52 @@ TestBooks.settings = settings(max_examples=150, stateful_step_count=30, deadline
 def test_a_sequence_of_the_same_batch_shares_pending_blocks_and_another_batch_does_not() -> None:
     blocks = BlockManager(8)
     hashes = chain_hashes(range(8), BLOCK)
+    table = blocks.take([], 3)
+    assert table is not None
+    register(blocks, table, range(10), batch=7)
+    assert blocks.match(hashes, batch=7) == table[:2]
+    assert blocks.head(hashes[1], [8, 9, 10], batch=7) == (table[2], 2)
+    assert blocks.match(hashes, batch=8) == []
+    assert blocks.head(hashes[1], [8, 9, 10], batch=8) is None
+    blocks.commit(7)
+    assert blocks.match(hashes, batch=8) == table[:2]
+    assert blocks.head(hashes[1], [8, 9, 10], batch=8) == (table[2], 2)
+    assert blocks.head(hashes[0], [4, 5, 7], batch=8) == (table[1], 2), "the head of a full one"
+    assert blocks.head(hashes[0], [8, 9, 10], batch=8) is None
+
+
+def test_a_block_without_a_hash_is_cached_for_its_head_until_it_is_evicted() -> None:
+    blocks = BlockManager(2)
+    table = blocks.take([], 1)
+    assert table is not None
+    register(blocks, table, [5, 6, 7], batch=0)
+    blocks.commit(0)
+    blocks.release(table)
+    assert blocks.counts == {"free": 1, "cached": 1, "used": 0}
+    assert blocks.head(b"", [5, 6, 1], batch=1) == (table[0], 2)
+    assert blocks.take([], 2) is not None
+    assert blocks.head(b"", [5, 6, 1], batch=1) is None
+
+
+def test_with_partial_sharing_off_only_full_blocks_are_found() -> None:
+    blocks = BlockManager(4, share_partial=False)
     table = blocks.take([], 2)
     assert table is not None
-    for block, digest in zip(table, hashes, strict=True):
-        blocks.register(block, digest, batch=7)
-    assert blocks.match(hashes, batch=7) == table
-    assert blocks.match(hashes, batch=8) == []
-    blocks.commit(7)
-    assert blocks.match(hashes, batch=8) == table
+    register(blocks, table, range(6), batch=0)
+    blocks.commit(0)
+    assert blocks.match(chain_hashes(range(6), BLOCK), batch=1) == table[:1]
+    assert blocks.head(b"", [0, 1], batch=1) is None
+    blocks.release(table)
+    assert blocks.counts == {"free": 3, "cached": 1, "used": 0}
 
 
 def test_the_least_recently_used_chain_is_evicted_from_its_end() -> None:
     blocks = BlockManager(4)
     old, new = chain_hashes(range(8), BLOCK), chain_hashes(range(100, 108), BLOCK)
-    for batch, hashes in enumerate((old, new)):
+    for batch, first in enumerate((0, 100)):
         table = blocks.take([], 2)
         assert table is not None
-        for block, digest in zip(table, hashes, strict=True):
-            blocks.register(block, digest, batch=batch)
+        register(blocks, table, range(first, first + 8), batch=batch)
         blocks.commit(batch)
         blocks.release(table)
     assert blocks.take([], 1) is not None

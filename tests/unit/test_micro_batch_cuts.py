@@ -12,6 +12,7 @@ from actors.micro_batch import Part, cut_batch
 from actors.scheduler import Chunk, ScheduledBatch
 from contracts.plan import Order, Plan
 from contracts.requests import Priority
+from models.batch import BlockCopy
 
 
 def batch_of(spans: list[tuple[int, int]], after: dict[int, set[int]] | None = None) -> Any:
@@ -50,6 +51,15 @@ def test_sequences_that_share_blocks_and_run_together_are_not_cut_along_their_le
     batch = batch_of([(0, 64), (32, 96)], after={1: {0}})
     parts = cut(batch, Plan(r1=2, sequence_chunks=(0.5, 1.0)))
     assert shape(parts) == [[(0, 0, 64), (1, 32, 96)]]
+
+
+def test_of_a_sequence_cut_along_its_length_only_the_first_piece_makes_its_copies() -> None:
+    batch = batch_of([(0, 1), (5, 45)])
+    copies = (BlockCopy(3, 9, 0, 5),)
+    batch.chunks[1] = batch.chunks[1]._replace(copies=copies)
+    parts = cut(batch, Plan(r1=2, sequence_chunks=(0.5, 1.0)))
+    assert shape(parts) == [[(1, 5, 25)], [(0, 0, 1), (1, 25, 45)]]
+    assert [[chunk.copies for chunk in part.chunks] for part in parts] == [[copies], [(), ()]]
 
 
 def test_a_later_micro_batch_waits_for_every_piece_whose_blocks_it_may_read() -> None:

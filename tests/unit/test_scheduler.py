@@ -36,12 +36,15 @@ class Simulation:
         max_batch_sequences: int = 4,
         pool_blocks: int = POOL_BLOCKS,
         prefix_cache: bool = True,
+        share_partial: bool = True,
     ) -> None:
         config = ScheduleConfig(
             max_batch_tokens=max_batch_tokens, max_batch_sequences=max_batch_sequences
         )
         self.config = config
-        self.blocks = BlockManager(pool_blocks, prefix_cache=prefix_cache)
+        self.blocks = BlockManager(
+            pool_blocks, prefix_cache=prefix_cache, share_partial=share_partial
+        )
         self.scheduler = Scheduler(config, self.blocks)
         self.running: ScheduledBatch | None = None
         self.ended: list[Sequence] = []
@@ -96,12 +99,33 @@ class Simulation:
                 assert slot not in writer, "two chunks write one slot"
                 self.slots[slot] = tuple(chunk.sequence.token_ids[: position + 1])
                 writer[slot] = index
+        self._copy(batch, writer)
         for index, chunk in enumerate(batch.chunks):
             for position in range(chunk.stop):
                 slot = self._slot(chunk.sequence, position)
                 assert self.slots[slot] == tuple(chunk.sequence.token_ids[: position + 1])
                 by = writer.get(slot, index)
                 assert by == index or by in chunk.after, "it shares a block and does not wait"
+
+    def _copy(self, batch: ScheduledBatch, writer: dict[tuple[int, int], int]) -> None:
+        """All copies of a batch are one operation: none may read what another one writes."""
+        copied: dict[tuple[int, int], tuple[int, ...]] = {}
+        for index, chunk in enumerate(batch.chunks):
+            for source, block, first, last in chunk.copies:
+                assert source in batch.sources, "it may be evicted before the batch has run"
+                for offset in range(first, last):
+                    by = writer.get((source, offset))
+                    assert by is None or by in chunk.after, "it copies and does not wait"
+                    assert (block, offset) not in writer, "two chunks write one slot"
+                    copied[block, offset] = self.slots[source, offset]
+                    writer[block, offset] = index
+        assert not copied.keys() & {
+            (copy.source, offset)
+            for chunk in batch.chunks
+            for copy in chunk.copies
+            for offset in range(copy.first, copy.last)
+        }, "a copy reads what another one writes"
+        self.slots.update(copied)
 
     def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
         return sequence.block_table[position // BLOCK], position % BLOCK
@@ -123,7 +147,8 @@ class Simulation:
         self.scheduler.complete(batch)
 
     def check(self) -> None:
-        self.blocks.check([s.block_table for s in self.scheduler.sequences])
+        sources = self.running.sources if self.running is not None else ()
+        self.blocks.check([*(s.block_table for s in self.scheduler.sequences), sources])
 
     def drain(self, limit: int = 2000) -> int:
         """Runs until every sequence has ended; how many batches it took."""
@@ -331,3 +356,36 @@ def test_equal_prompts_share_blocks_within_a_batch_and_across_batches(priority: 
     later = sim.add(range(13), 1, priority)
     sim.drain()
     assert [s.usage().cached_tokens for s in (*twins, later)] == [0, 12, 12, 12]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), max_size=12),
+    max_batch_tokens=st.integers(1, 60),
+    max_batch_sequences=st.integers(1, 6),
+)
+def test_no_token_is_computed_twice_but_the_last_one_of_a_prompt(
+    prompts: list[list[int]], max_batch_tokens: int, max_batch_sequences: int
+) -> None:
+    """However prompts are cut into chunks, and whether a prefix is cached or of the same batch."""
+    sim = Simulation(
+        max_batch_tokens=max_batch_tokens, max_batch_sequences=max_batch_sequences, pool_blocks=200
+    )
+    computed = 0
+    for prompt in prompts:
+        sim.add(prompt)
+    while (batch := sim.start()) is not None:
+        computed += batch.tokens
+        sim.finish()
+        sim.check()
+    assert computed == least_tokens(prompts)
+
+
+def least_tokens(prompts: list[list[int]]) -> int:
+    """Nodes of the prompts' trie; and of a prompt that is in it already, the last token again."""
+    nodes: set[tuple[int, ...]] = set()
+    repeated = 0
+    for prompt in prompts:
+        repeated += tuple(prompt) in nodes
+        nodes |= {tuple(prompt[:end]) for end in range(1, len(prompt) + 1)}
+    return len(nodes) + repeated

@@ -1,0 +1,92 @@
+"""Which tokens the KV blocks hold: to find the one that begins as a prompt goes on.
+
+Blocks that follow the same blocks are kept sorted by their tokens. Whichever has the longest common
+head with a given list of tokens is then a neighbour of the place where that list would stand.
+
+    parent h1:   [ 5 8 8 1 ]  [ 5 8 9 ]  [ 7 2 4 4 ]
+                              ^ 5 8 8 3 would stand here: three tokens in common on its left
+"""
+
+from __future__ import annotations
+
+import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Head(NamedTuple):
+    """The first `tokens` tokens of `block`, one or more of them, are the ones looked for."""
+
+    block: int
+    tokens: int
+
+
+class BlockContents:
+    """Blocks, full or not, by what is before them and by their tokens."""
+
+    def __init__(self) -> None:
+        self._children: dict[bytes, list[tuple[bytes, int]]] = {}  # parent -> (tokens, block)
+        self._of: dict[int, tuple[bytes, bytes]] = {}  # block -> (parent, tokens)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._of
+
+    def put(self, block: int, parent: bytes, tokens: Sequence[int]) -> bool:
+        """Notes what `block` holds, in place of what was noted of it. parent: hash of the block
+        before it, b"" for none. False, and nothing is noted, if another block begins with that."""
+        packed = array.array("I", tokens).tobytes()
+        children = self._children.setdefault(parent, [])
+        place = bisect_left(children, (packed,))
+        if place < len(children) and children[place][0].startswith(packed):
+            return False
+        self.drop(block)
+        children = self._children.setdefault(parent, [])
+        children.insert(bisect_left(children, (packed,)), (packed, block))
+        self._of[block] = (parent, packed)
+        return True
+
+    def drop(self, block: int) -> None:
+        """Forgets `block`, if anything is noted of it."""
+        noted = self._of.pop(block, None)
+        if noted is None:
+            return
+        parent, packed = noted
+        children = self._children[parent]
+        del children[bisect_left(children, (packed, block))]
+        if not children:
+            del self._children[parent]
+
+    def longest_head(self, parent: bytes, tokens: Sequence[int]) -> Head | None:
+        """The block after `parent` with the longest common head with `tokens`."""
+        children = self._children.get(parent)
+        if not children or not tokens:
+            return None
+        packed = array.array("I", tokens).tobytes()
+        place = bisect_left(children, (packed,))
+        heads = [
+            Head(block, _common_tokens(packed, other))
+            for other, block in children[max(0, place - 1) : place + 1]
+        ]
+        best = max(heads, key=lambda head: head.tokens)
+        return best if best.tokens else None
+
+    def check(self) -> None:
+        """Raises RuntimeError unless both directions say the same."""
+        listed = {
+            block: (parent, packed)
+            for parent, children in self._children.items()
+            for packed, block in children
+        }
+        in_order = all(children == sorted(children) for children in self._children.values())
+        if listed != self._of or not in_order or not all(self._children.values()):
+            raise RuntimeError("KV block manager: the index of block contents does not add up")
+
+
+def _common_tokens(left: bytes, right: bytes) -> int:
+    count = 0
+    for one, other in zip(memoryview(left).cast("I"), memoryview(right).cast("I"), strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
