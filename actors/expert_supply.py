@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from contracts.errors import ConfigError
+from contracts.events import Stage, TaskSpan
 from contracts.worker import WorkerSpec
 from models.checkpoint import Checkpoint
-from models.expert_store import ExpertStore, ResidentStore
+from models.copying_store import CopyingStore, split_layers
+from models.expert_store import ExpertSource, ExpertStore, ResidentStore
+from models.host_experts import HostSource, open_host_source
 from models.loading import progress_line
 from models.moe import ExpertHalf
 from models.spec import ModelSpec
@@ -47,21 +51,68 @@ class OwnSupply:
         self.store.close()
 
 
-def expert_supply(spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype) -> ExpertSupply:
-    """As `spec.config.prefill.experts` says. Raises CheckpointError, ResourceError, ConfigError."""
+def expert_supply(
+    spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype, observe: Callable[[TaskSpan], None]
+) -> ExpertSupply:
+    """As `spec.config.prefill.experts` says. observe: hears of copies, on the store's thread.
+    Raises CheckpointError, ResourceError, ConfigError."""
     kind = spec.config.prefill.experts
     if kind == "resident":
-        return OwnSupply(_resident(spec, model, dtype))
-    raise ConfigError(f"prefill.experts={kind} is not available; use resident")
+        return OwnSupply(ResidentStore(_load(spec, model, dtype, model.moe_layers)))
+    if kind == "streamed":
+        source = host_source(spec, model, dtype)
+        store = copying_store(spec, model, dtype, source, Stage.HOST_COPY, observe)
+        return OwnSupply(store)
+    raise ConfigError(f"prefill.experts={kind} is not available; use resident or streamed")
 
 
-def _resident(spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype) -> ResidentStore:
-    experts = ExpertHalf.load(
+def host_source(spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype) -> HostSource:
+    """The complete expert set of the node. Raises CheckpointError, ResourceError."""
+    where = spec.config.prefill.host_store
+    return open_host_source(
+        Path(spec.model_folder),
+        model,
+        dtype,
+        store=None if where is None else Path(where),
+        pinned=torch.device(spec.device).type == "cuda",
+        deadline_s=spec.config.groups.ready_timeout_s,
+    )
+
+
+def copying_store(
+    spec: WorkerSpec,
+    model: ModelSpec,
+    dtype: torch.dtype,
+    source: ExpertSource,
+    stage: Stage,
+    observe: Callable[[TaskSpan], None],
+) -> CopyingStore:
+    """The first `prefill.resident_layers` layers in memory, the others from `source`."""
+    resident, _ = split_layers(model, spec.config.prefill.resident_layers)
+    half = _load(spec, model, dtype, resident)
+    resource = f"experts>{spec.name}"
+    return CopyingStore(
+        source,
+        {layer: half.held(layer) for layer in resident},
+        model,
+        dtype=dtype,
+        device=torch.device(spec.device),
+        deadline_s=spec.config.channel.deadline_s,
+        observe=lambda layer, start_s, end_s: observe(
+            TaskSpan(resource, stage, start_s, end_s, layer=layer)
+        ),
+    )
+
+
+def _load(
+    spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype, layers: Sequence[int]
+) -> ExpertHalf:
+    return ExpertHalf.load(
         Checkpoint(Path(spec.model_folder)),
         model,
         range(model.num_experts),
         dtype=dtype,
         device=torch.device(spec.device),
         progress=progress_line(spec.name, sys.stderr),
+        layers=layers,
     )
-    return ResidentStore(experts)

@@ -85,7 +85,7 @@ class PrefillWorker(ServingWorker):
         self._readers: set[int] = set()  # clients that have a snapshot
         self._computed_flops = 0
         self._peak_flops_per_s = 0.0
-        self._supply = expert_supply(spec, half.spec, half.dtype)
+        self._supply = expert_supply(spec, half.spec, half.dtype, self._timeline.add)
         self._channel_address = self._supply.address
         parts = PrefillParts(
             name=spec.name,

@@ -49,7 +49,10 @@ class Linear:
 
 class PlainLinear:
     """The same with a weight that stays where and as it is: its memory may be written anew between
-    calls. Equal bits; each call reorders the weight."""
+    calls. Equal bits; each call reorders the weight.
+
+    A single row is computed as two: oneDNN has another way for it, with other bits.
+    """
 
     __slots__ = ("_bias", "_product", "_weight")
 
@@ -59,7 +62,12 @@ class PlainLinear:
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         """[T, N] in x's dtype, which must be the weight's."""
-        return self._product(x_TK, self._weight, self._bias)
+        rows = x_TK.shape[0]
+        spare = max(rounded_up(rows), 2) - rows
+        if rows == 0 or spare == 0 or self._product is not _onednn:
+            return self._product(x_TK, self._weight, self._bias)
+        padded = functional.pad(x_TK, (0, 0, 0, spare))
+        return self._product(padded, self._weight, self._bias)[:rows]
 
 
 def rounded_up(rows: int) -> int:

@@ -55,21 +55,24 @@ class ExpertHalf:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         progress: Progress | None = None,
+        layers: Sequence[int] | None = None,
     ) -> ExpertHalf:
-        """Reads only these experts' tensors (slices of fused ones). Raises CheckpointError."""
+        """Reads only these experts' tensors (slices of fused ones), of `layers` (None: of all that
+        have experts). Raises CheckpointError."""
+        moe_layers = spec.moe_layers if layers is None else layers
         wrong = [expert for expert in expert_ids if not 0 <= expert < spec.num_experts]
         if wrong or len(set(expert_ids)) != len(expert_ids):
             raise ValueError(
                 f"expert_ids must be distinct and below {spec.num_experts}, got {list(expert_ids)}"
             )
-        elements = len(spec.moe_layers) * len(expert_ids) * layout.expert_elements(spec)
+        elements = len(moe_layers) * len(expert_ids) * layout.expert_elements(spec)
         whole = elements * dtype.itemsize
         loader = Loader(checkpoint, dtype, torch.device(device), progress, whole)
-        layers = {}
-        for layer in spec.moe_layers:
-            layers[layer] = load_experts(checkpoint, spec, layer, expert_ids, loader)
+        held = {}
+        for layer in moe_layers:
+            held[layer] = load_experts(checkpoint, spec, layer, expert_ids, loader)
             loader.layer_done()
-        return ExpertHalf(spec, expert_ids, layers)
+        return ExpertHalf(spec, expert_ids, held)
 
     def held(self, layer: int) -> ExpertLayer:
         return self._layers[layer]

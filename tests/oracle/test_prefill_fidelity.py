@@ -29,7 +29,12 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {}),
     ("gpt_oss", {"num_local_experts": 5}),
 ]
-MODES: list[dict[str, Any]] = [{}, {"kv_free": True}]
+MODES: list[dict[str, Any]] = [
+    {},
+    {"kv_free": True},
+    {"experts": "streamed"},
+    {"experts": "streamed", "resident_layers": 2, "kv_free": True},
+]
 
 
 def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
@@ -44,7 +49,7 @@ def logits_of(client: RankConnection, sequences: list[list[int]]) -> torch.Tenso
 
 @pytest.mark.parametrize(("family", "overrides"), FAMILIES)
 def test_every_mode_gives_the_same_bits_and_the_logits_of_transformers(
-    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any]
+    tiny_checkpoint: Checkpoints, tmp_path: Path, family: str, overrides: dict[str, Any]
 ) -> None:
     """Prompts one at a time, so that all modes run the same batches; one of a single token."""
     import transformers
@@ -56,10 +61,8 @@ def test_every_mode_gives_the_same_bits_and_the_logits_of_transformers(
         expected = torch.stack([oracle(torch.tensor([ids])).logits[0, -1] for ids in sequences])
     found = []
     for mode in MODES:
-        with (
-            PrefillThreads(folder, prefill_config(prefill=mode)) as group,
-            group.client() as client,
-        ):
+        config = prefill_config(prefill={**mode, "host_store": str(tmp_path)})
+        with PrefillThreads(folder, config) as group, group.client() as client:
             found.append(torch.cat([logits_of(client, [ids]) for ids in sequences]))
     torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=0)
     for mode, logits in zip(MODES, found, strict=True):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.linear import Linear, linear, linears
+from kernels.linear import Linear, PlainLinear, linear, linears
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -32,6 +32,19 @@ def test_a_row_has_the_same_bits_in_a_batch_of_any_size(dtype: torch.dtype) -> N
     whole = layer(x)
     for rows in (1, 2, 3, 7, 16, 33, 128):
         assert torch.equal(layer(x[:rows]), whole[:rows]), rows
+
+
+@DTYPES
+@pytest.mark.parametrize(("N", "K"), [(130, 96), (40, 48), (512, 512), (1, 7), (96, 192)])
+def test_a_weight_that_stays_as_it_is_gives_the_bits_of_a_reordered_one(
+    dtype: torch.dtype, N: int, K: int
+) -> None:
+    generator = torch.Generator().manual_seed(N + K)
+    x = torch.randn(80, K, generator=generator).to(dtype)
+    weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((N, K), (N,)))
+    packed, plain = Linear(weight, bias), PlainLinear(weight, bias)
+    for rows in (0, 1, 2, 3, 7, 17, 33, 80):
+        assert torch.equal(plain(x[:rows]), packed(x[:rows])), rows
 
 
 @DTYPES

@@ -1,0 +1,228 @@
+"""A store whose experts are copied into one of two buffers while the other one computes.
+
+    layers 0 (resident) 1 2 3          one pass after another
+    fetched      0     1     2     3     0     1
+    buffer A    [1         ] [3         ] [2       …
+    buffer B    [2               ] [1               …     copied as soon as a buffer is free
+
+The order wraps around: when a pass ends, the next one's first layers are there or on their way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from contracts.clock import Clock, monotonic_s
+from contracts.errors import ChannelError, TandemError
+from models.expert_loading import ExpertLayer
+from models.expert_store import ExpertBuffer, ExpertSource
+from models.spec import ModelSpec
+
+_CLOSE_S = 5.0
+
+Observe = Callable[[int, float, float], None]
+"""(layer, start_s, end_s) of a copy. Called on the store's thread."""
+
+
+class CopyingStore:
+    """`copied_s`: so far, how long copies took; `waited_s` of it was not behind compute.
+
+    After an error, which the `fetch` of that layer raises, the same layer is tried again.
+    """
+
+    def __init__(
+        self,
+        source: ExpertSource,
+        resident: Mapping[int, ExpertLayer],
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        deadline_s: float,
+        observe: Observe | None = None,
+        clock: Clock = monotonic_s,
+    ) -> None:
+        """resident: by layer; all other layers with experts come from `source`."""
+        self.waited_s = self.copied_s = 0.0
+        self._source, self._resident = source, resident
+        self._deadline_s, self._observe, self._clock = deadline_s, observe, clock
+        self._order = [layer for layer in spec.moe_layers if layer not in resident]
+        self._next = 0  # in the order: to be copied
+        self._expected = 0  # in the order: to be fetched
+        buffers = min(2, len(self._order))
+        self._free = [
+            _Loan(ExpertBuffer(spec, spec.num_experts, dtype, device)) for _ in range(buffers)
+        ]
+        self._filled: dict[int, _Loan] = {}
+        self._held: tuple[int, _Loan] | None = None  # what the last `fetch` returned
+        self._copying: int | None = None
+        self._error: BaseException | None = None
+        self._closing = False
+        self._changed = threading.Condition()
+        self._stream = _side_stream(device)
+        self._thread = threading.Thread(target=self._run, name="experts", daemon=True)
+        if self._order:
+            self._thread.start()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffers."""
+        held = [] if self._held is None else [self._held[1]]
+        return sum(loan.buffer.num_bytes for loan in [*self._free, *self._filled.values(), *held])
+
+    def fetch(self, layer: int) -> ExpertLayer:
+        if layer in self._resident:
+            with self._changed:
+                self._give_back()
+            return self._resident[layer]
+        with self._changed:
+            if self._held is not None and self._held[0] == layer:
+                return self._held[1].buffer.layer
+            self._give_back()
+            self._check_open(layer)
+            deadline_s = self._clock() + self._deadline_s
+            if layer != self._order[self._expected]:
+                self._start_over(layer, deadline_s)
+            self._wait(lambda: layer in self._filled or self._error is not None, layer, deadline_s)
+            self._raise_error(layer)
+            self._held = (layer, self._filled.pop(layer))
+            self._expected = self._after(self._expected)
+            return self._held[1].buffer.layer
+
+    def close(self) -> None:
+        """May be called twice. A copy that hangs is left to its thread, which ends with it."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        self._source.close()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
+
+    def _give_back(self) -> None:
+        if self._held is not None:
+            _, loan = self._held
+            loan.used()
+            self._held = None
+            self._free.append(loan)
+            self._changed.notify_all()
+
+    def _start_over(self, layer: int, deadline_s: float) -> None:
+        """The pass does not go on where the last one was: what was brought in is not wanted."""
+        at = self._order.index(layer)
+        self._next = self._expected = at
+        if self._copying is not None and self._copying != layer:
+            self._wait(lambda: self._copying is None, layer, deadline_s)
+        self._error = None
+        for other in [other for other in self._filled if other != layer]:
+            self._free.append(self._filled.pop(other))
+        if layer in self._filled or self._copying == layer:
+            self._next = self._after(at)
+        self._changed.notify_all()
+
+    def _wait(self, ready: Callable[[], bool], layer: int, deadline_s: float) -> None:
+        if ready():
+            return
+        start_s = self._clock()
+        came = self._changed.wait_for(
+            lambda: ready() or self._closing, max(0.0, deadline_s - start_s)
+        )
+        self.waited_s += self._clock() - start_s
+        self._check_open(layer)
+        if not came:
+            raise ChannelError(
+                f"experts of layer {layer} did not arrive within {self._deadline_s:g} s; see "
+                "channel.deadline_s"
+            )
+
+    def _check_open(self, layer: int) -> None:
+        if self._closing:
+            raise ChannelError(f"experts of layer {layer}: the store is closed")
+
+    def _raise_error(self, layer: int) -> None:
+        if layer in self._filled or self._error is None:
+            return
+        error, self._error = self._error, None
+        self._changed.notify_all()
+        if isinstance(error, TandemError):
+            raise error
+        raise ChannelError(f"experts of layer {layer}: {type(error).__name__}: {error}") from error
+
+    def _after(self, at: int) -> int:
+        return (at + 1) % len(self._order)
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._closing or (bool(self._free) and self._error is None)
+                    )
+                    if self._closing:
+                        return
+                    loan, layer = self._free.pop(), self._order[self._next]
+                    self._next, self._copying = self._after(self._next), layer
+                error = self._copy(layer, loan)
+                with self._changed:
+                    self._copying = None
+                    if error is None:
+                        self._filled[layer] = loan
+                    else:
+                        self._error = error
+                        self._free.append(loan)
+                        self._next = self._order.index(layer)
+                    self._changed.notify_all()
+
+    def _copy(self, layer: int, loan: _Loan) -> BaseException | None:
+        """Returns what went wrong: it is raised where the layer is wanted."""
+        loan.wait_until_unused()
+        start_s = self._clock()
+        try:
+            if self._stream is None:
+                self._source.copy(layer, loan.buffer)
+            else:
+                with torch.cuda.stream(self._stream):
+                    self._source.copy(layer, loan.buffer)
+                self._stream.synchronize()
+        except BaseException as error:  # noqa: BLE001  (handed over to the thread that fetches)
+            return error
+        end_s = self._clock()
+        self.copied_s += end_s - start_s
+        if self._observe is not None:
+            self._observe(layer, start_s, end_s)
+        return None
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
+class _Loan:
+    """A buffer; on a GPU, with the event after which nothing that was queued reads it any more."""
+
+    def __init__(self, buffer: ExpertBuffer) -> None:
+        self.buffer = buffer
+        self._used: torch.cuda.Event | None = None
+
+    def used(self) -> None:
+        """The computing thread has queued all that reads it."""
+        device = self.buffer.tensors[0].device
+        if device.type == "cuda":
+            self._used = torch.cuda.current_stream(device).record_event()
+
+    def wait_until_unused(self) -> None:
+        if self._used is not None:
+            self._used.synchronize()
+            self._used = None
+
+
+def split_layers(spec: ModelSpec, resident_layers: int) -> tuple[Sequence[int], Sequence[int]]:
+    """(resident, copied): layers with experts, the first `resident_layers` of them resident."""
+    return spec.moe_layers[:resident_layers], spec.moe_layers[resident_layers:]

@@ -1,0 +1,215 @@
+"""Stores that copy experts behind compute, and the host's file of all experts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts.errors import ChannelError, PeerDeadError, ResourceError
+from models.checkpoint import Checkpoint, check_checkpoint
+from models.copying_store import CopyingStore
+from models.expert_loading import ExpertLayer
+from models.expert_store import ExpertBuffer
+from models.host_experts import open_host_source
+from models.moe import ExpertHalf
+from models.spec import ModelSpec
+
+Checkpoints = Callable[..., Path]
+DEADLINE_S = 20.0
+CPU = torch.device("cpu")
+
+
+class GatedSource:
+    """Fills a buffer with the number of the layer, once the gate is open. `copies`: begun."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.copies: list[int] = []
+        self.begun = threading.Condition()
+        self.errors: list[Exception] = []
+        self.closed = False
+
+    def copy(self, layer: int, into: ExpertBuffer) -> None:
+        with self.begun:
+            self.copies.append(layer)
+            self.begun.notify_all()
+        assert self.gate.wait(DEADLINE_S)
+        if self.errors:
+            raise self.errors.pop()
+        for tensor in into.tensors:
+            tensor.fill_(layer)
+
+    def close(self) -> None:
+        self.closed = True
+        self.gate.set()
+
+    def wait_for_copies(self, *layers: int) -> None:
+        with self.begun:
+            assert self.begun.wait_for(lambda: self.copies == list(layers), DEADLINE_S), self.copies
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Checkpoints) -> ModelSpec:
+    return check_checkpoint(tiny_checkpoint("qwen3_moe", num_hidden_layers=5))
+
+
+@contextmanager
+def opened(
+    model: ModelSpec, source: GatedSource, *, deadline_s: float = DEADLINE_S
+) -> Iterator[CopyingStore]:
+    """Layer 0 is resident."""
+    buffer = ExpertBuffer(model, model.num_experts, torch.float32, CPU)
+    for tensor in buffer.tensors:
+        tensor.zero_()
+    store = CopyingStore(
+        source,
+        {0: buffer.layer},
+        model,
+        dtype=torch.float32,
+        device=CPU,
+        deadline_s=deadline_s,
+    )
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def weight_of(layer: ExpertLayer) -> float:
+    """What the weights of `layer` were filled with."""
+    row = layer.gate_up[0](torch.ones(1, 48)) / 48
+    assert torch.equal(row, row[:, :1].expand_as(row))
+    return float(row[0, 0])
+
+
+def test_passes_find_their_layers_and_the_next_ones_are_copied_meanwhile(model: ModelSpec) -> None:
+    source = GatedSource()
+    with opened(model, source) as store:
+        source.wait_for_copies(1, 2)
+        for _ in range(2):
+            assert [weight_of(store.fetch(layer)) for layer in range(5)] == [0, 1, 2, 3, 4]
+        store.fetch(0)
+        source.wait_for_copies(1, 2, 3, 4, 1, 2, 3, 4, 1, 2)
+        two_buffers = 2 * ExpertBuffer(model, model.num_experts, torch.float32, CPU).num_bytes
+        assert store.num_bytes == two_buffers
+    assert source.closed
+
+
+@settings(deadline=None, max_examples=30)
+@given(asked=st.lists(st.integers(0, 4), max_size=12))
+def test_any_order_of_layers_gives_the_layers_asked_for(model: ModelSpec, asked: list[int]) -> None:
+    with opened(model, GatedSource()) as store:
+        assert [weight_of(store.fetch(layer)) for layer in asked] == asked
+
+
+def test_a_slow_source_is_waited_for_and_the_wait_is_counted(model: ModelSpec) -> None:
+    source = GatedSource()
+    source.gate.clear()
+    with opened(model, source) as store:
+        assert weight_of(store.fetch(0)) == 0
+        assert store.waited_s == 0
+        opener = threading.Timer(0.05, source.gate.set)
+        opener.start()
+        assert weight_of(store.fetch(1)) == 1
+        assert store.waited_s > 0.02
+        opener.join()
+
+
+def test_a_source_that_hangs_is_an_error_at_the_deadline(model: ModelSpec) -> None:
+    source = GatedSource()
+    source.gate.clear()
+    with opened(model, source, deadline_s=0.05) as store:
+        with pytest.raises(ChannelError, match=r"layer 1 did not arrive within 0\.05 s"):
+            store.fetch(1)
+        source.gate.set()
+    with pytest.raises(ChannelError, match="closed"):
+        store.fetch(1)
+
+
+def test_a_sources_error_is_raised_where_its_layer_is_wanted_and_it_is_tried_again(
+    model: ModelSpec,
+) -> None:
+    source = GatedSource()
+    source.errors = [PeerDeadError("prefill-1 is dead", "prefill-1")]
+    with opened(model, source) as store:
+        assert weight_of(store.fetch(0)) == 0
+        with pytest.raises(PeerDeadError, match="prefill-1 is dead"):
+            store.fetch(1)
+        assert weight_of(store.fetch(1)) == 1
+        source.wait_for_copies(1, 1, 2)
+        source.errors = [RuntimeError("disk gone")]
+        store.fetch(2)
+        with pytest.raises(ChannelError, match="layer 3: RuntimeError: disk gone"):
+            store.fetch(3)
+
+
+def test_closing_while_a_copy_runs_ends_the_thread(model: ModelSpec) -> None:
+    source = GatedSource()
+    source.gate.clear()
+    with opened(model, source) as store:
+        source.wait_for_copies(1)
+    assert not store._thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "made"),
+    [
+        ("qwen3_moe", {}, 0),
+        ("qwen3_moe", {"fused": True}, 0),
+        ("qwen3_moe", {"dtype": "bfloat16"}, 1),
+        ("gpt_oss", {}, 1),
+    ],
+)
+def test_the_hosts_experts_are_the_checkpoints_and_a_file_is_made_once_where_needed(
+    tiny_checkpoint: Checkpoints,
+    tmp_path: Path,
+    family: str,
+    overrides: dict[str, object],
+    made: int,
+) -> None:
+    folder = tiny_checkpoint(family, **overrides)
+    spec = check_checkpoint(folder)
+    everyone = range(spec.num_experts)
+    held = ExpertHalf.load(Checkpoint(folder), spec, everyone, dtype=torch.float32)
+    buffer = ExpertBuffer(spec, spec.num_experts, torch.float32, CPU)
+    x = torch.randn(3, spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    stamps = set()
+    for _ in range(2):
+        source = open_host_source(
+            folder, spec, torch.float32, store=tmp_path, pinned=False, deadline_s=DEADLINE_S
+        )
+        for layer in spec.moe_layers:
+            source.copy(layer, buffer)
+            for expert in everyone:
+                expected = held.held(layer).gate_up[expert](x)
+                assert torch.equal(buffer.layer.gate_up[expert](x), expected)
+            part = tuple(torch.empty_like(view) for view in buffer.part(2, 4))
+            source.copy_part(layer, 2, 4, part)
+            for got, wanted in zip(part, buffer.part(2, 4), strict=True):
+                assert torch.equal(got, wanted)
+        stamps |= {path.stat().st_mtime_ns for path in tmp_path.glob("*.bin")}
+    assert len(stamps) == len(list(tmp_path.glob("*.bin"))) == made
+
+
+def test_a_store_folder_that_cannot_be_used_is_named(
+    tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe", dtype="bfloat16")
+    (tmp_path / "file").touch()
+    with pytest.raises(ResourceError, match=r"set prefill\.host_store to a folder with \d+ free"):
+        open_host_source(
+            folder,
+            check_checkpoint(folder),
+            torch.float32,
+            store=tmp_path / "file",
+            pinned=False,
+            deadline_s=DEADLINE_S,
+        )
