@@ -82,16 +82,20 @@ class AllToAll:
         )
         return self._exchange(layer, routed.x_TD, {piece.rank: piece for piece in slices})
 
-    def sit_in(self, layer: int, dtype: torch.dtype) -> None:
-        """Takes part in a layer without rows of our own. Raises PeerError."""
+    def sit_in(self, layer: int, like: Tensor) -> None:
+        """Takes part in a layer without rows of our own: `like` is [0, D]. Raises PeerError."""
         self._wait_for_links()
-        self._exchange(layer, torch.empty(0, self._half.spec.hidden_size, dtype=dtype), {})
+        self._exchange(layer, like, {})
 
     def is_wanted(self, timeout_s: float) -> bool:
         """Whether others have begun the next pass; waits for that. Raises PeerError."""
         if not self._begun():
             self._poll(timeout_s)
         return self._begun()
+
+    def wake(self) -> None:
+        """Ends a wait of `is_wanted`. Called from any thread."""
+        self._endpoint.wake()
 
     def end_pass(self) -> None:
         """All layers of a pass are through."""
@@ -215,4 +219,5 @@ def _add(out_TD: Tensor, piece: RankSlice | None, y_UD: Tensor) -> None:
     if piece.rows_U is None:
         out_TD[piece.start : piece.stop] += y_UD
     else:
-        out_TD.index_add_(0, torch.from_numpy(piece.rows_U), y_UD.to(out_TD.dtype))
+        rows_U = torch.from_numpy(piece.rows_U).to(out_TD.device)
+        out_TD.index_add_(0, rows_U, y_UD.to(out_TD.dtype))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from contracts.errors import ConfigError
+from actors.peer_supply import LockstepSupply, PeerSupply
+from actors.timeline import Timeline
 from contracts.events import Stage, TaskSpan
 from contracts.worker import WorkerSpec
 from models.checkpoint import Checkpoint
@@ -22,11 +24,18 @@ from models.spec import ModelSpec
 
 
 class ExpertSupply(Protocol):
-    """A store and what stands behind it. address: where peers fetch this worker's part, "" if
-    nowhere."""
+    """A store and what stands behind it. address: where peers join this worker, "" if nowhere."""
 
     store: ExpertStore
     address: str
+
+    @property
+    def degraded(self) -> str:
+        """What does not come from where it should, and why; empty: everything does."""
+
+    @property
+    def received_bytes(self) -> int:
+        """From other workers, so far."""
 
     def connect(self, addresses: dict[str, str]) -> None:
         """The other workers: name -> address. Called again, with all, when one was replaced; from
@@ -40,6 +49,8 @@ class OwnSupply:
     """Nothing comes from other workers."""
 
     address = ""
+    degraded = ""
+    received_bytes = 0
 
     def __init__(self, store: ExpertStore) -> None:
         self.store = store
@@ -52,18 +63,25 @@ class OwnSupply:
 
 
 def expert_supply(
-    spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype, observe: Callable[[TaskSpan], None]
+    spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype, timeline: Timeline
 ) -> ExpertSupply:
-    """As `spec.config.prefill.experts` says. observe: hears of copies, on the store's thread.
-    Raises CheckpointError, ResourceError, ConfigError."""
+    """As `spec.config.prefill.experts` says. timeline: hears of copies, on the store's thread.
+    Raises CheckpointError, ResourceError."""
     kind = spec.config.prefill.experts
     if kind == "resident":
         return OwnSupply(ResidentStore(_load(spec, model, dtype, model.moe_layers)))
     if kind == "streamed":
         source = host_source(spec, model, dtype)
-        store = copying_store(spec, model, dtype, source, Stage.HOST_COPY, observe)
+        store = copying_store(
+            spec, model, dtype, source, stage=Stage.HOST_COPY, observe=timeline.add
+        )
         return OwnSupply(store)
-    raise ConfigError(f"prefill.experts={kind} is not available; use resident or streamed")
+    if kind == "all_to_all":
+        return LockstepSupply(spec, model, dtype, timeline)
+    host = host_source(spec, model, dtype) if kind == "hybrid" else None
+    _, layers = split_layers(model, spec.config.prefill.resident_layers)
+    new_store = partial(copying_store, spec, model, dtype, stage=Stage.GATHER, observe=timeline.add)
+    return PeerSupply(spec, model, dtype, layers=layers, host=host, new_store=new_store)
 
 
 def host_source(spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype) -> HostSource:
@@ -84,6 +102,7 @@ def copying_store(
     model: ModelSpec,
     dtype: torch.dtype,
     source: ExpertSource,
+    *,
     stage: Stage,
     observe: Callable[[TaskSpan], None],
 ) -> CopyingStore:

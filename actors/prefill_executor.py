@@ -149,6 +149,9 @@ class PrefillExecutor:
         start_s = self._clock()
         run.hidden_TD.add_(expert_sums(routed, held, self._local_of_E))
         self._span(run, Stage.EXPERT, start_s)
+        self._add_shared(run, routed)
+
+    def _add_shared(self, run: PrefillRun, routed: Routed) -> None:
         start_s = self._clock()
         shared_TD = self._half.shared(run.layer, routed.x_TD)
         if shared_TD is not None:

@@ -14,8 +14,10 @@ from actors.block_manager import BlockManager
 from actors.calibration import calibrate, product_flops_per_s
 from actors.client_server import FromClient, Joined
 from actors.expert_supply import expert_supply
+from actors.lockstep_executor import LockstepExecutor
 from actors.memory import kv_pool_blocks
 from actors.model_shape import shape_of
+from actors.peer_supply import LockstepSupply
 from actors.prefill_executor import PrefillExecutor, PrefillParts
 from actors.scheduler import ScheduledBatch, Scheduler
 from actors.sequence import Sequence
@@ -85,7 +87,7 @@ class PrefillWorker(ServingWorker):
         self._readers: set[int] = set()  # clients that have a snapshot
         self._computed_flops = 0
         self._peak_flops_per_s = 0.0
-        self._supply = expert_supply(spec, half.spec, half.dtype, self._timeline.add)
+        self._supply = expert_supply(spec, half.spec, half.dtype, self._timeline)
         self._channel_address = self._supply.address
         parts = PrefillParts(
             name=spec.name,
@@ -96,7 +98,11 @@ class PrefillWorker(ServingWorker):
             timeline=self._timeline,
             clock=monotonic_s,
         )
-        self._executor = PrefillExecutor(parts)
+        self._executor = (
+            LockstepExecutor(parts, self._supply.all_to_all)
+            if isinstance(self._supply, LockstepSupply)
+            else PrefillExecutor(parts)
+        )
 
     def _wake(self) -> None:
         self._executor.wake()
@@ -116,6 +122,8 @@ class PrefillWorker(ServingWorker):
             peak_flops_per_s=self._peak_flops_per_s,
             load=self._log.load,
             saturation=threshold(self._saturation, self._work, self._log.calibration),
+            bytes_received=self._supply.received_bytes,
+            degraded=self._supply.degraded,
         )
 
     # ---- start-up
@@ -135,8 +143,8 @@ class PrefillWorker(ServingWorker):
         pool_tokens = self._kv.num_blocks * self._kv.block_tokens
         context_tokens = min(self._max_context_tokens, pool_tokens)
         max_tokens = min(prefill.max_batch_tokens, pool_tokens // 2)
-        if prefill.saturation is not None or max_tokens == 0:
-            return
+        if prefill.saturation is not None or max_tokens == 0 or prefill.experts == "all_to_all":
+            return  # in lockstep a layer lasts as long as the slowest worker's
         calibration = calibrate(
             self._time_layers, max_tokens=max_tokens, context_tokens=context_tokens
         )

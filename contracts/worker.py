@@ -72,7 +72,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: that batches have run; those from the prefix cache are not among them.
     Prefill workers only: computed_flops, and peak_flops_per_s, a large product's rate here (0:
     FLOPs cannot be counted); load and saturation, in FLOPs, or in tokens where those are not
-    counted.
+    counted; degraded: which peers' experts come from elsewhere, and why.
     """
 
     name: str
@@ -97,3 +97,4 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     peak_flops_per_s: float = 0.0
     load: int = 0
     saturation: int = 0
+    degraded: str = ""

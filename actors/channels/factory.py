@@ -17,7 +17,7 @@ from actors.channels.tcp import TcpEndpoint
 from contracts.clock import Clock
 from contracts.config import SPIN_S, ChannelConfig
 from contracts.errors import ChannelError
-from contracts.worker import WorkerSpec
+from contracts.worker import Group, WorkerSpec
 
 
 def rank_endpoint(spec: WorkerSpec, device: torch.device, clock: Clock) -> Endpoint:
@@ -26,6 +26,8 @@ def rank_endpoint(spec: WorkerSpec, device: torch.device, clock: Clock) -> Endpo
     spin_s = config.spin_s
     if spin_s is None:
         ranks = spec.attention_ranks + spec.expert_ranks  # at most so many are on this node
+        if spec.group is Group.PREFILL:
+            ranks = spec.prefill_ranks
         spin_s = SPIN_S if ranks <= len(os.sched_getaffinity(0)) else 0.0
     return make_endpoint(
         name=spec.name,

@@ -48,6 +48,7 @@ class Worker:
         self.all_to_all = AllToAll(self.endpoint, names, experts, Timeline(0), monotonic_s)
         attention = AttentionHalf.load(checkpoint, self.model, dtype=torch.float32)
         self.local = LocalModel(attention, [])
+        self.nothing = torch.empty(0, self.model.hidden_size)
 
     @torch.inference_mode()
     def run(self, ids: list[int] | None) -> torch.Tensor | None:
@@ -57,7 +58,7 @@ class Worker:
             while not self.all_to_all.is_wanted(0.1):
                 assert time.monotonic() < end_s
             for layer in self.model.moe_layers:
-                self.all_to_all.sit_in(layer, torch.float32)
+                self.all_to_all.sit_in(layer, self.nothing)
             self.all_to_all.end_pass()
             return None
         half, blocks = self.local.attention, -(-len(ids) // 16)
@@ -152,7 +153,7 @@ def test_a_peer_that_leaves_in_the_middle_of_a_pass_is_named_at_once(
         thread.start()
         assert workers[1].all_to_all.is_wanted(JOIN_S)
         with torch.inference_mode():
-            workers[1].all_to_all.sit_in(workers[1].model.moe_layers[0], torch.float32)
+            workers[1].all_to_all.sit_in(workers[1].model.moe_layers[0], workers[1].nothing)
         start_s = time.monotonic()
         workers[1].endpoint.close()
         thread.join(JOIN_S)

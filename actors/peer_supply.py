@@ -1,0 +1,105 @@
+"""Experts that are divided among the prefill workers: their weights travel, or activations do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from actors.all_to_all import AllToAll
+from actors.channels.factory import rank_endpoint
+from actors.timeline import Timeline
+from actors.weight_shard import HeldShard, PartSource, Shard, ShardWindow
+from actors.weight_source import PeerSource, check_placement, own_part
+from contracts.clock import monotonic_s
+from contracts.worker import Group, WorkerSpec, rank_name
+from models.checkpoint import Checkpoint
+from models.checkpoint_part import CheckpointParts
+from models.expert_store import ExpertSource, ExpertStore, ResidentStore
+from models.loading import progress_line
+from models.moe import ExpertHalf
+from models.spec import ModelSpec
+from planner.placement import ExpertPlacement
+
+NewStore = Callable[[ExpertSource], ExpertStore]
+
+
+class PeerSupply:
+    """Gathered and hybrid."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        model: ModelSpec,
+        dtype: torch.dtype,
+        *,
+        layers: Sequence[int],
+        host: PartSource | None,
+        new_store: NewStore,
+    ) -> None:
+        """layers: that are not resident. host: where the shard comes from, a window of layers at a
+        time, and what lost peers do not give (None: all of it is read now, from the checkpoint)."""
+        check_placement(spec)
+        part = own_part(spec, model, dtype)
+        checkpoint = Checkpoint(Path(spec.model_folder))
+        backup = host or CheckpointParts(checkpoint, model, dtype)
+        shard: Shard
+        if host is None:
+            shard = HeldShard(layers, part, backup)
+        else:
+            shard = ShardWindow(layers, part, host, spec.config.prefill.shard_window)
+        self.source = PeerSource(spec, model, part, shard, backup)
+        self.address = self.source.listen(spec.host)
+        self.store = new_store(self.source)
+
+    @property
+    def degraded(self) -> str:
+        """Why some experts come from the fallback; empty: they do not."""
+        return "; ".join(self.source.lost.values())
+
+    @property
+    def received_bytes(self) -> int:
+        return self.source.received_bytes
+
+    def connect(self, addresses: dict[str, str]) -> None:
+        self.source.connect(addresses)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class LockstepSupply:
+    """all_to_all: the store has this worker's experts and no others. A lost worker ends the group:
+    it starts anew, with a new epoch, as a whole."""
+
+    def __init__(
+        self, spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype, timeline: Timeline
+    ) -> None:
+        workers = [rank_name(Group.PREFILL, rank) for rank in range(spec.prefill_ranks)]
+        device = torch.device(spec.device)
+        placement = ExpertPlacement.contiguous(model.num_experts, len(workers))
+        half = ExpertHalf.load(
+            Checkpoint(Path(spec.model_folder)),
+            model,
+            placement.experts_of(spec.rank),
+            dtype=dtype,
+            device=device,
+            progress=progress_line(spec.name, sys.stderr),
+        )
+        self.store: ExpertStore = ResidentStore(half)
+        self._endpoint = rank_endpoint(spec, device, monotonic_s)
+        self.address = self._endpoint.listen(spec.host)
+        self.all_to_all = AllToAll(self._endpoint, workers, half, timeline, monotonic_s)
+        self.degraded = ""
+
+    @property
+    def received_bytes(self) -> int:
+        return self._endpoint.bytes_moved()[1]
+
+    def connect(self, addresses: dict[str, str]) -> None:
+        self.all_to_all.connect(addresses)
+
+    def close(self) -> None:
+        self._endpoint.close()

@@ -1,0 +1,78 @@
+"""Prefill workers that divide the experts among them, against a worker that has them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.group_harness import PrefillThreads, RankConnection, prefill_config
+
+Checkpoints = Callable[..., Path]
+VOCABULARY = list(range(131))
+ROWS: list[list[int]] = [
+    torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (23, 1, 140, 7)
+]
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {"num_experts": 11, "num_hidden_layers": 5, "mlp_only_layers": [1]}),
+    ("mixtral", {"num_local_experts": 5}),
+    ("deepseek_v3", {"num_hidden_layers": 4}),
+    ("gpt_oss", {"num_local_experts": 5, "num_hidden_layers": 4}),
+]
+
+
+def logits_of(client: RankConnection) -> torch.Tensor:
+    """Of rows one at a time, so that all modes run the same batches."""
+    rows = []
+    for ids in ROWS:
+        rows.append(client.scored(client.submit(ids, candidates=VOCABULARY)).candidate_logits)
+    return torch.tensor(rows)
+
+
+def resident_logits(folder: Path) -> torch.Tensor:
+    with PrefillThreads(folder, prefill_config()) as group, group.client() as client:
+        return logits_of(client)
+
+
+def all_logits(folder: Path, workers: int, backend: str, **prefill: Any) -> list[torch.Tensor]:
+    config = prefill_config(prefill=prefill)
+    found = []
+    with PrefillThreads(folder, config, workers=workers, backend=backend) as group:
+        for rank in range(workers):
+            with group.client(rank) as client:
+                found.append(logits_of(client))
+        assert not any(worker.status().degraded for worker in group.workers)
+    return found
+
+
+@pytest.mark.parametrize(("family", "overrides"), FAMILIES)
+def test_gathered_and_hybrid_logits_equal_resident_ones_to_the_bit(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, family: str, overrides: dict[str, Any]
+) -> None:
+    folder = tiny_checkpoint(family, **overrides)
+    expected = resident_logits(folder)
+    hybrid = {"experts": "hybrid", "shard_window": 1, "host_store": str(tmp_path)}
+    for workers, backend, mode in (
+        (1, "tcp", {"experts": "gathered"}),
+        (2, "shm", {"experts": "gathered", "kv_free": True}),
+        (2, "shm", hybrid),
+        (3, "tcp", {"experts": "gathered", "resident_layers": 2}),
+        (3, "tcp", hybrid),
+    ):
+        for logits in all_logits(folder, workers, backend, **mode):
+            assert torch.equal(logits, expected), (workers, backend, mode)
+
+
+@pytest.mark.parametrize(("family", "overrides"), FAMILIES)
+def test_all_to_all_logits_equal_resident_ones(
+    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any]
+) -> None:
+    folder = tiny_checkpoint(family, **overrides)
+    expected = resident_logits(folder)
+    for workers, backend in ((1, "shm"), (2, "tcp"), (3, "shm")):
+        for logits in all_logits(folder, workers, backend, experts="all_to_all"):
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
