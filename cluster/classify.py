@@ -4,30 +4,39 @@ A row's prompt is the template with its text (and the shared prefix) filled in. 
 the tokens that continue the prompt (`Tokenizer.continuations`), with a space in front unless the
 prompt ends with white space or the label begins with it.
 
-- Every label is one token, and all differ: one pass per row; the probabilities are the softmax over
-  these candidates' logits at the last prompt position.
-- Otherwise: one pass per label over prompt + label; the probabilities are the softmax over the
-  labels' summed log-probabilities. The sum is not divided by the length: it is the probability that
-  the model writes the label; so where one label begins with another one, the shorter wins.
+A label's score is the log-probability that the model writes it: the sum over its tokens, each given
+the prompt and the tokens before it (teacher-forced). The probabilities are the softmax over these
+sums. A sum is not divided by the label's length: that would favour labels whose later tokens follow
+from the first ones. So of two labels that begin alike, the shorter is never less likely.
+
+Labels are scored together (`label_trie.py`). One pass over the prompt tells the first tokens of all
+of them: it is the only one where each is a token of its own. Each further pass shares the prompt.
+
+Options: with `{options}` in the template, the labels are listed there, one a line, with a letter
+each ("A. sports"), and the letters are what is scored: single choice by symbols, in one pass.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import string
 from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
 from cluster.bounded import map_bounded
+from cluster.label_trie import LabelPass, Path, label_logprobs, label_passes
 from contracts.errors import RankError, RequestError, TooLongError
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority, Usage
 from models.tokenizer import Tokenizer
 
 DEFAULT_TEMPLATE = "{prefix}{text}"
-_PLACEHOLDER = re.compile(r"\{(text|prefix|label)\}")
+OPTIONS = "{options}"
+SYMBOLS = string.ascii_uppercase
+_PLACEHOLDER = re.compile(r"\{(text|prefix|label|options)\}")
 
 
 class Scorer(Protocol):
@@ -45,6 +54,11 @@ class ClassifyTask(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int = 1 << 30
     asked: str | None = None
 
+    @property
+    def answers(self) -> Sequence[str]:
+        """What is scored after the prompt, in the order of the labels."""
+        return SYMBOLS[: len(self.labels)] if OPTIONS in self.template else self.labels
+
 
 class Row(msgspec.Struct, frozen=True):
     """prompt_ids, and per label the ids that continue it. patient: as in `Scorer.score`."""
@@ -52,12 +66,6 @@ class Row(msgspec.Struct, frozen=True):
     prompt_ids: list[int]
     label_ids: list[list[int]]
     patient: bool = False
-
-    @property
-    def has_candidates(self) -> bool:
-        """Whether the labels are told apart by one distinct token each."""
-        first = {ids[0] for ids in self.label_ids if len(ids) == 1}
-        return len(first) == len(self.label_ids)
 
 
 class Classified(msgspec.Struct, frozen=True):
@@ -86,12 +94,22 @@ def check_task(task: ClassifyTask) -> None:
     if task.prefix and "{prefix}" not in task.template:
         raise RequestError("template: a prefix is given, but {prefix} does not occur", "template")
 
+    if OPTIONS in task.template and len(task.labels) > len(SYMBOLS):
+        raise RequestError(
+            f"labels: {len(task.labels)} are more than the {len(SYMBOLS)} letters that {OPTIONS} in"
+            " the template gives them; take it out, or give fewer labels",
+            "labels",
+        )
+
 
 def fill(task: ClassifyTask, text: str) -> str:
     """The row's prompt. Plain replacement, once: braces in `text` are just text."""
     values = {"text": text, "prefix": task.prefix}
     if task.asked is not None:
         values["label"] = task.asked
+    if OPTIONS in task.template:
+        options = zip(task.answers, task.labels, strict=True)
+        values["options"] = "\n".join(f"{symbol}. {label}" for symbol, label in options)
     return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), task.template)
 
 
@@ -121,7 +139,7 @@ def tokenize_rows(
 def _checked_row(task: ClassifyTask, prompt_ids: list[int], label_ids: list[list[int]]) -> Row:
     if not prompt_ids:
         raise RequestError("input: the prompt is empty", "input")
-    for label, ids in zip(task.labels, label_ids, strict=True):
+    for label, ids in zip(task.answers, label_ids, strict=True):
         if not ids:
             raise RequestError(f"labels: {label!r} adds no token of its own", "labels")
     longest = len(prompt_ids) + max(map(len, label_ids))
@@ -137,49 +155,38 @@ def _checked_row(task: ClassifyTask, prompt_ids: list[int], label_ids: list[list
 def _joined(prompt: str, task: ClassifyTask) -> list[str]:
     """The labels as they follow the prompt."""
     spaced = prompt[-1:].isspace()
-    return [label if spaced or label[:1].isspace() else f" {label}" for label in task.labels]
+    return [label if spaced or label[:1].isspace() else f" {label}" for label in task.answers]
 
 
 async def classify_row(scorer: Scorer, task: ClassifyTask, row: Row) -> Classified:
     """The row's probabilities; raises what `scorer` raises."""
-    if row.has_candidates:
-        return await _by_candidates(scorer, task, row)
-    passes = [
-        Submit(
-            request_id=0,
-            token_ids=row.prompt_ids + ids,
-            sampling=None,
-            priority=task.priority,
-            score_from=len(row.prompt_ids),
-        )
-        for ids in row.label_ids
-    ]
+    passes = label_passes(row.label_ids)
 
-    async def score(numbered: tuple[int, Submit]) -> Scored:
-        label, submit = numbered
-        return await scorer.score(submit, patient=row.patient or label > 0)
+    async def score(numbered: tuple[int, LabelPass]) -> Scored:
+        number, each = numbered
+        patient = row.patient or number > 0
+        return await scorer.score(_submit(task, row.prompt_ids, each), patient=patient)
 
     scores = await map_bounded(score, enumerate(passes), limit=len(passes))
-    totals = [
-        math.fsum(checked_scores(scored.token_logprobs, len(ids)))
-        for scored, ids in zip(scores, row.label_ids, strict=True)
-    ]
-    return Classified(softmax(totals), add_usage([scored.usage for scored in scores]))
+    edges: dict[Path, float] = {}
+    for each, scored in zip(passes, scores, strict=True):
+        on_the_way = len(each.path) - each.scored_from
+        tokens = checked_scores(scored.token_logprobs, on_the_way) if on_the_way else ()
+        edges |= each.edges(tokens, checked_scores(scored.candidate_logprobs, len(each.candidates)))
+    probs = softmax(label_logprobs(row.label_ids, edges))
+    return Classified(probs, add_usage([scored.usage for scored in scores]))
 
 
-async def _by_candidates(scorer: Scorer, task: ClassifyTask, row: Row) -> Classified:
-    scored = await scorer.score(
-        Submit(
-            request_id=0,
-            token_ids=row.prompt_ids,
-            sampling=None,
-            priority=task.priority,
-            candidates=[ids[0] for ids in row.label_ids],
-        ),
-        patient=row.patient,
+def _submit(task: ClassifyTask, prompt_ids: list[int], each: LabelPass) -> Submit:
+    on_the_way = each.scored_from < len(each.path)
+    return Submit(
+        request_id=0,
+        token_ids=[*prompt_ids, *each.path],
+        sampling=None,
+        priority=task.priority,
+        candidates=each.candidates,
+        score_from=len(prompt_ids) + each.scored_from if on_the_way else None,
     )
-    logits = checked_scores(scored.candidate_logits, len(row.label_ids))
-    return Classified(softmax(logits), scored.usage)
 
 
 def checked_scores(values: Sequence[float] | None, expected: int) -> Sequence[float]:

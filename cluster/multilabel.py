@@ -8,7 +8,8 @@ one of them is more than a token. The probability of a label is that of "yes"; t
 add up to 1. Labels with a probability of at least 0.5 apply: several, or none.
 
 The questions of a text share their tokens up to `{label}` (less what the tokenizer merges with it),
-and so their blocks in the prefix cache: put `{label}` last.
+which are computed once: put `{label}` last. (MoE-Prefill, Section 3.1: one request with K
+candidates becomes K binary siblings.)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cluster.classify import ClassifyTask
+from cluster.classify import OPTIONS, ClassifyTask
 from contracts.errors import RequestError
 
 ANSWERS = ("yes", "no")
@@ -29,6 +30,11 @@ def check_questions(task: ClassifyTask) -> None:
     if "{label}" not in task.template:
         raise RequestError(
             "multi_label needs a template with {label} in it, which asks whether a label applies",
+            "template",
+        )
+    if OPTIONS in task.template:
+        raise RequestError(
+            f"multi_label asks for each label by itself: the template cannot have {OPTIONS}",
             "template",
         )
 

@@ -117,7 +117,9 @@ def _classify(model: ServedModel, http: HttpConfig) -> dict[str, Schema]:
             "type": ["boolean", "null"],
         },
         "template": {
-            "description": "{text}, {prefix} and, with multi_label, {label} are filled in.",
+            "description": "{text}, {prefix}, with multi_label {label}, are filled in. {options}"
+            " lists the labels, a letter each: the letters are then scored. A label's score is the"
+            " sum of its tokens' log-probabilities, not divided by its length.",
             "anyOf": [{"type": "string", "pattern": r"\{text\}"}, NULL],
         },
         "priority": _priority(),

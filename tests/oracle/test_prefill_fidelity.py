@@ -89,8 +89,8 @@ def test_prefixes_that_are_cached_or_shared_in_the_batch_leave_logits_unchanged(
             found = torch.tensor([answer.candidate_logits for answer in answers])
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
             cached = [answer.usage.cached_tokens for answer in answers]
-            assert min(cached[1:]) >= 48
-        assert (cached[0] >= 48) is not kv_free, "forgotten after the batch, or kept"
+            assert min(cached[1:]) >= 50
+        assert (cached[0] >= 50) is not kv_free, "forgotten after the batch, or kept"
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])

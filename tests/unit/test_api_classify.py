@@ -78,18 +78,48 @@ def test_probabilities_of_one_token_labels_are_the_softmax_of_their_logits(
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 2 * CACHED_TOKENS
 
 
-def test_longer_labels_are_scored_one_by_one_over_all_their_tokens(
+def test_longer_labels_share_one_pass_for_their_first_tokens(
     api: Api, tokenizer: Tokenizer
 ) -> None:
     body = api.post("/v1/classify", input="Well,", labels=SEVERAL).json()
-    totals = []
-    for label in SEVERAL:
-        submit = api.rank.submits.get(timeout=5)
-        prompt_ids, label_ids = tokenizer.continuation("Well,", f" {label}")
-        assert submit.token_ids == prompt_ids + label_ids
-        assert submit.score_from == len(prompt_ids)
-        totals.append(math.fsum(token_logprob(token) for token in label_ids))
+    prompt_ids, label_ids = tokenizer.continuations("Well,", [f" {label}" for label in SEVERAL])
+    submits = [api.rank.submits.get(timeout=5)]
+    while not api.rank.submits.empty():
+        submits.append(api.rank.submits.get())
+    firsts = list(dict.fromkeys(ids[0] for ids in label_ids))
+    assert (submits[0].token_ids, submits[0].candidates) == (prompt_ids, firsts)
+    for submit in submits[1:]:
+        after = submit.token_ids[len(prompt_ids) :]
+        assert submit.token_ids[: len(prompt_ids)] == prompt_ids
+        assert any(ids[: len(after)] == after and len(ids) > len(after) for ids in label_ids)
+    totals = [math.fsum(token_logprob(token) for token in ids) for ids in label_ids]
     assert body["data"][0]["probs"] == softmax(totals)
+
+
+def test_options_are_listed_with_letters_and_the_letters_are_scored(
+    api: Api, tokenizer: Tokenizer
+) -> None:
+    labels = ["the second half", "a"]
+    template = "{text}\n{options}\nAnswer:"
+    row = api.post("/v1/classify", input="Which?", labels=labels, template=template).json()
+    submit = api.rank.submits.get(timeout=5)
+    prompt = "Which?\nA. the second half\nB. a\nAnswer:"
+    assert submit.candidates is not None
+    asked = [tokenizer.decode([*submit.token_ids, token]) for token in submit.candidates]
+    assert asked == [f"{prompt} A", f"{prompt} B"]
+    assert row["data"][0]["label"] in labels
+    assert row["data"][0]["num_classes"] == 2
+
+
+def test_more_options_than_letters_and_options_of_single_labels_are_refused(api: Api) -> None:
+    many = [f"label {number}" for number in range(27)]
+    asked = {"template": "{text} {options} {label}", "input": "x"}
+    response = api.post("/v1/classify", labels=many, **asked)
+    assert response.status_code == 400
+    assert "27 are more than the 26 letters" in response.json()["error"]["message"]
+    response = api.post("/v1/classify", labels=many[:2], multi_label=True, **asked)
+    assert response.status_code == 400
+    assert "{options}" in response.json()["error"]["message"]
 
 
 def test_many_rows_come_back_in_their_order(api: Api, tokenizer: Tokenizer) -> None:
@@ -163,7 +193,7 @@ def test_scores_that_cannot_be_are_an_error_not_an_answer(
 ) -> None:
     class BadRank:
         async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
-            return Scored(1, Usage(prompt_tokens=1), token_logprobs=logprobs)
+            return Scored(1, Usage(prompt_tokens=1), candidate_logprobs=logprobs)
 
     async def main() -> None:
         row = await tokenize_row(tokenizer, task(SEVERAL), "x")

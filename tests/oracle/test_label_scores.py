@@ -1,0 +1,62 @@
+"""Probabilities of labels of several tokens, against `transformers` label by label."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import transformers
+
+from cluster.classify import ClassifyTask, Row, classify_row
+from contracts.messages import Scored, Submit
+from tests.group_harness import PrefillThreads, RankConnection, group_config
+
+PROMPT = [(7 * position + 3) % 131 for position in range(21)]
+# one begins another one; common first tokens; a chain that only one label goes along; one token
+LABELS = [[5, 6], [5, 6, 7], [5, 9, 10, 11, 12], [8], [13, 14], [5, 6, 7, 7]]
+GOES_ON = 7  # the paths from which a label goes on: 5, 56, 567, 59, 59.10, 59.10.11, 13
+
+
+class Direct:
+    """A scorer on one worker's socket."""
+
+    def __init__(self, client: RankConnection) -> None:
+        self._client = client
+        self.asked = 0
+
+    async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
+        self.asked += 1
+        fields = msgspec.structs.asdict(submit)
+        del fields["request_id"]
+        return self._client.scored(self._client.submit(fields.pop("token_ids"), **fields))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("kv_free", [False, True])
+def test_labels_that_share_tokens_are_as_likely_as_teacher_forcing_says(
+    tiny_checkpoint: Callable[..., Path], family: str, kv_free: bool
+) -> None:
+    folder = tiny_checkpoint(family)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    totals = []
+    for label in LABELS:
+        with torch.inference_mode():
+            ids = torch.tensor([PROMPT + label])
+            logprobs = model(ids).logits[0].float().log_softmax(-1)
+        first = len(PROMPT) - 1
+        totals.append(sum(float(logprobs[first + i, token]) for i, token in enumerate(label)))
+    expected = torch.tensor(totals).softmax(0)
+    task = ClassifyTask(labels=tuple(f"label {number}" for number in range(len(LABELS))))
+    config = group_config(prefill={"kv_free": kv_free})
+    with PrefillThreads(folder, config) as group, group.client() as client:
+        scorer = Direct(client)
+        result = asyncio.run(classify_row(scorer, task, Row(PROMPT, LABELS)))
+    torch.testing.assert_close(torch.tensor(result.probs), expected, atol=1e-5, rtol=0)
+    assert scorer.asked == 5, "chains are one pass: 5 6 7, and 5 9 10 11"
+    if not kv_free:
+        computed = result.usage.prompt_tokens - result.usage.cached_tokens
+        assert computed == len(PROMPT) + GOES_ON

@@ -1,0 +1,66 @@
+"""Passes over the labels' trie against the labels one by one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.label_trie import LabelPass, Path, label_logprobs, label_passes
+
+labels_of = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=9)
+
+
+def logprob(path: Path) -> float:
+    """Made up: of the last token of the path after those before it."""
+    return -math.log(2 + hash(path) % 1000)
+
+
+def answer(each: LabelPass) -> dict[Path, float]:
+    """As a worker scores the pass."""
+    path, first = each.path, each.scored_from
+    on_the_way = [logprob(path[: end + 1]) for end in range(first, len(path))]
+    return each.edges(on_the_way, [logprob((*path, token)) for token in each.candidates])
+
+
+@given(labels=labels_of)
+def test_the_passes_give_every_label_the_sum_over_its_tokens(labels: list[list[int]]) -> None:
+    edges: dict[Path, float] = {}
+    for each in label_passes(labels):
+        assert not edges.keys() & answer(each).keys(), "a token is scored twice"
+        edges |= answer(each)
+    expected = [
+        math.fsum(logprob(tuple(label[: end + 1])) for end in range(len(label))) for label in labels
+    ]
+    assert label_logprobs(labels, edges) == expected
+
+
+@given(labels=labels_of)
+def test_each_position_from_which_a_label_goes_on_is_computed_once(
+    labels: list[list[int]],
+) -> None:
+    goes_on = {tuple(label[:end]) for label in labels for end in range(1, len(label))}
+    passes = label_passes(labels)
+    computed = [
+        each.path[:end]
+        for each in passes
+        for end in range(max(1, each.scored_from), len(each.path) + 1)
+    ]
+    assert sorted(computed) == sorted(goes_on)
+    assert passes[0].scored_from == 0, "the first pass tells the first tokens"
+
+
+@pytest.mark.parametrize(
+    ("labels", "paths"),
+    [
+        ([[1], [2], [3]], [()]),
+        ([[1, 2, 3, 4]], [(1, 2, 3)]),
+        ([[1], [1, 2]], [(1,)]),
+        ([[1, 2], [3, 4]], [(), (1,), (3,)]),
+        ([[1, 2], [1, 2]], [(1,)]),
+    ],
+)
+def test_passes_are_as_few_as_can_be(labels: list[list[int]], paths: list[Path]) -> None:
+    assert [each.path for each in label_passes(labels)] == paths
