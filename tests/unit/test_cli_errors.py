@@ -122,7 +122,7 @@ def model(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "model")
 
 
-def setconfig_of(folder: Path, **fields: Any) -> None:
+def set_config(folder: Path, **fields: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
@@ -163,14 +163,14 @@ def test_a_tensor_of_the_wrong_shape(run: Run, model: Path) -> None:
 
 
 def test_an_unknown_architecture(run: Run, model: Path) -> None:
-    setconfig_of(model, model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    set_config(model, model_type="gpt2", architectures=["GPT2LMHeadModel"])
     line = run("serve", "--model", str(model))
     assert "gpt2" in line
     assert "qwen3_moe" in line
 
 
 def test_unsupported_quantisation(run: Run, model: Path) -> None:
-    setconfig_of(model, quantization_config={"quant_method": "awq"})
+    set_config(model, quantization_config={"quant_method": "awq"})
     assert "awq" in run("serve", "--model", str(model))
 
 
