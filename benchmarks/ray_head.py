@@ -1,0 +1,109 @@
+"""A Ray cluster of one node, as an operator starts it, and its processes to be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from cluster.front import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+ENVIRONMENT = {
+    **{key: value for key, value in os.environ.items() if not key.startswith("RAY_")},
+    "PATH": f"{BIN}:{os.environ.get('PATH', '')}",
+    "PYTHONPATH": str(ROOT),
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "OMP_NUM_THREADS": "1",
+}
+_END_TIMEOUT_S = 30.0
+
+
+class RayHead(NamedTuple):
+    """address: of the cluster; dashboard: its URL, for jobs; "" without one."""
+
+    address: str
+    dashboard: str
+    process: psutil.Process
+
+    def running(self, *words: str) -> list[psutil.Process]:
+        """The cluster's processes with all these words in their command line."""
+        found = []
+        for process in self.process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                line = " ".join(process.cmdline())
+                if all(word in line for word in words):
+                    found.append(process)
+        return found
+
+
+@contextmanager
+def ray_head(*, num_cpus: int = 4, dashboard: bool = False) -> Iterator[RayHead]:
+    """Inside, the cluster runs; its processes, and only those, are gone afterwards."""
+    port = free_port()
+    dashboard_port = free_port()
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as temp:
+        options = {
+            "node-ip-address": "127.0.0.1",
+            "port": port,
+            "ray-client-server-port": free_port(),
+            "dashboard-agent-listen-port": free_port(),
+            "metrics-export-port": free_port(),
+            "include-dashboard": str(dashboard).lower(),
+            "dashboard-port": dashboard_port,
+            "num-cpus": num_cpus,
+            "object-store-memory": 200_000_000,
+            "temp-dir": temp,
+        }
+        head = subprocess.Popen(
+            [
+                *(str(BIN / "ray"), "start", "--head", "--block"),
+                *(f"--{key}={value}" for key, value in options.items()),
+            ],
+            env=ENVIRONMENT,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        process = psutil.Process(head.pid)
+        try:
+            _wait_started(head)
+            url = f"http://127.0.0.1:{dashboard_port}" if dashboard else ""
+            yield RayHead(f"127.0.0.1:{port}", url, process)
+        finally:
+            _end(head, process)
+
+
+def _wait_started(head: subprocess.Popen[str]) -> None:
+    assert head.stdout is not None
+    said = []
+    for line in head.stdout:
+        said.append(line)
+        if "--block" in line:  # "... this command will now block forever"
+            return
+    raise RuntimeError(f"ray start failed: {''.join(said)[-2000:]}")
+
+
+def _end(head: subprocess.Popen[str], process: psutil.Process) -> None:
+    """`ray stop` would end other people's clusters too."""
+    started = process.children(recursive=True)
+    for child in started:
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    head.kill()
+    head.wait(_END_TIMEOUT_S)
+    psutil.wait_procs(started, timeout=_END_TIMEOUT_S)
+    if head.stdout is not None:
+        head.stdout.close()
