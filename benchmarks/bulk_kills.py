@@ -39,40 +39,7 @@ LABELS = "negative,positive"
 POLL_S = 0.5
 READY_TIMEOUT_S = 180.0
 VICTIMS = ("worker", "router", "driver")
-_WORDS = [
-    "the",
-    "film",
-    "was",
-    "good",
-    "bad",
-    "long",
-    "short",
-    "great",
-    "boring",
-    "and",
-    "but",
-    "never",
-    "really",
-    "like",
-    "love",
-    "hate",
-    "music",
-    "actor",
-    "plot",
-    "scene",
-    "ending",
-    "minutes",
-    "laugh",
-    "cry",
-    "twice",
-    "again",
-    "with",
-    "without",
-    "any",
-    "sense",
-    "of",
-    "humour",
-]
+_WORDS = ("film", "good", "bad", "long", "short", "great", "boring", "and", "but", "never", "like")
 
 
 class Sample(NamedTuple):

@@ -19,7 +19,7 @@ import msgspec
 
 from cluster.bulk.arguments import EXAMPLE as BULK_EXAMPLE
 from cluster.bulk.arguments import add_options, job_of
-from cluster.config_options import add_config_options, config_of
+from cluster.config_options import add_config_options, config_of, sizes_of
 from cluster.hardware import known_hardware
 from contracts.config import BUNDLED
 from contracts.errors import ConfigError, TandemError
@@ -240,6 +240,8 @@ def _bulk(options: argparse.Namespace) -> int:
             "give --address (a Ray cluster where Tandem runs; auto: this one), or --model or "
             "--config to start workers for this job"
         )
+    if options.config is None and not any(sizes_of(options)):
+        options.attention_ranks, options.expert_ranks, options.prefill_ranks = 0, 0, 1
     config = config_of(options)
 
     from rich.console import Console

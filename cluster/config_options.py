@@ -34,3 +34,8 @@ def config_of(options: argparse.Namespace) -> TandemConfig:
     }
     extra = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
     return load_config(options.config, [*options.set, *extra])
+
+
+def sizes_of(options: argparse.Namespace) -> tuple[int | None, ...]:
+    """Ranks of each group as given: attention, expert, prefill."""
+    return options.attention_ranks, options.expert_ranks, options.prefill_ranks
