@@ -77,8 +77,8 @@ def write_rows(path: Path, rows: int, seed: int, data: Path | None) -> None:
             file.write(msgspec.json.encode({"id": number, "text": text}) + b"\n")
 
 
-def start_server(head: RayHead, options: argparse.Namespace) -> subprocess.Popen[str]:
-    """`tandem serve` on the cluster, ready."""
+def start_server(head: RayHead, options: argparse.Namespace, folder: Path) -> subprocess.Popen[str]:
+    """`tandem serve` on the cluster, ready; what it logs is in `folder`."""
     settings = ["--set", f"groups.address={head.address}", "--port", str(free_port())]
     settings += ["--prefill-ranks", str(options.workers), "--attention-ranks", "0"]
     settings += ["--expert-ranks", "0"]
@@ -89,12 +89,14 @@ def start_server(head: RayHead, options: argparse.Namespace) -> subprocess.Popen
         env=ENVIRONMENT,
         cwd=ROOT,
         stdout=subprocess.PIPE,
+        stderr=(folder / "server.log").open("wb"),
         text=True,
     )
     assert server.stdout is not None
     line = server.stdout.readline()
     if not line.startswith("ready"):
-        raise RuntimeError(f"tandem serve ended with {server.wait()}")
+        said = (folder / "server.log").read_text(encoding="utf-8")
+        raise RuntimeError(f"tandem serve ended with {server.wait()}: {said[-2000:]}")
     print(line.rstrip(), flush=True)
     return server
 
@@ -110,7 +112,9 @@ def submit(head: RayHead, name: str, source: Path, output: Path) -> None:
         *(str(BIN / "ray"), "job", "submit", "--address", head.dashboard),
         *("--working-dir", str(ROOT), "--no-wait", "--submission-id", name, "--", *entry),
     ]
-    subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"ray job submit: {done.stderr[-2000:]}")
 
 
 def driver_of(head: RayHead) -> psutil.Process | None:
@@ -218,7 +222,7 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[list[Watched], dict[
     print(f"plan: {', '.join(f'{v} at {at:,} rows' for at, v in plan)}", flush=True)
     watched: list[Watched] = []
     with ray_head(dashboard=True) as head:
-        server = start_server(head, options)
+        server = start_server(head, options, folder)
         try:
             while not watched or watched[-1].status != "SUCCEEDED":
                 name = f"bulk-{len(watched)}"
