@@ -20,11 +20,17 @@ from cluster.classify import (
 )
 from cluster.multilabel import YES, questions
 from contracts.clock import Clock, monotonic_s
-from contracts.errors import RequestError, TandemError
+from contracts.errors import PeerDeadError, PeerHungError, RequestError, TandemError
 from models.tokenizer import Tokenizer
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
+MAX_FAILURES = 3  # of a row: workers lost with it, errors of their own
+_LOST = frozenset({PeerDeadError.code, PeerHungError.code})
+
+
+class _RowError(TandemError):
+    """No worker can answer this row."""
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
@@ -81,25 +87,30 @@ class Answering:
                 return Refused(part.message)
             try:
                 results.append(await self._patiently(task, part))
-            except TandemError as error:
-                if error.retryable:
-                    raise
+            except _RowError as error:
                 return Refused(error.message)
         usage = add_usage([result.usage for result in results])
         probs = [r.probs[YES] for r in results] if self._bulk.multi_label else results[0].probs
         return Answered(probs, usage.prompt_tokens, usage.cached_tokens)
 
     async def _patiently(self, task: ClassifyTask, row: Row) -> Classified:
-        """Asks again where that may help: a worker was lost, queues are full."""
+        """Asks again where that may help: a worker was lost, queues are full. Raises _RowError for
+        what is the row's fault, and the last error after `unavailable_s` without any answer."""
         pause_s = FIRST_PAUSE_S
+        failures = 0
         while True:
             try:
                 result = await classify_row(self._scorer, task, row)
                 self._last_answer_s = self._clock()
                 return result
             except TandemError as error:
-                silent_s = self._clock() - self._last_answer_s
-                if not error.retryable or silent_s > self._bulk.unavailable_s:
+                if not error.retryable or error.code in _LOST:
+                    failures += 1
+                if error.status < 500 and not error.retryable:
+                    raise _RowError(error.message) from None
+                if failures >= MAX_FAILURES:
+                    raise _RowError(f"{error.message} [tried {failures} times]") from None
+                if self._clock() - self._last_answer_s > self._bulk.unavailable_s:
                     raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -40,8 +40,9 @@ class Told:
         if self.errors:
             raise self.errors.pop(0)
         assert submit.candidates is not None
-        logits = [0.0] * len(submit.candidates)
-        return Scored(0, Usage(prompt_tokens=len(submit.token_ids), cached_tokens=1), logits)
+        usage = Usage(prompt_tokens=len(submit.token_ids), cached_tokens=1)
+        same = [-1.0] * len(submit.candidates)
+        return Scored(0, usage, candidate_logits=same, candidate_logprobs=same)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,12 @@ def test_a_worker_that_refuses_a_row_makes_it_a_rejected_one(tokenizer: Tokenize
     refusal = RankError("prefill-0: the prompt has 9 tokens too many", "too_long", 413)
     (got,) = answer(Told(refusal), tokenizer, [Asked("", "x")])
     assert got == Refused("prefill-0: the prompt has 9 tokens too many")
+
+
+def test_a_row_that_ends_worker_after_worker_is_given_up(tokenizer: Tokenizer) -> None:
+    lost = [PeerDeadError("prefill-0 is gone", "prefill-0")] * 100
+    (got,) = answer(Told(*lost), tokenizer, [Asked("", "x")])
+    assert got == Refused("prefill-0 is gone [tried 3 times]")
 
 
 def test_patience_ends_when_nothing_is_answered(tokenizer: Tokenizer) -> None:
