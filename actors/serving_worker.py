@@ -155,6 +155,14 @@ class ServingWorker:
     def _accepted(self, sequence: Sequence) -> None:
         """The sequence has joined the queue."""
 
+    def _next_batch(self) -> ScheduledBatch | None:
+        """What to run now, if anything. Asked while nothing runs."""
+        return self._scheduler.next_batch()
+
+    def _patience_s(self) -> float:
+        """How long to wait for messages while nothing runs."""
+        return IDLE_POLL_S
+
     def _completed(self, batch: ScheduledBatch) -> None:
         """The batch has run, and the scheduler knows."""
 
@@ -251,10 +259,10 @@ class ServingWorker:
         for received in self._clients.receive():
             self._take(received)
         if not self._executor.in_flight and not self._reason:
-            batch = self._scheduler.next_batch()
+            batch = self._next_batch()
             if batch is not None:
                 self._submit(batch)
-        for done in self._executor.step(IDLE_POLL_S):
+        for done in self._executor.step(self._patience_s()):
             self._computed_tokens += done.tokens
             self._scheduler.complete(done)
             self._completed(done)
