@@ -155,6 +155,7 @@ class RankClient:
         self.lost: ChannelError | None = None
         self._last_frame_s = 0.0
         self._changed = asyncio.Event()
+        self._unsent = bytearray()
         self._broken: PeerError | None = None  # why we break the connection ourselves
         self._task: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -217,6 +218,7 @@ class RankClient:
         """Sends it under a request id of our own. Raises PeerError or NotReadyError."""
         stream = RankStream(self, next(self._ids))
         writer = self._post(submit, stream.request_id, stream)
+        self._flush()
         try:
             await writer.drain()
         except OSError as error:
@@ -239,17 +241,25 @@ class RankClient:
         if writer is None:
             raise self.lost or NotReadyError(f"{self.name} is not connected yet")
         self._sinks[request_id] = sink
-        self._send(writer, msgspec.structs.replace(submit, request_id=request_id))
+        self._send(msgspec.structs.replace(submit, request_id=request_id))
         return writer
 
     def cancel(self, request_id: int) -> None:
         known = self._sinks.pop(request_id, None)
         if known is not None and self._writer is not None:
-            self._send(self._writer, Cancel(request_id))
+            self._send(Cancel(request_id))
 
-    def _send(self, writer: asyncio.StreamWriter, message: ToRank) -> None:
+    def _send(self, message: ToRank) -> None:
+        """Goes out with all others of this turn of the event loop: one system call for them."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
         body = self._encoder.encode(message)
-        writer.write(len(body).to_bytes(4, "little") + body)
+        self._unsent += len(body).to_bytes(4, "little") + body
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, bytearray()
+        if unsent and self._writer is not None:
+            self._writer.write(unsent)
 
     # ---- connection
 
@@ -366,6 +376,7 @@ class RankClient:
         """Ends every waiting request with an error that names the rank."""
         self.lost = lost
         self.state = None
+        self._unsent.clear()
         sinks, self._sinks = self._sinks, {}
         if self._listener is not None:
             self._listener.on_lost(lost)

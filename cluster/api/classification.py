@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -22,13 +23,15 @@ from cluster.classify import (
     check_task,
     classify_row,
     tokenize_row,
+    tokenize_rows,
 )
 from cluster.multilabel import YES, applying, check_questions, questions
 from contracts.errors import RequestError
 from contracts.metrics import Pipeline
 from contracts.requests import Priority
 
-CONCURRENT_ROWS = 64
+CONCURRENT_ROWS = 256  # of one request; the rest wait their turn here
+TOKENIZED_AT_ONCE = 64
 MAX_LABELS = 256
 
 
@@ -89,10 +92,6 @@ async def _run(
 ) -> list[Classified]:
     """All texts are tokenised, and so checked, before the first one is sent to a rank."""
 
-    async def tokenize(pair: tuple[str, ClassifyTask]) -> Row:
-        text, task = pair
-        return await tokenize_row(services.tokenizer, task, text)
-
     async def classified(numbered: tuple[int, Row]) -> Classified:
         index, row = numbered
         patient = index > 0  # the first row is what the request is admitted or refused with
@@ -102,8 +101,23 @@ async def _run(
         session.on_sequence_end(result.usage, 0.0, 0.0)
         return result
 
-    rows = await map_bounded(tokenize, asked, limit=1)
+    rows = await _tokenized(services, asked)
     return await map_bounded(classified, enumerate(rows), CONCURRENT_ROWS)
+
+
+async def _tokenized(services: Services, asked: list[tuple[str, ClassifyTask]]) -> list[Row]:
+    """A few in a thread at a time, so that other requests go on meanwhile."""
+    if len(asked) == 1:
+        ((text, task),) = asked
+        return [await tokenize_row(services.tokenizer, task, text)]
+    rows: list[Row] = []
+    for start in range(0, len(asked), TOKENIZED_AT_ONCE):
+        some = asked[start : start + TOKENIZED_AT_ONCE]
+        for row in await asyncio.to_thread(tokenize_rows, services.tokenizer, some):
+            if isinstance(row, RequestError):
+                raise row
+            rows.append(row)
+    return rows
 
 
 def _rows(task: ClassifyTask, results: list[Classified]) -> list[dict[str, Any]]:

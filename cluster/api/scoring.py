@@ -25,7 +25,7 @@ from contracts.messages import Scored, Submit
 from contracts.metrics import Pipeline
 from contracts.requests import Priority
 
-CONCURRENT_ITEMS = 64
+CONCURRENT_ITEMS = 256  # of one request; the rest wait their turn here
 MAX_LABEL_TOKENS = 1024
 
 
