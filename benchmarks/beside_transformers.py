@@ -26,7 +26,7 @@ from actors.local_group import LocalGroup
 from benchmarks.beside_report import gemm_fraction, report, summary_of
 from benchmarks.machine import core_rates
 from benchmarks.model_work import Pass, Rates, one_pass
-from benchmarks.others import Others, wait_for_idle
+from benchmarks.others import Others, quietest, wait_for_idle
 from benchmarks.random_checkpoint import MEDIUM, MEDIUM_SHARED, write_random_checkpoint
 from benchmarks.sides import DECODE_STEPS, Implementation, Ours, Theirs
 from benchmarks.time_shares import Ideal, Shares, shares
@@ -47,8 +47,8 @@ PLANS = {
 EXPERTS = ("eager", "grouped_mm")
 ATTENTION = ("sdpa", "eager")
 DECODE_ROWS, DECODE_PROMPT = 16, 32
-# A round in which other programs took more than this is not counted while there are QUIET_ROUNDS.
-QUIET_CORES, QUIET_ROUNDS, IDLE_WAIT_S = 0.15, 3, 2.0
+# A round in which other programs took more than this is not counted if there are enough others.
+QUIET_CORES, IDLE_WAIT_S = 0.15, 2.0
 TRIALS, HOPELESS = 1, 1.5
 # Of the first tokens, per round. Weights are random: in bfloat16 near ties fall either way.
 AGREEMENT = {"float32": 0.95, "bfloat16": 0.7}
@@ -244,14 +244,6 @@ async def _measure(
     _finish(samples, choices, first, rates, options)
 
 
-def counted(samples: list[Sample]) -> list[Sample]:
-    """The rounds that had the machine to themselves, or the QUIET_ROUNDS that came closest."""
-    quiet = [sample for sample in samples if sample.others_cores <= QUIET_CORES]
-    if len(quiet) >= QUIET_ROUNDS:
-        return quiet
-    return sorted(samples, key=lambda sample: sample.others_cores)[:QUIET_ROUNDS]
-
-
 def _finish(
     samples: dict[str, list[Sample]],
     choices: dict[str, Any],
@@ -262,7 +254,7 @@ def _finish(
     phases = {}
     for work in works:
         plan, implementation, tried_s = choices[work.phase]
-        taken = counted(samples[work.phase])
+        taken = quietest(samples[work.phase], QUIET_CORES)
         row = summary_of([sample.rates for sample in taken], [sample.ranks for sample in taken])
         row["gemm_rate_fraction"] = gemm_fraction(
             work.passes, work.tokens, row["tokens_per_s"]["tandem"], rates

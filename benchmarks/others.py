@@ -9,9 +9,11 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 MOMENT_S = 0.3
+QUIET_ROUNDS = 3
 
 
 class Others:
@@ -41,6 +43,15 @@ def wait_for_idle(ours: Sequence[int], *, limit_s: float, cores: float) -> bool:
         if others.cores() < cores:
             return True
     return False
+
+
+def quietest(samples: Sequence[Any], cores: float) -> list[Any]:
+    """Rounds (with `others_cores`) in which others kept at most `cores` busy, or the QUIET_ROUNDS
+    that came closest."""
+    quiet = [sample for sample in samples if sample.others_cores <= cores]
+    if len(quiet) >= QUIET_ROUNDS:
+        return quiet
+    return sorted(samples, key=lambda sample: sample.others_cores)[:QUIET_ROUNDS]
 
 
 def _machine_ticks() -> int:

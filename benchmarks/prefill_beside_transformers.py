@@ -1,0 +1,270 @@
+"""Prefill-only rows through two prefill workers and their router beside `transformers`, on the same
+two cores, checkpoint, rows and dtype, interleaved in one run.
+
+    python -m benchmarks.prefill_beside_transformers --data DATA --model medium
+
+`transformers` runs its best: padded batches of rows of similar length on all cores, the last
+position's logits alone, with whichever experts, attention and batch size are fastest for the set.
+It computes a prefix anew for each row. A round's rows have a token in front that no other round's
+have, so that no cache helps from round to round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from actors.local_group import LocalGroup
+from actors.model_shape import shape_of
+from benchmarks.harness import record
+from benchmarks.machine import core_rates
+from benchmarks.others import Others, quietest, wait_for_idle
+from benchmarks.prefill_rows import PICKS, Encode, Rows, read
+from benchmarks.prefill_sides import Answer, Choice, OurPrefill, TheirPrefill
+from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
+from benchmarks.sides import Implementation
+from cluster.model_folder import resolve_model_folder
+from contracts.config import BUNDLED, TandemConfig
+from contracts.loading import load_config
+from models.spec import read_spec
+from planner.request_work import flops_work
+
+TOKENIZER = "tokenizers/olmo_gpt-neox-dolma-v1_5.tokenizer.json"
+# A real tokenizer's vocabulary, and no other change.
+MEDIUM_WORDS = {**MEDIUM, "vocab_size": 50304, "torch_dtype": "float32"}
+EXPERTS, ATTENTION = ("eager", "grouped_mm"), ("sdpa", "eager")
+BATCH_TOKENS = (512, 2048, 4096, 8192, 16384)
+FIRST_BATCH_TOKENS = 4096  # while the implementation is chosen
+TRIAL_TOKENS = 6000
+HOPELESS = 1.5
+QUIET_CORES, IDLE_WAIT_S = 0.15, 2.0
+LOGIT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+SIDES = ("tandem", "transformers")
+
+
+class Sample(NamedTuple):
+    """One round: seconds by side, what of our prompts was cached, how many cores others kept
+    busy."""
+
+    seconds: dict[str, float]
+    cached_tokens: int
+    flops: int
+    others_cores: float
+
+
+class Bench:
+    """Both sides, ready."""
+
+    def __init__(self, ours: OurPrefill, theirs: TheirPrefill, work: Any, pids: list[int]) -> None:
+        self._sides = {"tandem": ours, "transformers": theirs}
+        self._theirs = theirs
+        self._work = work
+        self._pids = pids
+
+    async def choose(self, rows: Rows) -> dict[str, float]:
+        """Sets `transformers` to its fastest; returns the seconds of all that were tried."""
+        few, seconds = rows.sample(TRIAL_TOKENS), dict[Choice, float]()
+        for experts in EXPERTS:
+            for attention in ATTENTION:
+                await self._try(
+                    Choice(Implementation(experts, attention), FIRST_BATCH_TOKENS), few, seconds
+                )
+        best = min(seconds, key=seconds.__getitem__)
+        for batch_tokens in BATCH_TOKENS:
+            if batch_tokens != FIRST_BATCH_TOKENS:
+                await self._try(Choice(best.implementation, batch_tokens), few, seconds)
+        self._theirs.choice = min(seconds, key=seconds.__getitem__)
+        return {choice.label: spent_s for choice, spent_s in seconds.items()}
+
+    async def _try(self, choice: Choice, rows: Rows, seconds: dict[Choice, float]) -> None:
+        """The shorter of two runs; one that is hopeless the first time is not repeated."""
+        self._theirs.choice = choice
+        times = [(await timed(self._theirs, rows))[0]]
+        if times[0] <= HOPELESS * min(seconds.values(), default=times[0]):
+            times.append((await timed(self._theirs, rows))[0])
+        seconds[choice] = min(times)
+
+    async def round(self, rows: Rows, tolerance: float) -> Sample:
+        """One run of each side, one after the other. Raises RuntimeError where they disagree."""
+        seconds, answers, others_cores = {}, {}, 0.0
+        wait_for_idle(self._pids, limit_s=IDLE_WAIT_S, cores=QUIET_CORES)
+        for side, runner in self._sides.items():
+            others = Others(self._pids)
+            seconds[side], answers[side] = await timed(runner, rows)
+            others_cores = max(others_cores, others.cores())
+        ours, theirs = (answers[side] for side in SIDES)
+        worst = float((ours.logits - theirs.logits).abs().max())
+        if not worst <= tolerance:
+            raise RuntimeError(f"logits differ by {worst:.3g}, more than {tolerance:g}")
+        pairs = zip(ours.cached_tokens, rows.token_ids, strict=True)
+        flops = sum(self._work(cached, len(ids)) for cached, ids in pairs)
+        return Sample(seconds, sum(ours.cached_tokens), flops, others_cores)
+
+
+async def timed(side: OurPrefill | TheirPrefill, rows: Rows) -> tuple[float, Answer]:
+    started_s = time.monotonic()
+    answer = await side.run(rows)
+    return time.monotonic() - started_s, answer
+
+
+def main() -> None:
+    options = _options()
+    rates = core_rates(getattr(torch, options.dtype))
+    torch.set_num_threads(os.cpu_count() or 1)
+    with tempfile.TemporaryDirectory(prefix="tandem-") as scratch:
+        folder = _model(options, Path(scratch) / "model")
+        context, encode = read_spec(folder).max_context_tokens, _encoder(folder)
+        works = {name: read(PICKS[name], options.data, encode, context) for name in options.sets}
+        for name in [name for name, rows in works.items() if rows is None]:
+            print(f"{name}: left out, no prefix has all its rows within {context} tokens")
+            del works[name]
+        config = _config(options)
+        with LocalGroup(str(folder), config) as group:
+            if os.cpu_count() == 2:
+                for core, process in enumerate(group.processes.values()):
+                    os.sched_setaffinity(process.pid, {core})
+            results = asyncio.run(_measure(group, folder, works, config, options))
+    summary = {name: _summary(works[name], *result, rates) for name, result in results.items()}
+    _show(summary, options)
+    samples = {name: [sample._asdict() for sample in result[0]] for name, result in results.items()}
+    model = MEDIUM_WORDS if options.model == "medium" else {"folder": options.model}
+    name = f"prefill_beside_transformers_{options.model}_{options.dtype}"
+    record(name, options, samples, {"sets": summary, "one_core": rates._asdict()}, model)
+
+
+def _model(options: argparse.Namespace, scratch: Path) -> Path:
+    if options.model != "medium":
+        return resolve_model_folder(options.model)
+    folder = write_random_checkpoint(scratch, MEDIUM_WORDS)
+    shutil.copy(options.data / TOKENIZER, folder / "tokenizer.json")
+    return folder
+
+
+def _encoder(folder: Path) -> Encode:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return lambda texts: [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+
+
+def _config(options: argparse.Namespace) -> TandemConfig:
+    workers = [
+        "groups.attention_ranks=0",
+        "groups.expert_ranks=0",
+        f"groups.prefill_ranks={options.workers}",
+    ]
+    return load_config(None, [*workers, f"model.dtype={options.dtype}", *options.set])
+
+
+async def _measure(
+    group: LocalGroup,
+    folder: Path,
+    works: dict[str, Rows],
+    config: TandemConfig,
+    options: argparse.Namespace,
+) -> dict[str, tuple[list[Sample], str, dict[str, float]]]:
+    """Per set: the rounds, what `transformers` ran, and what was tried."""
+    dtype = getattr(torch, options.dtype)
+    ours, theirs = OurPrefill(group, folder, config, dtype), TheirPrefill(folder, dtype)
+    await ours.start()
+    pids = [os.getpid(), *(process.pid for process in group.processes.values())]
+    bench = Bench(ours, theirs, flops_work(shape_of(read_spec(folder), dtype)), pids)
+    results, front = {}, 100  # ids of plain characters and words in both tokenizers
+    for name, rows in works.items():
+        tried_s, samples = await bench.choose(rows), []
+        for number in range(options.rounds + 1):  # the first round warms up, and checks
+            front += 1
+            sample = await bench.round(rows.behind(front), LOGIT_TOLERANCE[options.dtype])
+            print(name, {side: f"{s:.2f} s" for side, s in sample.seconds.items()}, flush=True)
+            if number:
+                samples.append(sample)
+        choice = theirs.choice
+        results[name] = (samples, "" if choice is None else choice.label, tried_s)
+    await ours.close()
+    return results
+
+
+def _summary(
+    rows: Rows, samples: list[Sample], choice: str, tried_s: dict[str, float], rates: Any
+) -> dict[str, Any]:
+    counted = quietest(samples, QUIET_CORES)
+    ratios = sorted(s.seconds["transformers"] / s.seconds["tandem"] for s in counted)
+    tokens = rows.tokens + len(rows.token_ids)
+    medians = {
+        side: tokens / statistics.median(sample.seconds[side] for sample in counted)
+        for side in SIDES
+    }
+    reached = [sample.flops / sample.seconds["tandem"] for sample in counted]
+    best = rates.flops_per_s * (os.cpu_count() or 1)
+    return {
+        "rows": len(rows.token_ids),
+        "tokens": tokens,
+        "cached_fraction": statistics.median(s.cached_tokens for s in counted) / tokens,
+        "tokens_per_s": medians,
+        "ratio_median": statistics.median(ratios),
+        "ratios": ratios,
+        "gemm_rate_fraction": statistics.median(reached) / best,
+        "transformers_ran": choice,
+        "tried_s": tried_s,
+        "rounds_counted": len(counted),
+        "others_cores_most": max(sample.others_cores for sample in counted),
+    }
+
+
+def _show(summary: dict[str, Any], options: argparse.Namespace) -> None:
+    table = Table(title=f"{options.model}, {options.dtype}: prompt tokens/s, medians")
+    headings = (
+        "set",
+        "rows",
+        "tokens",
+        "cached",
+        "tandem",
+        "transformers",
+        "ratio",
+        "of GEMM rate",
+    )
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "set" else "right")
+    for name, row in summary.items():
+        ratios, rates = row["ratios"], row["tokens_per_s"]
+        table.add_row(
+            name,
+            str(row["rows"]),
+            str(row["tokens"]),
+            f"{row['cached_fraction']:.0%}",
+            f"{rates['tandem']:.0f}",
+            f"{rates['transformers']:.0f}",
+            f"{row['ratio_median']:.2f} ({ratios[0]:.2f}, {ratios[-1]:.2f})",
+            f"{row['gemm_rate_fraction']:.0%}",
+        )
+    console = Console(width=110)
+    console.print(table)
+    for name, row in summary.items():
+        console.print(f"{name}: transformers ran {row['transformers_ran']}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else "")
+    parser.add_argument("--data", type=Path, required=True, help="folder with classification/")
+    parser.add_argument("--model", choices=("medium", BUNDLED), default="medium")
+    parser.add_argument("--sets", nargs="+", choices=PICKS, default=list(PICKS))
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
