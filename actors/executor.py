@@ -53,7 +53,8 @@ class Sink(Protocol):
     """Where finished hidden states go (logits, sampling, answers)."""
 
     def __call__(self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor) -> None:
-        """`hidden_TD`: residual after the last layer, rows as in `batch`."""
+        """`hidden_TD`: residual after the last layer, rows as in `batch`, whose sequences are those
+        of the chunks, in their order; of each at least the rows whose logits are wanted."""
 
 
 class ExecutorParts(NamedTuple):

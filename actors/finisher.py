@@ -32,14 +32,12 @@ class Finisher:
 
     def __call__(self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor) -> None:
         wanted: list[_Wanted] = []
-        row = 0
-        for chunk in chunks:
+        for chunk, rows in zip(chunks, batch.sequences, strict=True):
             if not chunk.sequence.done:
                 wanted.extend(
-                    _Wanted(chunk.sequence, position, row + position - chunk.start)
+                    _Wanted(chunk.sequence, position, rows.first + position - rows.start)
                     for position in chunk.sequence.wanted_positions(chunk.start, chunk.stop)
                 )
-            row += chunk.stop - chunk.start
         for start in range(0, len(wanted), LOGIT_ROWS):
             piece = wanted[start : start + LOGIT_ROWS]
             rows_R = torch.tensor([item.row for item in piece], device=hidden_TD.device)

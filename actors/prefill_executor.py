@@ -22,7 +22,7 @@ from contracts.clock import Clock
 from contracts.errors import ChannelError
 from contracts.events import Stage, TaskSpan
 from kernels.routing import local_index
-from models.batch import AttentionBatch, SequenceSlice
+from models.batch import AttentionBatch, LastRows, SequenceSlice
 from models.decoder import AttentionHalf
 from models.expert_store import ExpertStore
 from models.kv_pool import KvPool
@@ -43,14 +43,16 @@ class PrefillParts(NamedTuple):
 
 
 class PrefillRun:
-    """A batch on its way through the layers. hidden_TD: the residual before `layer`."""
+    """A batch on its way through the layers. hidden_TD: the residual before `layer`. last: the rows
+    that the last layer is computed for, None: all."""
 
-    __slots__ = ("hidden_TD", "inputs", "layer", "number")
+    __slots__ = ("hidden_TD", "inputs", "last", "layer", "number")
 
     def __init__(self, number: int, inputs: AttentionBatch, hidden_TD: Tensor) -> None:
         self.number = number
         self.inputs = inputs
         self.hidden_TD = hidden_TD
+        self.last: LastRows | None = None
         self.layer = 0
 
 
@@ -85,6 +87,7 @@ class PrefillExecutor:
     def submit(self, scheduled: ScheduledBatch) -> None:
         self._scheduled = scheduled
         self._run = self._begin(scheduled.number, map(slice_of, scheduled.chunks))
+        self._run.last = _wanted_rows(scheduled.chunks, self._run.inputs)
 
     def step(self, timeout_s: float) -> list[ScheduledBatch]:
         """Runs one layer, or after the last one the head; waits if there is no batch."""
@@ -133,7 +136,8 @@ class PrefillExecutor:
 
     def _layer(self, run: PrefillRun) -> None:
         start_s = self._clock()
-        attended = self._half.attend(run.layer, run.hidden_TD, run.inputs, self._kv)
+        last = run.last if run.layer == self._half.spec.num_layers - 1 else None
+        attended = self._half.attend(run.layer, run.hidden_TD, run.inputs, self._kv, last)
         run.hidden_TD = attended.hidden_TD
         self._span(run, Stage.ATTENTION, start_s)
         if attended.routed is not None:
@@ -160,7 +164,8 @@ class PrefillExecutor:
 
     def _finish(self, run: PrefillRun, chunks: list[Chunk]) -> None:
         start_s = self._clock()
-        self._sink(chunks, run.inputs, run.hidden_TD)
+        inputs = run.inputs if run.last is None else run.last.batch
+        self._sink(chunks, inputs, run.hidden_TD)
         self._span(run, Stage.FINISH, start_s)
 
     def _span(self, run: PrefillRun, stage: Stage, start_s: float) -> None:
@@ -175,3 +180,12 @@ class PrefillExecutor:
                 tokens=run.inputs.num_tokens,
             )
         )
+
+
+def _wanted_rows(chunks: Sequence[Chunk], inputs: AttentionBatch) -> LastRows | None:
+    """Those whose logits are wanted, one at least; None: all rows are."""
+    counts = [len(chunk.sequence.wanted_positions(chunk.start, chunk.stop)) for chunk in chunks]
+    if sum(counts) == inputs.num_tokens:
+        return None
+    counts[-1] = max(1, counts[-1])
+    return inputs.last(counts)

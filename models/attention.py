@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.attention import ragged_attention
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope
-from models.batch import AttentionBatch, Prepared
+from models.batch import AttentionBatch, LastPrepared, Prepared
 from models.kv_pool import KvPool
 from models.layout import attention_tensors
 from models.loading import Loader
@@ -41,22 +41,41 @@ class GroupedQueryAttention:
             self._qk_norm_Hd = torch.stack([q_norm] * self._H + [k_norm] * self._G)
 
     def add_to(
-        self, hidden_TD: Tensor, x_TD: Tensor, batch: AttentionBatch, prepared: Prepared, kv: KvPool
+        self,
+        hidden_TD: Tensor,
+        x_TD: Tensor,
+        batch: AttentionBatch,
+        prepared: Prepared,
+        kv: KvPool,
+        last: LastPrepared | None = None,
     ) -> None:
-        """Adds the attention of the normed x_TD to hidden_TD in place; K and V go to the pool."""
+        """Adds the attention of the normed x_TD to hidden_TD in place; K and V go to the pool.
+        last: of those rows alone, which are hidden_TD's then."""
         T = x_TD.shape[0]
         H, G, d = self._H, self._G, self._d
         qkv = self._qkv(x_TD).view(T, H + 2 * G, d)
-        qk = qkv[:, : H + G]
-        if self._qk_norm_Hd is not None:
-            qk = rms_norm(qk, self._qk_norm_Hd, self._eps)
-        qk = apply_rope(qk, prepared.cos, prepared.sin)
-        k_TGd, v_TGd = qk[:, H:], qkv[:, H + G :]
+        if last is None:
+            qk = self._turned(qkv[:, : H + G], slice(0, H + G), prepared)
+            q_THd, k_TGd = qk[:, :H], qk[:, H:]
+        else:
+            k_TGd = self._turned(qkv[:, H : H + G], slice(H, H + G), prepared)
+            q_THd = qkv[:, :H].index_select(0, last.rows_R)
+            q_THd = self._turned(q_THd, slice(0, H), last.prepared)
+        v_TGd = qkv[:, H + G :]
         # All rows first, then attention: sequences may read what others of this batch write here.
         kv.write(self._layer, batch, k_TGd, v_TGd)
+        if last is not None:
+            prepared = last.prepared
+            k_TGd, v_TGd = (x.index_select(0, last.rows_R) for x in (k_TGd, v_TGd))
         k_pool, v_pool = kv.entries(self._layer)
         plan, scale = prepared.plans[self._window], d**-0.5
         attended_THd = ragged_attention(
-            qk[:, :H], k_TGd, v_TGd, k_pool, v_pool, plan, scale=scale, sinks_H=self._sinks
+            q_THd, k_TGd, v_TGd, k_pool, v_pool, plan, scale=scale, sinks_H=self._sinks
         )
-        hidden_TD.add_(self._o(attended_THd.view(T, H * d)))
+        hidden_TD.add_(self._o(attended_THd.view(-1, H * d)))
+
+    def _turned(self, x_THd: Tensor, heads: slice, prepared: Prepared) -> Tensor:
+        """Queries or keys of `heads` (query heads, then KV heads), normed and in their places."""
+        if self._qk_norm_Hd is not None:
+            x_THd = rms_norm(x_THd, self._qk_norm_Hd[heads], self._eps)
+        return apply_rope(x_THd, prepared.cos, prepared.sin)

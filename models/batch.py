@@ -78,6 +78,25 @@ class AttentionBatch:
     def num_tokens(self) -> int:
         return self.token_ids_T.shape[0]
 
+    def last(self, counts: Sequence[int]) -> LastRows:
+        """The last counts[i] rows of each sequence i (not 0 for all)."""
+        sequences, rows, first = [], [], 0
+        for seq, count in zip(self.sequences, counts, strict=True):
+            stop = seq.first + seq.count
+            sequences.append(SequenceRows(first, count, seq.context - count, seq.slots_S))
+            rows.append(np.arange(stop - count, stop))
+            first += count
+        rows_R = _joined(rows, self.token_ids_T.device)
+        ends = [seq.first + seq.count - 1 for seq in sequences if seq.count]
+        batch = AttentionBatch(
+            token_ids_T=self.token_ids_T[rows_R],
+            positions_T=self.positions_T[rows_R],
+            slots_T=self.slots_T[rows_R],
+            last_rows_B=torch.tensor(ends, dtype=torch.int64, device=self.token_ids_T.device),
+            sequences=tuple(sequences),
+        )
+        return LastRows(rows_R, batch)
+
     @staticmethod
     def build(
         slices: Sequence[SequenceSlice], *, block_tokens: int, device: torch.device | str = "cpu"
@@ -104,6 +123,22 @@ class AttentionBatch:
             sequences=tuple(sequences),
             copies=_slot_copies(slices, block_tokens, device),
         )
+
+
+class LastPrepared(NamedTuple):
+    """rows_R of a batch, and what is prepared for them alone (`LastRows`)."""
+
+    rows_R: Tensor
+    prepared: Prepared
+
+
+class LastRows(NamedTuple):
+    """rows_R of a batch whose hidden states are wanted after the last layer. At that layer only K
+    and V are needed of the others. batch: of these rows alone, as if the others were cached; a
+    sequence of which none is wanted has no rows."""
+
+    rows_R: Tensor
+    batch: AttentionBatch
 
 
 def _context_slots(

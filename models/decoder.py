@@ -18,7 +18,7 @@ from kernels.norm import rms_norm
 from kernels.rope import cos_sin, inverse_frequencies
 from models import layout
 from models.attention import GroupedQueryAttention
-from models.batch import AttentionBatch, Prepared
+from models.batch import AttentionBatch, LastPrepared, LastRows, Prepared
 from models.checkpoint import Checkpoint
 from models.kv_pool import KvPool
 from models.latent_attention import LatentAttention
@@ -115,11 +115,23 @@ class AttentionHalf:
         """hidden_TD of the batch's tokens, a new tensor."""
         return functional.embedding(batch.token_ids_T, self._embed)
 
-    def attend(self, layer: int, hidden_TD: Tensor, batch: AttentionBatch, kv: KvPool) -> Attended:
-        """Attention (and the dense MLP) of one layer. Adds to hidden_TD in place and returns it."""
+    def attend(
+        self,
+        layer: int,
+        hidden_TD: Tensor,
+        batch: AttentionBatch,
+        kv: KvPool,
+        last: LastRows | None = None,
+    ) -> Attended:
+        """Attention (and the dense MLP) of one layer. Adds to hidden_TD in place and returns it;
+        or, where only the `last` rows are wanted, a new tensor of those."""
         weights = self._layers[layer]
         x_TD = self._norm(hidden_TD, weights.attention_norm)
-        weights.attention.add_to(hidden_TD, x_TD, batch, self.prepare(batch), kv)
+        alone = None
+        if last is not None:
+            alone = LastPrepared(last.rows_R, self.prepare(last.batch))
+            hidden_TD = hidden_TD.index_select(0, last.rows_R)
+        weights.attention.add_to(hidden_TD, x_TD, batch, self.prepare(batch), kv, alone)
         x_TD = self._norm(hidden_TD, weights.mlp_norm)
         if isinstance(weights.mlp, Router):
             return Attended(hidden_TD, weights.mlp(x_TD))

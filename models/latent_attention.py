@@ -13,7 +13,7 @@ from kernels.latent_attention import LatentUp, ragged_latent_attention
 from kernels.linear import Linear
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope
-from models.batch import AttentionBatch, Prepared
+from models.batch import AttentionBatch, LastPrepared, Prepared
 from models.kv_pool import KvPool
 from models.latent_spec import LatentSpec
 from models.layout import attention_tensors
@@ -48,24 +48,34 @@ class LatentAttention:
         self._up = LatentUp(up_HcC, self._latent.nope_dim)
 
     def add_to(
-        self, hidden_TD: Tensor, x_TD: Tensor, batch: AttentionBatch, prepared: Prepared, kv: KvPool
+        self,
+        hidden_TD: Tensor,
+        x_TD: Tensor,
+        batch: AttentionBatch,
+        prepared: Prepared,
+        kv: KvPool,
+        last: LastPrepared | None = None,
     ) -> None:
-        """Adds the attention of the normed x_TD to hidden_TD in place; latents go to the pool."""
-        T, n = x_TD.shape[0], self._latent.nope_dim
-        q_THd = self._queries(x_TD).view(T, self._H, self._d)
-        q_THd[..., n:] = apply_rope(q_THd[..., n:], prepared.cos, prepared.sin)
+        """Adds the attention of the normed x_TD to hidden_TD in place; latents go to the pool.
+        last: of those rows alone, which are hidden_TD's then."""
         latent_T1C = self._kv_a(x_TD).unsqueeze(1)
         rank = self._latent.kv_rank
         latent_T1C[..., :rank] = rms_norm(latent_T1C[..., :rank], self._kv_norm, _EPS)
         latent_T1C[..., rank:] = apply_rope(latent_T1C[..., rank:], prepared.cos, prepared.sin)
         # All rows first, then attention: sequences may read what others of this batch write here.
         kv.write(self._layer, batch, latent_T1C)
+        if last is not None:
+            prepared = last.prepared
+            x_TD, latent_T1C = (x.index_select(0, last.rows_R) for x in (x_TD, latent_T1C))
+        n = self._latent.nope_dim
+        q_THd = self._queries(x_TD).view(-1, self._H, self._d)
+        q_THd[..., n:] = apply_rope(q_THd[..., n:], prepared.cos, prepared.sin)
         (pool_P1C,) = kv.entries(self._layer)
         plan = prepared.plans[self._window]
         attended_THv = ragged_latent_attention(
             q_THd, latent_T1C, pool_P1C, self._up, plan, scale=self._scale
         )
-        hidden_TD.add_(self._o(attended_THv.view(T, -1)))
+        hidden_TD.add_(self._o(attended_THv.view(x_TD.shape[0], -1)))
 
 
 class _LowRankQueries:
