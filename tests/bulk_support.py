@@ -11,6 +11,7 @@ from typing import Any
 
 from cluster.bulk.answering import Asked
 from cluster.bulk.driver import Driver, DriverSettings
+from cluster.bulk.job import BulkJob
 from cluster.bulk.output import Output
 from cluster.bulk.progress import Tally
 from cluster.bulk.rows import Answer, Answered, InputRow, Record, Refused
@@ -90,3 +91,7 @@ def final_files(folder: Path) -> Iterator[tuple[str, bytes]]:
     for path in sorted(folder.glob("*.jsonl")):
         if path.name != "ledger.jsonl":
             yield path.name, path.read_bytes()
+
+
+def bulk_job(output: Path, **fields: Any) -> BulkJob:
+    return BulkJob(**{"inputs": ("rows.jsonl",), "output": output, "labels": LABELS, **fields})

@@ -85,6 +85,7 @@ class Answering:
         for task, part in zip(tasks, parts, strict=True):
             if isinstance(part, RequestError):
                 return Refused(part.message)
+            part = msgspec.structs.replace(part, patient=True)
             try:
                 results.append(await self._patiently(task, part))
             except _RowError as error:

@@ -70,6 +70,9 @@ class Driver:
 
     async def run(self, windows: Iterator[Window]) -> None:
         """Returns when all are committed. Raises TandemError; what is done stays done."""
+        for line in self._output.committed:
+            rows = line.rows_ok + line.rows_rejected
+            self._tally.found(rows, line.prompt_tokens, line.cached_tokens)
         try:
             async with asyncio.TaskGroup() as group:
                 commits: list[asyncio.Task[None]] = []

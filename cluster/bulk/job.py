@@ -70,10 +70,10 @@ def fingerprint(job: BulkJob, sources: list[Source], model_folder: Path) -> dict
     return {
         "inputs": [source.file for source in sources],
         "labels": job.labels,
+        "template": job.template,
         "text_field": job.fields.text,
         "prefix_field": job.fields.prefix,
         "id_field": job.fields.id,
-        "template": job.template,
         "multi_label": job.multi_label,
         "limit": job.limit,
         "window": job.windows,

@@ -126,7 +126,7 @@ def _check_job(folder: Path, job: dict[str, Any], resume: bool) -> None:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     now = msgspec.json.decode(msgspec.json.encode(job), type=dict[str, Any])
-    for key in sorted(before.keys() | now.keys()):
+    for key in {**before, **now}:
         if before.get(key) != now.get(key):
             difference = _difference(key, before.get(key), now.get(key))
             raise ConfigError(f"--output {folder}: holds another job: {difference}")

@@ -99,7 +99,7 @@ class BulkRouter:
 
 
 class RayRouter:
-    """The driver's side. make: starts a BulkRouter. `restarts`: how often another one was."""
+    """The driver's side. make: starts a BulkRouter."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -107,7 +107,11 @@ class RayRouter:
         self._starting = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
         self._losses = 0
-        self.restarts = -1
+        self._starts = 0
+
+    @property
+    def restarts(self) -> int:
+        return max(0, self._starts - 1)
 
     async def answer(self, rows: list[Asked]) -> list[Answer]:
         actor = await self._ready()
@@ -147,7 +151,7 @@ class RayRouter:
                 except RayActorError as error:
                     self._count_loss(error)
                     continue
-                self.restarts += 1
+                self._starts += 1
                 self._actor = actor
                 self._watch = asyncio.create_task(self._watch_over(actor))
             return self._actor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,50 +37,44 @@ def run_bulk(
     sources = find_sources(job.inputs)
     for source in sources:
         source.open(job.fields)  # a missing column is told before workers are started
-    with workers as started, contextlib.ExitStack() as stack:
-        folder = resolve_model_folder(started.config.model.path)
+    with workers as found, contextlib.ExitStack() as stack:
+        folder = resolve_model_folder(found.config.model.path)
         output = Output.open(job.output, fingerprint(job, sources, folder), resume=job.resume)
         stack.callback(output.close)
         known = output.summary()
         if known is not None:
             console.print(f"{job.output}: complete already", soft_wrap=True)
             return known
-        restarts = asyncio.run(_run(job, sources, output, started, console))
-        summary = _summary(output.committed, restarts)
+        tally = Tally()
+        bulk = BulkTask(
+            task=job.task(), multi_label=job.multi_label, unavailable_s=job.unavailable_s
+        )
+        router = RayRouter(partial(router_actor, encode_config(found.config), bulk, found.start()))
+        driver = Driver(output, router, _settings(job, found.config), tally)
+        asyncio.run(_run(driver, router, _windows(job, sources, tally), tally, console))
+        summary = _summary(output.committed, router.restarts)
         output.finish(summary)
         return summary
 
 
 async def _run(
-    job: BulkJob, sources: Sequence[Source], output: Output, started: Workers, console: Console
-) -> int:
-    """Classifies all that is not committed; how often the router was started anew."""
-    tally = Tally()
-    earlier = _totals(output.committed)
-    tally.found(
-        earlier.rows_ok + earlier.rows_rejected, earlier.prompt_tokens, earlier.cached_tokens
-    )
-    bulk = BulkTask(task=job.task(), multi_label=job.multi_label, unavailable_s=job.unavailable_s)
-    config = encode_config(started.config)
-    router = RayRouter(lambda: router_actor(config, bulk, started.groups))
-    settings = DriverSettings(
-        task=job.task(),
-        multi_label=job.multi_label,
-        in_flight_rows=job.in_flight_rows or _in_flight_rows(started.config),
-    )
-    watch = ReadProgress(sum(source.file.size_bytes for source in sources))
-    records = islice(read_all(sources, job.fields, watch), job.limit)
-    windows = _counted(
-        windows_of(records, job.windows, ids=job.fields.id is not None), watch, tally, job.limit
-    )
+    driver: Driver, router: RayRouter, windows: Iterator[Window], tally: Tally, console: Console
+) -> None:
     showing = asyncio.create_task(show(tally, console))
     try:
-        await Driver(output, router, settings, tally).run(windows)
+        await driver.run(windows)
     finally:
         showing.cancel()
         await asyncio.gather(showing, return_exceptions=True)
         await router.close()
-    return max(0, router.restarts)
+
+
+def _settings(job: BulkJob, config: TandemConfig) -> DriverSettings:
+    return DriverSettings(
+        task=job.task(),
+        multi_label=job.multi_label,
+        in_flight_rows=job.in_flight_rows or _in_flight_rows(config),
+    )
 
 
 def _in_flight_rows(config: TandemConfig) -> int:
@@ -87,17 +82,17 @@ def _in_flight_rows(config: TandemConfig) -> int:
     return max(IN_FLIGHT_ROWS, ROWS_PER_WORKER * workers)
 
 
-def _counted(
-    windows: Iterator[Window], watch: ReadProgress, tally: Tally, limit: int | None
-) -> Iterator[Window]:
-    """`windows`; tells the tally how many rows there will be, by the share of the input's bytes
-    that has been read."""
+def _windows(job: BulkJob, sources: Sequence[Source], tally: Tally) -> Iterator[Window]:
+    """All windows of the job; tells the tally how many rows there will be, by the share of the
+    input's bytes that has been read."""
+    watch = ReadProgress(sum(source.file.size_bytes for source in sources))
+    records = islice(read_all(sources, job.fields, watch), job.limit)
     rows = 0
-    for window in windows:
+    for window in windows_of(records, job.windows, ids=job.fields.id is not None):
         rows += window.records
         if watch.fraction > 0:
             expected = rows / watch.fraction
-            tally.expected_rows = expected if limit is None else min(expected, limit)
+            tally.expected_rows = expected if job.limit is None else min(expected, job.limit)
         yield window
     tally.expected_rows = rows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ray
@@ -24,10 +24,11 @@ ASK_TIMEOUT_S = 30.0
 
 
 class Workers(NamedTuple):
-    """groups: the actor that owns them; None: the running application's."""
+    """start: brings them up and returns the actor that owns them; None: the running
+    application's."""
 
     config: TandemConfig
-    groups: Any | None
+    start: Callable[[], Any | None]
 
 
 @contextlib.contextmanager
@@ -45,17 +46,20 @@ def running_workers(address: str, environment: Mapping[str, str]) -> Iterator[Wo
                 f"no Tandem application answers on the Ray cluster at {address}: {first}; start it "
                 "(tandem serve), or give --model to start workers for this job"
             ) from None
-        yield Workers(decode_config(body), None)
+        yield Workers(decode_config(body), lambda: None)
 
 
 @contextlib.contextmanager
 def own_workers(config: TandemConfig, environment: Mapping[str, str]) -> Iterator[Workers]:
     """Started for the job, gone after it; on the Ray cluster of groups.address or RAY_ADDRESS, or
-    on a local one. Raises TandemError."""
+    on a local one. Raises TandemError, and so does `start`."""
     check_checkpoint(resolve_model_folder(config.model.path))
-    with ray_session(config, environment, show_rank_logs=False):
-        groups = ray.remote(num_cpus=0)(Groups).remote(encode_config(config))
-        try:
+    with contextlib.ExitStack() as stack:
+
+        def start() -> Any:
+            stack.enter_context(ray_session(config, environment, show_rank_logs=False))
+            groups = ray.remote(num_cpus=0)(Groups).remote(encode_config(config))
+            stack.callback(_close, groups)
             timeout_s = config.groups.ready_timeout_s
             try:
                 decode_directory(ray.get(groups.directory.remote(), timeout=timeout_s))
@@ -63,9 +67,9 @@ def own_workers(config: TandemConfig, environment: Mapping[str, str]) -> Iterato
                 raise LaunchError(
                     f"the workers were not up within {timeout_s:g} s (groups.ready_timeout_s)"
                 ) from None
-            yield Workers(config, groups)
-        finally:
-            _close(groups)
+            return groups
+
+        yield Workers(config, start)
 
 
 def _close(groups: Any) -> None:
