@@ -146,6 +146,15 @@ class Simulation:
                 self.ended.append(sequence)
         self.scheduler.complete(batch)
 
+    def step(self) -> int:
+        """Runs a batch, if there is work; the tokens computed."""
+        batch = self.start()
+        if batch is None:
+            return 0
+        self.finish()
+        self.check()
+        return batch.tokens
+
     def check(self) -> None:
         sources = self.running.sources if self.running is not None else ()
         self.blocks.check([*(s.block_table for s in self.scheduler.sequences), sources])
@@ -360,25 +369,28 @@ def test_equal_prompts_share_blocks_within_a_batch_and_across_batches(priority: 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), max_size=12),
+    arrivals=st.lists(
+        st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), max_size=5), max_size=5
+    ),
     max_batch_tokens=st.integers(1, 60),
     max_batch_sequences=st.integers(1, 6),
 )
 def test_no_token_is_computed_twice_but_the_last_one_of_a_prompt(
-    prompts: list[list[int]], max_batch_tokens: int, max_batch_sequences: int
+    arrivals: list[list[list[int]]], max_batch_tokens: int, max_batch_sequences: int
 ) -> None:
-    """However prompts are cut into chunks, and whether a prefix is cached or of the same batch."""
+    """However prompts are cut into chunks, and whether a prefix is cached, of the same batch, or
+    half computed when a sibling arrives."""
     sim = Simulation(
-        max_batch_tokens=max_batch_tokens, max_batch_sequences=max_batch_sequences, pool_blocks=200
+        max_batch_tokens=max_batch_tokens, max_batch_sequences=max_batch_sequences, pool_blocks=400
     )
     computed = 0
-    for prompt in prompts:
-        sim.add(prompt)
-    while (batch := sim.start()) is not None:
-        computed += batch.tokens
-        sim.finish()
-        sim.check()
-    assert computed == least_tokens(prompts)
+    for prompts in arrivals:
+        for prompt in prompts:
+            sim.add(prompt)
+        computed += sim.step()  # one batch, then more arrive
+    while len(sim.scheduler):
+        computed += sim.step()
+    assert computed == least_tokens([prompt for prompts in arrivals for prompt in prompts])
 
 
 def least_tokens(prompts: list[list[int]]) -> int:
