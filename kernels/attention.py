@@ -1,7 +1,8 @@
 """Causal attention over a ragged batch whose keys and values lie in a paged pool.
 
 A plan is made once per micro-batch and window, and used at every layer. Sequences with one new
-token (decode) are attended together, padded to groups of similar context; the others one by one.
+token (decode) are attended together, padded to groups of similar context, and so are short ones
+(kernels/short_attention.py); the others one by one.
 
 Shapes: T new tokens, H query heads, G KV heads, R = H / G, d head dim, S context, P pool slots.
 KV heads are never repeated in memory: R query heads share one through a stride-0 view.
@@ -16,30 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.rows import Keys, SequenceRows, slots_of, take
+from kernels.short_attention import ShortPart, attend_short, short_part, split_short
 from kernels.sinks import attend_with_sinks
 from kernels.tiles import Masks, Tile, attend_tiles, tile_bounds
 
 _MIN_FILL = 0.75  # a decode group is cut where padding would exceed a quarter
 _GROUP_SLOTS = 4096  # and where its gathered keys would leave the cache
-
-Keys = slice | Tensor  # pool slots: a run of them (a view, no copy) or a list (a gather)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SequenceRows:
-    """One sequence of a batch: rows first .. first+count-1 are positions start .. start+count-1.
-
-    slots_S: pool slots of positions 0 .. start+count-1 (a slice where they are consecutive).
-    """
-
-    first: int
-    count: int
-    start: int
-    slots_S: Keys
-
-    @property
-    def context(self) -> int:
-        return self.start + self.count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +50,7 @@ class DecodePart:
 class AttentionPlan:
     prefill: tuple[PrefillPart, ...]
     decode: tuple[DecodePart, ...]
+    short: tuple[ShortPart, ...] = ()
 
 
 def plan_attention(
@@ -74,11 +59,14 @@ def plan_attention(
     window: int | None,
     dtype: torch.dtype,
     device: torch.device,
+    short_together: bool = False,
 ) -> AttentionPlan:
-    """window W: position p sees p-W+1 .. p. None: all up to p. dtype: that of the queries."""
+    """window W: position p sees p-W+1 .. p. None: all up to p. dtype: that of the queries.
+    short_together: for `ragged_attention` without sinks, which alone can do that."""
+    groups, others = split_short(sequences, window) if short_together else ([], sequences)
     cut = [
         (seq, tile_bounds(seq.start, seq.count, window, whole=device.type != "cpu"))
-        for seq in sequences
+        for seq in others
         if seq.count > 1
     ]
     masks = Masks([tile for _, tiles in cut for tile in tiles], window, device)
@@ -92,9 +80,11 @@ def plan_attention(
         for seq, tiles in cut
     )
     singles = [seq for seq in sequences if seq.count == 1]
-    groups = _decode_groups(singles, window)
-    decode = tuple(_decode_part(group, window, dtype, device) for group in groups)
-    return AttentionPlan(prefill, decode)
+    decode = tuple(
+        _decode_part(group, window, dtype, device) for group in _decode_groups(singles, window)
+    )
+    short = tuple(short_part(group, dtype, device) for group in groups)
+    return AttentionPlan(prefill, decode, short)
 
 
 def ragged_attention(
@@ -121,6 +111,8 @@ def ragged_attention(
         k_SGd = k_TGd[rows] if part.keys is None else take(k_pool_PGd, part.keys)
         v_SGd = v_TGd[rows] if part.keys is None else take(v_pool_PGd, part.keys)
         attend_tiles(q_TGRd[rows], k_SGd, v_SGd, part.tiles, out_TGRd[rows], scale, sinks_GR)
+    for short in plan.short:
+        attend_short(q_TGRd, k_pool_PGd, v_pool_PGd, short, out_TGRd, scale)
     for group in plan.decode:
         B = group.rows_B.shape[0]
         q_BGRd = q_TGRd.index_select(0, group.rows_B)
@@ -148,11 +140,6 @@ def _decode(
     return attend_with_sinks(
         q_BGR1d, k_BGSd, v_BGSd, sinks_GR, mask=mask, causal=False, scale=scale
     ).squeeze(3)
-
-
-def take(pool_PGd: Tensor, keys: Keys) -> Tensor:
-    """The entries of the pool at `keys`, in order."""
-    return pool_PGd[keys] if isinstance(keys, slice) else pool_PGd.index_select(0, keys)
 
 
 def _width(seq: SequenceRows, window: int | None) -> int:
@@ -186,8 +173,7 @@ def _decode_part(
         return DecodePart(rows_B, only, width, None)
     slots_BS = torch.zeros(len(group), width, dtype=torch.int64)
     for row, keys in enumerate(newest):
-        slots = torch.arange(keys.start, keys.stop) if isinstance(keys, slice) else keys
-        slots_BS[row, : widths[row]] = slots
+        slots_BS[row, : widths[row]] = slots_of(keys)
     mask = None
     if min(widths) < width:
         hidden_BS = torch.arange(width) >= torch.tensor(widths).unsqueeze(1)

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention import AttentionPlan, take
+from kernels.attention import AttentionPlan
 from kernels.linear import linear
+from kernels.rows import take
 from kernels.tiles import Tile, attend_tiles
 
 

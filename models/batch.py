@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionPlan, Keys, SequenceRows
+from kernels.attention import AttentionPlan
+from kernels.rows import Keys, SequenceRows
 
 
 class BlockCopy(NamedTuple):

@@ -104,7 +104,11 @@ class AttentionHalf:
             cos, sin = cos_sin(batch.positions_T, self._inv_freq, factor=factor, dtype=self.dtype)
             plans = {
                 window: plan_attention(
-                    batch.sequences, window=window, dtype=self.dtype, device=self.device
+                    batch.sequences,
+                    window=window,
+                    dtype=self.dtype,
+                    device=self.device,
+                    short_together=self.spec.latent is None and not self.spec.family.sinks,
                 )
                 for window in self._windows
             }

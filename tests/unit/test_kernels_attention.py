@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import tiles
-from kernels.attention import SequenceRows, plan_attention, ragged_attention
+from kernels import short_attention, tiles
+from kernels.attention import plan_attention, ragged_attention
 from kernels.reference import attention_reference
+from kernels.rows import SequenceRows
 
 SHAPE = st.tuples(st.integers(1, 9), st.integers(0, 11), st.booleans())  # count, start, consecutive
 
@@ -21,6 +22,7 @@ def run_ragged(
     share: int = 2,
     dtype: torch.dtype = torch.float32,
     sinks: bool = False,
+    short_together: bool = False,
 ) -> float:
     """Largest absolute difference to the reference over a batch of (count, start, consecutive)."""
     generator = torch.Generator().manual_seed(len(shapes) * 31 + shapes[0][0])
@@ -42,7 +44,9 @@ def run_ragged(
         first, used = first + count, used + start + count
     slots_T = torch.cat(new_slots)
     device = torch.device("cpu")
-    plan = plan_attention(sequences, window=window, dtype=dtype, device=device)
+    plan = plan_attention(
+        sequences, window=window, dtype=dtype, device=device, short_together=short_together
+    )
     sinks_H = torch.randn(G * share, generator=generator) if sinks else None
     k_TGd, v_TGd = k_pool[slots_T], v_pool[slots_T]
     out_THd = ragged_attention(
@@ -70,6 +74,34 @@ def test_any_ragged_batch_equals_the_reference(
     shapes: list[tuple[int, int, bool]], window: int | None, sinks: bool
 ) -> None:
     assert run_ragged(shapes, window=window, sinks=sinks) < 2e-6
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(SHAPE, min_size=2, max_size=9),
+    st.none() | st.integers(1, 25),
+    st.integers(1, 3),
+    st.sampled_from([0.1, 0.75]),
+)
+def test_short_sequences_attended_together_equal_the_reference(
+    shapes: list[tuple[int, int, bool]], window: int | None, share: int, fill: float
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(short_attention, "_MIN_FILL", fill)
+        assert run_ragged(shapes, window=window, share=share, short_together=True) < 2e-6
+
+
+def test_only_short_sequences_of_similar_size_are_attended_together() -> None:
+    counts_and_starts = [(30, 0), (2, 30), (28, 4), (1, 9), (25, 3), (200, 0), (3, 29), (30, 60)]
+    sequences, first = [], 0
+    for count, start in counts_and_starts:
+        sequences.append(SequenceRows(first, count, start, slice(0, count + start)))
+        first += count
+    groups, others = short_attention.split_short(sequences, None)
+    found = [[(seq.count, seq.start) for seq in group] for group in groups]
+    assert found == [[(30, 0), (28, 4), (25, 3)]]
+    assert len(others) == 5
+    assert short_attention.split_short(sequences, 31)[0] == [[sequences[0], sequences[4]]]
 
 
 @pytest.mark.parametrize("rows", [3, 256])

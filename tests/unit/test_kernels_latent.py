@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import latent_attention
-from kernels.attention import SequenceRows, plan_attention
+from kernels.attention import plan_attention
 from kernels.latent_attention import LatentUp, ragged_latent_attention
 from kernels.reference import latent_attention_reference
+from kernels.rows import SequenceRows
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,36 @@
+"""Which rows of a ragged batch are a sequence's, and where its keys lie in the pool."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+Keys = slice | Tensor  # pool slots: a run of them (a view, no copy) or a list (a gather)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """One sequence of a batch: rows first .. first+count-1 are positions start .. start+count-1.
+
+    slots_S: pool slots of positions 0 .. start+count-1 (a slice where they are consecutive).
+    """
+
+    first: int
+    count: int
+    start: int
+    slots_S: Keys
+
+    @property
+    def context(self) -> int:
+        return self.start + self.count
+
+
+def take(pool_PGd: Tensor, keys: Keys) -> Tensor:
+    """The entries of the pool at `keys`, in order."""
+    return pool_PGd[keys] if isinstance(keys, slice) else pool_PGd.index_select(0, keys)
+
+
+def slots_of(keys: Keys) -> Tensor:
+    return torch.arange(keys.start, keys.stop) if isinstance(keys, slice) else keys

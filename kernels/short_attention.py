@@ -1,0 +1,114 @@
+"""Attention of many short sequences at once. One by one, each costs a call that takes longer than
+its arithmetic; padded to groups of similar size, a group costs one.
+
+Shapes: T new tokens, B sequences of a group, Q new tokens and S context of its longest, G KV heads,
+R query heads of each, d head dim. A padded query's result is dropped, a padded key hidden:
+
+    sequence of 2 new tokens, context 3          0 0 0 -
+    in a group with Q = 3, S = 4 (start 1)       0 0 0 -     rows: position start + i
+                                     padding →   . . . .     keys: 0 .. S - 1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.rows import SequenceRows, slots_of
+
+_SHORT_SCORES = 1 << 14  # of one head: from there on a call of its own costs little
+_MIN_FILL = 0.75  # of queries, and of keys
+_GROUP_SLOTS = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShortPart:
+    """rows_N of the batch and their places_N among the B * Q padded ones. padded_rows: a row for
+    each of those. keys: B * S pool slots. mask [B, 1, Q, S] is additive."""
+
+    rows_N: Tensor
+    places_N: Tensor
+    padded_rows: Tensor
+    keys: Tensor
+    mask: Tensor
+
+
+def split_short(
+    sequences: Sequence[SequenceRows], window: int | None
+) -> tuple[list[list[SequenceRows]], list[SequenceRows]]:
+    """(groups of similar sequences, at least two in each; all others)."""
+    short, others = list[SequenceRows](), list[SequenceRows]()
+    for seq in sequences:
+        whole = window is None or seq.context <= window
+        fits = seq.count > 1 and whole and seq.count * seq.context <= _SHORT_SCORES
+        (short if fits else others).append(seq)
+    groups: list[list[SequenceRows]] = []
+    for seq in sorted(short, key=lambda seq: (-seq.count, -seq.context)):
+        if groups and _joins(seq, groups[-1]):
+            groups[-1].append(seq)
+        else:
+            groups.append([seq])
+    others += [group[0] for group in groups if len(group) == 1]
+    return [group for group in groups if len(group) > 1], others
+
+
+def _joins(seq: SequenceRows, group: list[SequenceRows]) -> bool:
+    contexts = [seq.context, *(other.context for other in group)]
+    return (
+        seq.count >= _MIN_FILL * group[0].count
+        and min(contexts) >= _MIN_FILL * max(contexts)
+        and len(contexts) * max(contexts) <= _GROUP_SLOTS
+    )
+
+
+def short_part(
+    group: Sequence[SequenceRows], dtype: torch.dtype, device: torch.device
+) -> ShortPart:
+    """dtype: that of the queries."""
+    B, Q = len(group), max(seq.count for seq in group)
+    S = max(seq.context for seq in group)
+    rows_BQ = torch.zeros(B, Q, dtype=torch.int64)
+    slots_BS = torch.zeros(B, S, dtype=torch.int64)
+    for place, seq in enumerate(group):
+        rows_BQ[place, : seq.count] = torch.arange(seq.first, seq.first + seq.count)
+        slots_BS[place, : seq.context] = slots_of(seq.slots_S)
+    counts = torch.tensor([seq.count for seq in group]).unsqueeze(1)
+    places_N = (torch.arange(Q) < counts).flatten().nonzero().squeeze(1)
+    starts = torch.tensor([seq.start for seq in group]).view(B, 1, 1)
+    hidden_BQS = torch.arange(S) > starts + torch.arange(Q).unsqueeze(1)
+    mask_BQS = torch.zeros(B, Q, S).masked_fill_(hidden_BQS, float("-inf"))
+    return ShortPart(
+        rows_N=rows_BQ.flatten()[places_N].to(device),
+        places_N=places_N.to(device),
+        padded_rows=rows_BQ.flatten().to(device),
+        keys=slots_BS.flatten().to(device),
+        mask=mask_BQS.unsqueeze(1).to(device=device, dtype=dtype),
+    )
+
+
+def attend_short(
+    q_TGRd: Tensor,
+    k_pool_PGd: Tensor,
+    v_pool_PGd: Tensor,
+    part: ShortPart,
+    out_TGRd: Tensor,
+    scale: float,
+) -> None:
+    """Attention of a group's queries into its rows of out_TGRd. The R queries of a KV head and
+    token stand below each other, so that no head is repeated."""
+    G, R, d = q_TGRd.shape[1:]
+    B, _, Q, S = part.mask.shape
+    q_BQGRd = q_TGRd.index_select(0, part.padded_rows).view(B, Q, G, R, d)
+    q_BGNd = q_BQGRd.transpose(1, 2).reshape(B, G, Q * R, d)
+    k_BGSd = k_pool_PGd.index_select(0, part.keys).view(B, S, G, d).transpose(1, 2)
+    v_BGSd = v_pool_PGd.index_select(0, part.keys).view(B, S, G, d).transpose(1, 2)
+    mask_B1NS = part.mask.unsqueeze(3).expand(B, 1, Q, R, S).reshape(B, 1, Q * R, S)
+    attended = functional.scaled_dot_product_attention(
+        q_BGNd, k_BGSd, v_BGSd, attn_mask=mask_B1NS, scale=scale
+    )
+    attended_NGRd = attended.view(B, G, Q, R, d).transpose(1, 2).reshape(B * Q, G, R, d)
+    out_TGRd.index_copy_(0, part.rows_N, attended_NGRd.index_select(0, part.places_N))
