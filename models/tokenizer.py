@@ -18,6 +18,7 @@ from models.chat_template import ChatTemplate, Message
 from models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 THREAD_ABOVE_CHARACTERS = 16_384  # below it, encoding costs less than handing it to a thread
+TAIL_CHARACTERS = 64  # of a prompt, that can have a say in how what follows is encoded
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -119,16 +120,30 @@ class Tokenizer:
     def continuations_many(
         self, pairs: Sequence[tuple[str, Sequence[str]]]
     ) -> list[tuple[list[int], list[list[int]]]]:
-        """`continuations` of many prompts, encoded together."""
-        texts: list[str] = []
-        for prompt, continuations in pairs:
-            texts.append(prompt.rstrip())
-            texts.extend(prompt + text for text in continuations)
-        ids = iter(self.encode_many(texts))
+        """`continuations` of many prompts, encoded together.
+
+        What follows a long prompt is encoded behind its last words only, where the prompt's own
+        ids show that these are encoded alike by themselves.
+        """
+        stems = [prompt.rstrip() for prompt, _ in pairs]
+        prompt_ids = self.encode_many(stems)
+        tails = [_last_words(stem) for stem in stems]
+        tail_ids = self.encode_many(tails, add_special_tokens=False)
+        short = [
+            bool(tail) and ids[-len(part) :] == part
+            for tail, ids, part in zip(tails, prompt_ids, tail_ids, strict=True)
+        ]
+        heads = [tail if use else stem for use, tail, stem in zip(short, tails, stems, strict=True)]
+        texts = [
+            [head + prompt[len(stem) :] + text for text in continuations]
+            for head, stem, (prompt, continuations) in zip(heads, stems, pairs, strict=True)
+        ]
+        whole = iter(self.encode_many(_flat(texts, short, False)))
+        behind = iter(self.encode_many(_flat(texts, short, True), add_special_tokens=False))
         found = []
-        for _, continuations in pairs:
-            prompt_ids = next(ids)
-            found.append((prompt_ids, [next(ids)[len(prompt_ids) :] for _ in continuations]))
+        for use, ids, part, row in zip(short, prompt_ids, tail_ids, texts, strict=True):
+            source, skipped = (behind, len(part)) if use else (whole, len(ids))
+            found.append((ids, [next(source)[skipped:] for _ in row]))
         return found
 
     async def continuations_async(
@@ -188,6 +203,21 @@ class Tokenizer:
 
     def _is_shown(self, token_id: int) -> bool:
         return token_id not in self._special_ids and self._is_known(token_id)
+
+
+def _last_words(stem: str) -> str:
+    """The end of `stem`, at least TAIL_CHARACTERS, from a space between a word and a letter: no
+    tokenizer of words looks across it. Empty where there is no such place, or little to save."""
+    at = len(stem) - TAIL_CHARACTERS
+    while (at := stem.rfind(" ", TAIL_CHARACTERS, at)) > 0:
+        if stem[at - 1].isalnum() and stem[at + 1].isalpha():
+            return stem[at:]
+    return ""
+
+
+def _flat(texts: list[list[str]], flags: list[bool], flag: bool) -> list[str]:
+    """Those of the rows that have this flag, in order."""
+    return [text for row, has in zip(texts, flags, strict=True) if has is flag for text in row]
 
 
 def _check_encodable(text: str) -> None:

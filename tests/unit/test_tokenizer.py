@@ -190,6 +190,25 @@ def test_prompt_and_continuation_together_are_the_whole_text(
     assert prompt_ids == tokenizer.encode(prompt.rstrip())
 
 
+words = st.sampled_from(["word", "Größe", "x1", "10", "'s", "…", "\n\n", "  ", "你好", "a.b", "?"])
+
+
+@given(
+    prompts=st.lists(st.lists(words, max_size=60).map(" ".join), min_size=1, max_size=3),
+    continuations=st.lists(st.text(min_size=1, max_size=10), min_size=1, max_size=3),
+)
+def test_long_prompts_are_continued_as_whole_texts_are(
+    tokenizer: Tokenizer, prompts: list[str], continuations: list[str]
+) -> None:
+    pairs = [(prompt, continuations) for prompt in prompts]
+    for prompt, (prompt_ids, found) in zip(
+        prompts, tokenizer.continuations_many(pairs), strict=True
+    ):
+        assert prompt_ids == tokenizer.encode(prompt.rstrip())
+        whole = [tokenizer.encode(prompt + text) for text in continuations]
+        assert found == [ids[len(prompt_ids) :] for ids in whole]
+
+
 def test_white_space_at_the_end_of_a_prompt_goes_to_the_continuation(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_byte_level(tmp_path))
     assert tokenizer.continuation("answer: ", "yes") == tokenizer.continuation("answer:", " yes")
