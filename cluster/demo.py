@@ -25,7 +25,7 @@ from contracts.config import BUNDLED, TandemConfig
 from contracts.errors import TandemError
 from contracts.events import TaskSpan
 from contracts.loading import load_config
-from contracts.worker import RankStatus
+from contracts.worker import Group, RankStatus
 from planner.exposure import exposed_communication
 
 MAX_CHAT_TOKENS = 48
@@ -57,14 +57,16 @@ def run_demo(trace: Path | None) -> int:
     config = _config()
     groups = config.groups
     console.print(
-        f"Starting {groups.attention_ranks} attention and {groups.expert_ranks} expert ranks "
-        "on a local Ray cluster …"
+        f"Starting {groups.attention_ranks} attention and {groups.expert_ranks} expert ranks and "
+        f"{groups.prefill_ranks} prefill workers on a local Ray cluster …"
     )
     started_s = time.monotonic()
     with serving(config) as served:
         console.print(f"Serving the bundled model at {served.url}/v1: {served.ready_s:.1f} s\n")
-        console.print(_classification(served))
-        console.print(_chats(served))
+        for show in (_classification, _chats):
+            before = _busy_s(served)
+            console.print(show(served))
+            console.print(f"Answered by {_who_worked(before, _busy_s(served))}.\n")
         spans = served.groups.spans.remote().result(timeout_s=TIMEOUT_S)
         console.print(_ranks(served, spans))
         if trace is not None:
@@ -78,8 +80,9 @@ def _config() -> TandemConfig:
     return load_config(
         None,
         [
-            "groups.attention_ranks=2",
+            "groups.attention_ranks=1",
             "groups.expert_ranks=2",
+            "groups.prefill_ranks=2",
             "schedule.r1=2",
             "schedule.r2=2",
             "kv.pool_tokens=32768",
@@ -191,9 +194,27 @@ def _chat(client: openai.OpenAI, chat: DemoChat) -> ChatResult:
     )
 
 
+def _statuses(served: Served) -> list[RankStatus]:
+    found: list[RankStatus] = served.groups.status.remote().result(timeout_s=TIMEOUT_S)
+    return found
+
+
+def _busy_s(served: Served) -> dict[str, float]:
+    """Seconds that each rank has computed so far."""
+    return {status.name: _compute_s(status) for status in _statuses(served)}
+
+
+def _compute_s(status: RankStatus) -> float:
+    return sum(status.stage_s.get(stage, 0.0) for stage in ("attention", "expert", "finish"))
+
+
+def _who_worked(before: dict[str, float], after: dict[str, float]) -> str:
+    return ", ".join(name for name, busy_s in after.items() if busy_s > before.get(name, 0.0))
+
+
 def _ranks(served: Served, spans: Sequence[TaskSpan]) -> Table:
-    statuses: list[RankStatus] = served.groups.status.remote().result(timeout_s=TIMEOUT_S)
-    _, exposed = exposed_communication(_within_batches(spans))
+    routed = [span for span in spans if not span.resource.startswith(Group.PREFILL)]
+    _, exposed = exposed_communication(_within_batches(routed))
     table = Table(
         title=f"Ranks ({served.directory.backend} channels; exposed communication {exposed:.0%} "
         "of the batches' time)",
@@ -203,14 +224,13 @@ def _ranks(served: Served, spans: Sequence[TaskSpan]) -> Table:
         table.add_column(heading)
     for heading in ("compute ms", "A2E+E2A sent kB", "KV blocks used"):
         table.add_column(heading, justify="right")
-    for status in statuses:
-        compute_s = sum(status.stage_s.get(s, 0.0) for s in ("attention", "expert", "finish"))
+    for status in _statuses(served):
         blocks = status.kv_blocks
         table.add_row(
             status.name,
             _counted(status.batches),
             _counted(status.chosen),
-            f"{1e3 * compute_s:.0f}",
+            f"{1e3 * _compute_s(status):.0f}",
             f"{status.bytes_sent / 1e3:.0f}",
             f"{sum(blocks.values()) - blocks['free']}" if blocks else "–",
         )

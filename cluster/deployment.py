@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import ray
 
@@ -65,12 +66,22 @@ def launch(config: TandemConfig, model_folder: str) -> Deployment:
     available = ray.cluster_resources()
     check_resources(rank_requests(config, resolve_device(config, available)), available)
     token = secrets.token_bytes(TOKEN_BYTES)
-    groups = config.groups
-    group = launch_group(config, model_folder, token) if groups.attention_ranks else None
-    try:
-        prefill = launch_prefill(config, model_folder, token) if groups.prefill_ranks else None
-    except BaseException:
-        if group is not None:
-            group.close()
-        raise
-    return Deployment(token, group, prefill)
+    groups, asked = config.groups, (config, model_folder, token)
+    with ThreadPoolExecutor(2) as threads:  # each loads for most of the time
+        group = threads.submit(launch_group, *asked) if groups.attention_ranks else None
+        prefill = threads.submit(launch_prefill, *asked) if groups.prefill_ranks else None
+    return Deployment(token, *_both(group, prefill))
+
+
+def _both(
+    group: Future[RunningGroup] | None, prefill: Future[PrefillGroup] | None
+) -> tuple[RunningGroup | None, PrefillGroup | None]:
+    """What was launched. Raises what kept one of them from coming up, and ends the other."""
+    errors = [future.exception() for future in (group, prefill) if future is not None]
+    error = next((error for error in errors if error is not None), None)
+    if error is None:
+        return group.result() if group else None, prefill.result() if prefill else None
+    for future in (group, prefill):
+        if future is not None and future.exception() is None:
+            future.result().close()
+    raise error

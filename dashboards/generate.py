@@ -3,7 +3,8 @@
     python -m dashboards.generate
 
 Panels refer to metrics by their objects in contracts/metrics.py, so that a renamed metric cannot
-leave an empty panel behind. Rows: requests, tokens, ranks, memory and channels.
+leave an empty panel behind. Rows: requests, tokens, ranks, memory and channels, plans, prefill
+workers.
 """
 
 from __future__ import annotations
@@ -110,7 +111,41 @@ def panels() -> list[Panel]:
             [_rate(metrics.PLAN_BATCHES, "chosen_by", "reason")],
         ),
         Panel("Time to find the latest plan", "s", [(metrics.PLAN_SOLVE.name, "solve")]),
-        Panel("Epoch of the group", "short", [(f"max({metrics.GROUP_EPOCH.name})", "epoch")]),
+        Panel(
+            "Epoch of a group",
+            "short",
+            [(f"max by (group) ({metrics.GROUP_EPOCH.name})", _legend("group"))],
+        ),
+        *_prefill_panels(),
+    ]
+
+
+def _prefill_panels() -> list[Panel]:
+    """Of the prefill workers: what the router goes by, and what moving weights costs."""
+    threshold, load = metrics.SATURATION.name, metrics.LOAD.name
+    moved = f'{metrics.STAGE.name}_sum{{stage=~"gather|host_copy"}}'
+    return [
+        Panel(
+            "Work at a prefill worker, FLOPs",
+            "short",
+            [(f"max by (rank) ({load})", "{{rank}}")],
+        ),
+        Panel(
+            "Work as a share of the saturation threshold",
+            "percentunit",
+            [(f"max by (rank) ({load}) / max by (rank) ({threshold})", "{{rank}}")],
+        ),
+        Panel(
+            "Weights waited for, seconds per second",
+            "short",
+            [(f"sum by (stage, rank) (rate({moved}[{WINDOW}]))", "{{stage}} {{rank}}")],
+        ),
+        Panel(
+            "Model FLOPs utilization",
+            "percentunit",
+            [_gauge(metrics.MODEL_FLOPS_UTILIZATION, "rank")],
+        ),
+        Panel("Replaced ranks per second", "ops", [_rate(metrics.RANK_RESTARTS, "group")]),
     ]
 
 
