@@ -57,7 +57,9 @@ class FakePrefill(FakeRank):
             self._end(submit)
         self._publish()
         for writer, submit in ready:
-            self.send(writer, [scored(submit)])
+            frames = [[scored(submit)]] if submit.sampling is None else self.generated(submit)
+            for frame in frames:
+                self.send(writer, frame)
 
     def _greet(self, writer: asyncio.StreamWriter) -> None:
         self.send(writer, [self.log.snapshot()])

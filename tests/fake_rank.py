@@ -126,14 +126,14 @@ class FakeRank:
             text, code, status = self.fail_with
             self.send(writer, [Failed(message.request_id, code, text, status)])
         elif message.sampling is not None:
-            for frame in self._generated(message):
+            for frame in self.generated(message):
                 self.send(writer, frame)
         elif not self.hold_scores:
             self.send(writer, [scored(message)])
         if self.on_submit is not None:
             self.on_submit()
 
-    def _generated(self, submit: Submit) -> list[list[Event]]:
+    def generated(self, submit: Submit) -> list[list[Event]]:
         assert submit.sampling is not None
         reply = self.reply(submit)
         token_ids = reply[: submit.sampling.max_tokens]

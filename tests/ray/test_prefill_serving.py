@@ -1,8 +1,9 @@
-"""`tandem serve` with prefill workers only, on a local cluster of the test's own: what they answer,
-and what becomes of their requests when one of them is killed. The tests run in order."""
+"""`tandem serve` with both pipelines, on a local cluster of the test's own: which one answers what,
+and what becomes of requests when a prefill worker is lost. The tests run in order."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -15,14 +16,20 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.classify import ClassifyTask, Row, classify_row, tokenize_rows
 from cluster.codec import decode_directory
+from cluster.dispatcher import Dispatcher, DispatcherConfig
 from cluster.front import free_port
+from cluster.model_folder import resolve_model_folder
 from cluster.serving import Served, serving
+from cluster.wiring import rank_clients
 from contracts.loading import load_config
+from models.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.ray
 
 DEADLINE_S = 60.0
+CLIENTS = 4
 LABELS = ["positive", "negative"]
 
 
@@ -31,10 +38,9 @@ class Server:
         config = load_config(
             None,
             [
-                "groups.attention_ranks=0",
-                "groups.expert_ranks=0",
+                "model.dtype=float32",
                 "groups.prefill_ranks=2",
-                "prefill.engine=stub",
+                "kv.pool_tokens=16384",
                 f"http.port={free_port()}",
             ],
         )
@@ -52,6 +58,15 @@ class Server:
         assert answer.status_code == 200, answer.text
         data: list[dict[str, Any]] = answer.json()["data"]
         return data
+
+    def busy_s(self) -> dict[str, float]:
+        answers = self.served.groups.status.remote().result(timeout_s=DEADLINE_S)
+        return {one.name: one.stage_s["attention"] + one.stage_s["expert"] for one in answers}
+
+    def who_worked(self, before: dict[str, float]) -> set[str]:
+        """Groups of the ranks that have computed since."""
+        now = self.busy_s()
+        return {name.partition("-")[0] for name in now if now[name] > before[name]}
 
     def count(self, series: str) -> float:
         for line in self.http.get("/metrics").text.splitlines():
@@ -80,35 +95,63 @@ def texts_of(client: int) -> list[str]:
     return [f"Request {client}, row {row}: it is fine." for row in range(40)]
 
 
-def test_without_attention_ranks_prefill_workers_do_everything(server: Server) -> None:
-    assert sorted(server.pids()) == ["prefill-0", "prefill-1"]
-    assert len(server.classify(texts_of(0))) == 40
+def test_what_one_pass_answers_goes_to_prefill_workers_and_the_rest_to_attention_ranks(
+    server: Server,
+) -> None:
+    busy = server.busy_s()
+    server.classify(texts_of(0))
+    assert server.who_worked(busy) == {"prefill"}
+    busy = server.busy_s()
     for max_tokens, pipeline in ((1, "prefill"), (3, "generation")):
         series = f'tandem_requests_total{{class="ls",outcome="ok",pipeline="{pipeline}"}}'
         before = server.count(series)
-        body = {"model": "bundled", "prompt": "Hello", "max_tokens": max_tokens}
-        answer = server.http.post("/v1/completions", json=body)
+        body = {"model": "bundled", "prompt": "Hello there, you", "max_tokens": max_tokens}
+        answer = server.http.post("/v1/completions", json={**body, "ignore_eos": True})
         assert answer.json()["usage"]["completion_tokens"] == max_tokens
         assert server.count(series) == before + 1
+    assert server.who_worked(busy) == {"attention", "expert", "prefill"}
+
+
+def test_both_pipelines_give_the_same_probabilities(server: Server) -> None:
+    task = ClassifyTask(labels=tuple(LABELS))
+
+    async def through_attention_ranks() -> list[list[float]]:
+        directory = server.served.directory
+        clients = rank_clients(directory.client_addresses, directory.token)
+        dispatcher = Dispatcher(clients, DispatcherConfig())
+        dispatcher.start()
+        await dispatcher.wait_ready()
+        rows = tokenize_rows(tokenizer, [(text, task) for text in texts_of(1)])
+        assert all(isinstance(row, Row) for row in rows)
+        found = [await classify_row(dispatcher, task, row) for row in rows if isinstance(row, Row)]
+        await dispatcher.close()
+        return [classified.probs for classified in found]
+
+    tokenizer = Tokenizer.load(resolve_model_folder("bundled"))
+    expected = asyncio.run(through_attention_ranks())
+    for row, probs in zip(server.classify(texts_of(1)), expected, strict=True):
+        assert row["probs"] == pytest.approx(probs, abs=1e-5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_worker_is_replaced_and_no_request_is_lost(
     server: Server, number: signal.Signals
 ) -> None:
-    expected = [server.classify(texts_of(client)) for client in range(8)]
+    expected = [server.classify(texts_of(client)) for client in range(CLIENTS)]
     pids, stop = server.pids(), threading.Event()
 
     def keep_asking(client: int) -> int:
         asked = 0
         while not stop.is_set():
-            assert server.classify(texts_of(client)) == expected[client]
+            for row, known in zip(server.classify(texts_of(client)), expected[client], strict=True):
+                assert row["label"] == known["label"]
+                assert row["probs"] == pytest.approx(known["probs"], abs=1e-4)
             asked += 1
         return asked
 
-    restarts = server.count("tandem_rank_restarts_total")
-    with ThreadPoolExecutor(8) as threads:
-        asking = [threads.submit(keep_asking, client) for client in range(8)]
+    restarts = server.count('tandem_rank_restarts_total{group="prefill"}')
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        asking = [threads.submit(keep_asking, client) for client in range(CLIENTS)]
         try:
             os.kill(pids["prefill-0"], number)
             end_s = time.monotonic() + DEADLINE_S
@@ -120,5 +163,5 @@ def test_a_lost_worker_is_replaced_and_no_request_is_lost(
         assert all(future.result(DEADLINE_S) > 0 for future in asking)
     assert server.pids()["prefill-0"] != pids["prefill-0"]
     assert server.pids()["prefill-1"] == pids["prefill-1"]
-    assert server.count("tandem_rank_restarts_total") == restarts + 1
+    assert server.count('tandem_rank_restarts_total{group="prefill"}') == restarts + 1
     assert server.count('tandem_group_epoch{group="prefill"}') == 2 + restarts
