@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, BinaryIO
 
@@ -47,14 +48,17 @@ class _Answer(msgspec.Struct, omit_defaults=True):
 
 
 class RankProcess:
-    """A rank in a child process; a `rendezvous.WorkerHandle`. `pid` is the child's."""
+    """A rank in a child process; a `rendezvous.WorkerHandle`. `pid` is the child's.
 
-    def __init__(self, name: str) -> None:
+    inside: a command that runs another one, in a network namespace for example.
+    """
+
+    def __init__(self, name: str, *, inside: Sequence[str] = ()) -> None:
         self.name = name
         self._calls: deque[tuple[str, Future[Any]]] = deque()
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "actors.process"],
+            [*inside, sys.executable, "-m", "actors.process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches the parent, which ends its ranks in order

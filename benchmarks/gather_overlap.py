@@ -1,0 +1,147 @@
+"""Experts gathered behind compute, over a link of limited rate: two prefill workers in two network
+namespaces of this machine, a core each.
+
+    python -m benchmarks.gather_overlap
+
+Needs root and iproute2. Parts: "overlap" (above the threshold, against resident workers and DP+EP),
+"threshold" (which batch hides its transfers, against Eq. 1 and the workers' calibration), "filling"
+(below the threshold: whether to hold batches back). The transfer threads of a worker share its
+core: the model has few experts for its compute, so that the link and not the copying is the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.filling_runs import LAYERS, filling_part
+from benchmarks.gather_report import print_filling, print_overlap, print_threshold, summarise
+from benchmarks.harness import record
+from benchmarks.prefill_pair import Pair, Pass
+from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
+from benchmarks.two_nodes import ENVIRONMENT, TwoNodes, two_namespaces
+from models.spec import read_spec
+
+MODEL: dict[str, Any] = {**MEDIUM, "num_experts": 16, "torch_dtype": "float32"}
+ROW_TOKENS = 512
+SWEEP = (1, 2, 3, 4, 5, 6, 8)  # rows of a batch
+PARTS = ("overlap", "threshold", "filling")
+MODES = ("resident", "gathered", "all_to_all")
+
+
+def main() -> None:
+    options = _options()
+    if options.inside is not None:  # this is the process that runs on the first node
+        asyncio.run(_measure(options))
+        return
+    with two_namespaces() as nodes:
+        inside = ["--inside", *nodes.names, *nodes.cards]
+        command = [sys.executable, "-m", "benchmarks.gather_overlap", *sys.argv[1:], *inside]
+        done = subprocess.run([*nodes.inside(0), *command], env=ENVIRONMENT, check=False)
+    sys.exit(done.returncode)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else "")
+    parser.add_argument("--megabits", type=float, default=400, help="rate of the link, per second")
+    parser.add_argument("--rows", type=int, default=12, help="of 512 tokens, in a full batch")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=40, help="per point of the filling part")
+    parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
+    parser.add_argument("--inside", nargs=4, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+async def _measure(options: argparse.Namespace) -> None:
+    first, second, *cards = options.inside
+    nodes = TwoNodes((first, second), (cards[0], cards[1]))
+    nodes.limit_rate(options.megabits)
+    model = {**MODEL, "num_hidden_layers": options.layers}
+    samples: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+        path = write_random_checkpoint(Path(folder) / "model", model)
+        if "overlap" in options.parts or "threshold" in options.parts:
+            samples |= await _gather_parts(nodes, path, options)
+        if "filling" in options.parts:
+            short = {**model, "num_hidden_layers": min(LAYERS, options.layers)}
+            other = write_random_checkpoint(Path(folder) / "short", short)
+            samples["filling"] = await filling_part(nodes, other, options.requests)
+        summary = summarise(samples, read_spec(path), options.rows * ROW_TOKENS)
+    for part, show in zip(PARTS, (print_overlap, print_threshold, print_filling), strict=True):
+        if part in summary:
+            show(summary[part])
+    record("gather_overlap", options, samples, summary, model)
+
+
+async def _gather_parts(
+    nodes: TwoNodes, path: Path, options: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """All kinds of workers stand ready; idle ones cost nothing. Kinds take turns."""
+    pairs: dict[str, Pair] = {}
+    samples: dict[str, dict[str, Any]] = {}
+    try:
+        for mode in MODES if "overlap" in options.parts else MODES[:2]:
+            pairs[mode] = await Pair.start(
+                nodes, path, options.rows * ROW_TOKENS, experts=mode, fill="never"
+            )
+            print(f"started: {mode}", flush=True)
+        await _check(pairs)
+        saturation = [pairs["gathered"].status(worker).saturation for worker in (0, 1)]
+        samples["calibrated"] = {"saturation_flops": saturation}
+        if "overlap" in options.parts:
+            samples["overlap"] = await _rounds(pairs, options.rows, 2, options.rounds)
+        if "threshold" in options.parts:
+            swept = {mode: pairs[mode] for mode in MODES[:2]}
+            samples["threshold"] = {}
+            for rows in (rows for rows in SWEEP if rows <= options.rows):
+                rounds = max(2, options.rounds // 2)
+                samples["threshold"][str(rows)] = await _rounds(swept, rows, 1, rounds)
+    finally:
+        for pair in pairs.values():
+            await pair.close()
+    return samples
+
+
+async def _check(pairs: dict[str, Pair]) -> None:
+    """Outputs before times: equal in every kind of worker."""
+    rows = _rows(2, seed=99)
+    found = {mode: await pair.logits(1, rows) for mode, pair in pairs.items()}
+    assert torch.equal(found["gathered"], found["resident"])
+    for logits in found.values():
+        torch.testing.assert_close(logits, found["resident"], atol=1e-4, rtol=0)
+
+
+async def _rounds(
+    pairs: dict[str, Pair], rows: int, batches: int, rounds: int
+) -> dict[str, list[list[Pass]]]:
+    """Per kind and round, the passes of both workers. The first round warms up."""
+    samples: dict[str, list[list[Pass]]] = {mode: [] for mode in pairs}
+    for number in range(rounds + 1):
+        for mode, pair in pairs.items():
+            passes = await pair.run(_rows(rows, seed=number), batches)
+            if number:
+                samples[mode].append(passes)
+    print(f"measured: {rows} rows", flush=True)
+    return samples
+
+
+def _rows(count: int, *, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    size = (count, ROW_TOKENS)
+    rows: list[list[int]] = torch.randint(
+        1, MODEL["vocab_size"], size, generator=generator
+    ).tolist()
+    return rows
+
+
+if __name__ == "__main__":
+    main()

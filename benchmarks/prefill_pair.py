@@ -1,0 +1,150 @@
+"""Two prefill workers, each in a network namespace and on a core of its own, and batches on both at
+once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from actors.process import RankProcess
+from actors.rendezvous import Formation, Seat, form_group, make_specs
+from benchmarks.pinned_batches import CANDIDATES, bench_client, pin_to_core
+from benchmarks.two_nodes import HEAD, OTHER, TwoNodes
+from cluster.rank_client import RankClient
+from contracts.events import Stage, TaskSpan
+from contracts.loading import load_config
+from contracts.messages import Scored, Submit
+from contracts.worker import RankStatus
+
+_HEAD_START_S = 0.05
+_CALL_S = 30.0
+_ATTEMPTS = 4
+
+
+class Pass(NamedTuple):
+    """One batch on one worker. gather_s: of the transfers that ended within it. wait_s: in which
+    experts were waited for."""
+
+    tokens: int
+    pass_s: float
+    wait_s: float
+    gather_s: float
+
+
+class Pair:
+    """Workers of one kind. Made by `start`; `close` ends their processes."""
+
+    def __init__(self, processes: list[RankProcess], clients: list[RankClient]) -> None:
+        self.processes, self.clients = processes, clients
+
+    @staticmethod
+    async def start(nodes: TwoNodes, folder: Path, max_batch_tokens: int, **prefill: Any) -> Pair:
+        """prefill: keys of the configuration's section. Returns when both are through with their
+        reference pass."""
+        settings = {"max_batch_tokens": max_batch_tokens, "max_batch_sequences": 1024, **prefill}
+        config = load_config(
+            None,
+            [
+                "model.dtype=float32",
+                "kv.prefix_cache=false",
+                f"kv.pool_tokens={3 * max_batch_tokens}",
+                "groups.prefill_ranks=2",
+                "channel.deadline_s=60",
+                "trace.spans=4000",
+                *(f"prefill.{key}={value}" for key, value in settings.items()),
+            ],
+        )
+        token = secrets.token_bytes(32)
+        formation = Formation(config, str(folder), token, 1, "tcp")
+        seats = [Seat("cpu", host, 1) for host in (HEAD, OTHER)]
+        specs = make_specs(formation, [], [], prefill=seats)
+        processes = [
+            RankProcess(spec.name, inside=nodes.inside(rank)) for rank, spec in enumerate(specs)
+        ]
+        try:
+            if os.cpu_count() == len(processes):
+                for core, process in enumerate(processes):
+                    pin_to_core(process.pid, core)
+            ready = await asyncio.to_thread(form_group, specs, processes, timeout_s=180.0)
+            clients = [
+                await bench_client(worker.name, worker.client_address, token) for worker in ready
+            ]
+        except BaseException:
+            for process in processes:
+                process.close()
+            raise
+        return Pair(processes, clients)
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
+        stopping = [
+            process.call("stop") for process in self.processes
+        ]  # neither is lost to the other
+        await asyncio.to_thread(wait, stopping, _CALL_S)
+        for process in self.processes:
+            await asyncio.to_thread(process.close)
+
+    def status(self, worker: int) -> RankStatus:
+        answer: RankStatus = self.processes[worker].call("status").result(_CALL_S)
+        return answer
+
+    async def logits(self, worker: int, rows: Sequence[list[int]]) -> torch.Tensor:
+        return torch.tensor([await self.score(worker, ids) for ids in rows])
+
+    async def score(self, worker: int, ids: list[int]) -> list[float]:
+        """One request. Raises RuntimeError if it fails."""
+        submit = Submit(request_id=0, token_ids=ids, sampling=None, candidates=CANDIDATES)
+        async for event in await self.clients[worker].submit(submit):
+            if isinstance(event, Scored) and event.candidate_logits is not None:
+                return list(event.candidate_logits)
+            raise RuntimeError(f"the request failed: {event}")
+        raise RuntimeError("the request ended without an answer")
+
+    async def run(self, rows: Sequence[list[int]], batches: int) -> list[Pass]:
+        """`batches` times the rows, as batches, on both workers at once; the passes that were just
+        that. Raises RuntimeError if there were none."""
+        tokens = sum(map(len, rows))
+        for _ in range(_ATTEMPTS):
+            await asyncio.gather(*(self._work(worker, rows, batches) for worker in (0, 1)))
+            passes = [
+                found
+                for process in self.processes
+                for found in passes_of(process.call("spans").result(_CALL_S), batches)
+            ]
+            exact = [found for found in passes if found.tokens == tokens]
+            if len(exact) >= len(passes) - 1 > 0:
+                return exact
+        raise RuntimeError(f"no batches of {tokens} tokens, but {[p.tokens for p in passes]}")
+
+    async def _work(self, worker: int, rows: Sequence[list[int]], batches: int) -> None:
+        """A row is sent ahead: while the worker is busy with it, the others all arrive."""
+        ahead = asyncio.create_task(self.score(worker, rows[0]))
+        await asyncio.sleep(_HEAD_START_S)
+        await asyncio.gather(*(self.score(worker, ids) for _ in range(batches) for ids in rows))
+        await ahead
+
+
+def passes_of(spans: Sequence[TaskSpan], last: int) -> list[Pass]:
+    """The latest `last` batches."""
+    numbers = sorted({span.batch for span in spans if span.stage is Stage.ATTENTION})[-last:]
+    return [_pass(spans, number) for number in numbers]
+
+
+def _pass(spans: Sequence[TaskSpan], number: int) -> Pass:
+    mine = [s for s in spans if s.batch == number and s.stage is not Stage.GATHER]
+    start_s, end_s = min(s.start_s for s in mine), max(s.end_s for s in mine)
+    gathers = [s for s in spans if s.stage is Stage.GATHER and start_s < s.end_s <= end_s]
+    return Pass(
+        tokens=max(s.tokens for s in mine),
+        pass_s=end_s - start_s,
+        wait_s=sum(s.end_s - s.start_s for s in mine if s.stage is Stage.WAIT),
+        gather_s=sum(s.end_s - s.start_s for s in gathers),
+    )
