@@ -86,7 +86,9 @@ def _threshold(
     ]  # transfers only: there is hardly any compute beside them
     copied = len(spec.moe_layers) - 1
     transfer_s = statistics.median(passed.gather_s for passed in gathers) / copied
-    flops_per_s = largest * row_flops / table[largest]["resident"]
+    # Of the last layer only the rows whose logits are wanted are computed: one of each 512.
+    computed = (spec.num_layers - 1) / spec.num_layers
+    flops_per_s = computed * largest * row_flops / table[largest]["resident"]
     eq1_flops = transfer_threshold_flops(
         transfer_s=transfer_s,
         layers=len(spec.moe_layers),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from actors.channels.handshake import Identity
-from cluster.rank_client import RankClient
+from cluster.rank_client import RankClient, RankClientConfig
 from contracts.events import Stage, TaskSpan
 from contracts.messages import Scored, Submit
 from contracts.plan import Plan
@@ -80,9 +80,12 @@ class BatchRunner:
         return logits[1:]
 
 
-async def bench_client(name: str, address: str, token: bytes) -> RankClient:
-    """A client of the attention rank, once that is ready and through with its own first batch."""
-    client = RankClient(name, address, Identity(name="bench", token=token, epoch=None))
+async def bench_client(
+    name: str, address: str, token: bytes, *, silence_s: float = 2.0
+) -> RankClient:
+    """A client of the rank, once that is ready and through with its own first batch."""
+    me = Identity(name="bench", token=token, epoch=None)
+    client = RankClient(name, address, me, RankClientConfig(silence_s=silence_s))
     client.start()
     await client.wait_until(lambda ready: ready.problem is None)
     submit = Submit(request_id=0, token_ids=[1], sampling=None, candidates=CANDIDATES)

@@ -25,6 +25,7 @@ from contracts.worker import RankStatus
 
 _HEAD_START_S = 0.05
 _CALL_S = 30.0
+_SILENCE_S = 20.0  # times are measured here, not faults
 _ATTEMPTS = 4
 
 
@@ -57,6 +58,7 @@ class Pair:
                 f"kv.pool_tokens={3 * max_batch_tokens}",
                 "groups.prefill_ranks=2",
                 "channel.deadline_s=60",
+                f"channel.silence_s={_SILENCE_S}",
                 "trace.spans=4000",
                 *(f"prefill.{key}={value}" for key, value in settings.items()),
             ],
@@ -74,7 +76,8 @@ class Pair:
                     pin_to_core(process.pid, core)
             ready = await asyncio.to_thread(form_group, specs, processes, timeout_s=180.0)
             clients = [
-                await bench_client(worker.name, worker.client_address, token) for worker in ready
+                await bench_client(w.name, w.client_address, token, silence_s=_SILENCE_S)
+                for w in ready
             ]
         except BaseException:
             for process in processes:
