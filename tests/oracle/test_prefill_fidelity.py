@@ -116,17 +116,26 @@ def test_a_prefill_worker_generates_what_the_attention_expert_group_does(
         assert "max_tokens=2" in failed.message
 
 
+@pytest.mark.parametrize(("family", "overrides"), FAMILIES)
+@pytest.mark.parametrize("score_from", [1, 35])
 def test_log_probabilities_of_prompt_tokens_equal_the_single_process_path(
-    tiny_checkpoint: Checkpoints,
+    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any], score_from: int
 ) -> None:
-    folder = tiny_checkpoint("qwen3_moe")
+    """In a batch of which most rows are wanted after the last layer, or few; beside a prompt of one
+    token."""
+    folder = tiny_checkpoint(family, **overrides)
     local = LocalModel.load(folder, dtype="float32")
-    sequences = prompts(6, [41, 60])
+    sequences = prompts(6, [41, 60, 36])
     config = prefill_config()
     with PrefillThreads(folder, config) as group, group.client() as client:
-        ids = [client.submit(seq, score_from=20) for seq in sequences]
+        blocker = client.submit(prompts(4, [400])[0], candidates=[0])  # all meet in a batch
+        single = client.submit([7], candidates=VOCABULARY)
+        ids = [client.submit(seq, score_from=score_from) for seq in sequences]
+        client.wait(blocker, single, *ids)
         for request, seq in zip(ids, sequences, strict=True):
             logprobs = local.forward([seq])[0].log_softmax(-1)
-            expected = [float(logprobs[p - 1, seq[p]]) for p in range(20, len(seq))]
+            expected = [float(logprobs[p - 1, seq[p]]) for p in range(score_from, len(seq))]
             found = client.scored(request).token_logprobs
             assert found == pytest.approx(expected, abs=1e-5)
+        logits = torch.tensor(client.scored(single).candidate_logits)
+        torch.testing.assert_close(logits, local.forward([[7]])[0][0], atol=1e-5, rtol=0)

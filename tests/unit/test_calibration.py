@@ -1,0 +1,67 @@
+"""The reference pass: which times of which batch a worker tells the routers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from actors.calibration import BUDGET_S, PROBE_TOKENS, calibrate, product_flops_per_s
+from planner.saturation import reference_prompts
+
+
+class SimulatedLayers:
+    """Layer times as `token_s` and a transfer have them; the first pass of a size is slow, and
+    every other one is disturbed in one layer. `seconds`: of all passes so far."""
+
+    def __init__(self, token_s: float, transfer_s: float, layers: int = 4) -> None:
+        self.token_s, self.transfer_s, self.layers = token_s, transfer_s, layers
+        self.seconds = 0.0
+        self.sizes: list[int] = []
+
+    def __call__(self, lengths: Sequence[int]) -> list[float]:
+        compute_s = sum(lengths) * self.token_s
+        times = [compute_s] + [max(compute_s, self.transfer_s)] * (self.layers - 1)
+        if sum(lengths) not in self.sizes:
+            times = [3 * time for time in times]
+        elif len(self.sizes) % 2:
+            times[2] *= 1.5
+        self.sizes.append(sum(lengths))
+        self.seconds += sum(times)
+        return times
+
+
+def test_times_are_those_of_the_largest_batch_without_what_disturbed_a_single_pass() -> None:
+    layers = SimulatedLayers(token_s=1e-6, transfer_s=0.008)
+    calibration = calibrate(layers, max_tokens=4096, context_tokens=2048)
+    assert calibration.reference_prompts == (512,) * 8
+    assert abs(calibration.first_layer_s - 4096e-6) < 1e-9
+    assert abs(calibration.slowest_layer_s - 0.008) < 1e-9
+
+
+def test_a_slow_worker_takes_a_smaller_batch_and_keeps_to_its_budget() -> None:
+    layers = SimulatedLayers(token_s=1e-3, transfer_s=1e-3)
+    calibration = calibrate(layers, max_tokens=4096, context_tokens=2048)
+    assert PROBE_TOKENS <= sum(calibration.reference_prompts) < 4096
+    assert layers.seconds < 4 * BUDGET_S
+    ratio = calibration.slowest_layer_s / calibration.first_layer_s
+    assert ratio >= 1
+
+
+def test_a_batch_is_never_larger_than_asked_for() -> None:
+    layers = SimulatedLayers(token_s=1e-7, transfer_s=1e-6)
+    calibration = calibrate(layers, max_tokens=40, context_tokens=16)
+    assert calibration.reference_prompts == (16, 16, 8)
+    assert max(layers.sizes) == 40
+
+
+def test_reference_prompts_have_an_ordinary_length() -> None:
+    assert reference_prompts(4096, 8192) == (512,) * 8
+    assert reference_prompts(1000, 8192) == (512, 488)
+    assert reference_prompts(100, 8192) == (100,)
+
+
+def test_the_rate_of_a_product_is_that_of_its_fastest_round() -> None:
+    times = iter([0.0, 4.0, 10.0, 11.0, 20.0, 22.0, 30.0, 33.0])
+    rate = product_flops_per_s(torch.float32, torch.device("cpu"), lambda: next(times))
+    assert rate == 2.0 * 768**3
