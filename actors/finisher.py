@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import NamedTuple
 
 import torch
@@ -45,25 +46,40 @@ class Finisher:
 
     def _answer(self, piece: list[_Wanted], logits_RV: torch.Tensor) -> None:
         generating: list[int] = []
+        scoring: dict[int, Sequence] = {}
         for row, (sequence, position, _) in enumerate(piece):
             last = position == len(sequence.token_ids) - 1
             if sequence.submit.score_from is not None and not last:
                 token, wanted = sequence.token_ids[position + 1], sequence.submit.score_top
                 sequence.scored.append(token_logprob(logits_RV[row], token, wanted))
             if last and sequence.submit.sampling is None:
-                self._finish_scoring(sequence, logits_RV[row])
+                scoring[row] = sequence
             elif last:
                 generating.append(row)
+        self._finish_scoring(scoring, logits_RV)
         if generating:
             rows_RV = logits_RV if len(generating) == len(piece) else logits_RV[generating]
             self._generate([piece[row].sequence for row in generating], rows_RV)
 
-    def _finish_scoring(self, sequence: Sequence, logits_V: torch.Tensor) -> None:
-        candidates = sequence.submit.candidates
-        logits = logprobs = None
-        if candidates is not None:
-            logits = logits_V[candidates].tolist()
-            logprobs = logits_V.log_softmax(-1)[candidates].tolist()
+    def _finish_scoring(self, sequences: dict[int, Sequence], logits_RV: torch.Tensor) -> None:
+        """sequences: by row. Those with the same candidates, as a job's are, together."""
+        rows_of: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        for row, sequence in sequences.items():
+            if sequence.submit.candidates is None:
+                self._score(sequence, None, None)
+            else:
+                rows_of[tuple(sequence.submit.candidates)].append(row)
+        for candidates, rows in rows_of.items():
+            columns = torch.tensor(candidates, dtype=torch.int64, device=logits_RV.device)
+            chosen_RV = logits_RV if len(rows) == len(logits_RV) else logits_RV[rows]
+            logits = chosen_RV[:, columns].tolist()
+            logprobs = chosen_RV.log_softmax(-1)[:, columns].tolist()
+            for place, row in enumerate(rows):
+                self._score(sequences[row], logits[place], logprobs[place])
+
+    def _score(
+        self, sequence: Sequence, logits: list[float] | None, logprobs: list[float] | None
+    ) -> None:
         scored = None if sequence.submit.score_from is None else sequence.scored
         tops = scored if sequence.submit.score_top else None
         sequence.done = True

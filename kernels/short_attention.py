@@ -46,23 +46,33 @@ def split_short(
         whole = window is None or seq.context <= window
         fits = seq.count > 1 and whole and seq.count * seq.context <= _SHORT_SCORES
         (short if fits else others).append(seq)
-    groups: list[list[SequenceRows]] = []
+    groups: list[_Group] = []
     for seq in sorted(short, key=lambda seq: (-seq.count, -seq.context)):
-        if groups and _joins(seq, groups[-1]):
-            groups[-1].append(seq)
-        else:
-            groups.append([seq])
-    others += [group[0] for group in groups if len(group) == 1]
-    return [group for group in groups if len(group) > 1], others
+        if not groups or not groups[-1].add(seq):
+            groups.append(_Group(seq))
+    others += [group.members[0] for group in groups if len(group.members) == 1]
+    return [group.members for group in groups if len(group.members) > 1], others
 
 
-def _joins(seq: SequenceRows, group: list[SequenceRows]) -> bool:
-    contexts = [seq.context, *(other.context for other in group)]
-    return (
-        seq.count >= _MIN_FILL * group[0].count
-        and min(contexts) >= _MIN_FILL * max(contexts)
-        and len(contexts) * max(contexts) <= _GROUP_SLOTS
-    )
+class _Group:
+    """Grows by sequences in descending order of new tokens."""
+
+    def __init__(self, first: SequenceRows) -> None:
+        self.members = [first]
+        self._least = self._most = first.context
+
+    def add(self, seq: SequenceRows) -> bool:
+        """Whether it fits: too much padding, or too many slots, and it does not."""
+        least, most = min(self._least, seq.context), max(self._most, seq.context)
+        fits = (
+            seq.count >= _MIN_FILL * self.members[0].count
+            and least >= _MIN_FILL * most
+            and (len(self.members) + 1) * most <= _GROUP_SLOTS
+        )
+        if fits:
+            self.members.append(seq)
+            self._least, self._most = least, most
+        return fits
 
 
 def short_part(
