@@ -33,7 +33,7 @@ from actors.weight_wire import (
     read_terms,
 )
 from contracts.clock import monotonic_s
-from contracts.errors import ChannelError, HandshakeError, PeerDeadError, PeerError
+from contracts.errors import ChannelError, PeerDeadError, PeerError, PeerHungError
 
 _WAKE_BYTES = 128 << 10  # do not wake for less than this, unless it is the rest
 _MOST_TEXT_BYTES = 4096
@@ -42,7 +42,8 @@ _MOST_TEXT_BYTES = 4096
 def join(
     peer: str, address: str, me: Identity, mine: Terms, newest_epoch: int, deadline_s: float
 ) -> WeightLink:
-    """A link to the server at `address`. Raises ChannelError or HandshakeError."""
+    """A link to the server at `address`. Raises HandshakeError where that refuses us or does not
+    fit, another ChannelError where it cannot be reached."""
     end_s = monotonic_s() + deadline_s
     sock = dial(address, deadline_s)
     try:
@@ -58,14 +59,13 @@ def join(
             sock.settimeout(max(end_s - monotonic_s(), 1e-3))
             memory = _map(sock, peer, terms.segment_bytes)
         return WeightLink(peer, sock, terms.epoch, memory)
-    except TimeoutError:
-        sock.close()
-        raise HandshakeError(f"{peer} sent no segment within {deadline_s:g} s") from None
     except (ChannelError, OSError) as error:
         sock.close()
+        if monotonic_s() >= end_s:
+            raise PeerHungError(f"{peer} said nothing for {deadline_s:g} s", peer) from None
         if isinstance(error, ChannelError):
             raise
-        raise HandshakeError(f"{peer}: the connection broke: {error}") from None
+        raise PeerDeadError(f"{peer}: connection lost ({error})", peer) from None
 
 
 def _map(sock: socket.socket, peer: str, num_bytes: int) -> memoryview:

@@ -27,7 +27,7 @@ from actors.weight_server import WeightServer
 from actors.weight_shard import Part, PartSource, Shard
 from actors.weight_wire import Terms, digest
 from contracts.clock import monotonic_s
-from contracts.errors import ChannelError, PeerError, PeerHungError, ResourceError
+from contracts.errors import ChannelError, HandshakeError, PeerError, PeerHungError, ResourceError
 from contracts.worker import Group, WorkerSpec, rank_name
 from models.expert_store import ExpertBuffer
 from models.spec import ModelSpec
@@ -80,7 +80,7 @@ class PeerSource:
         self._me = Identity(name=spec.name, token=spec.token, epoch=None)
         self._terms = Terms(spec.epoch, same, shard.slots.payload_bytes)
         self._server = WeightServer(self._me, self._terms, shard, part.num_bytes, self._config)
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the three below, and starting to redial
         self._addresses: dict[str, str] = {}
         self._epochs: dict[str, int] = {}
         self._arrived: dict[str, WeightLink] = {}
@@ -97,7 +97,8 @@ class PeerSource:
         return self.address
 
     def connect(self, addresses: Mapping[str, str]) -> None:
-        """Joins the peers named, again where one has a new address. Raises ChannelError."""
+        """Joins the peers named, again where one has a new address. One that cannot be reached is
+        lost until it can; of one that refuses us, or does not fit, the HandshakeError is raised."""
         for peer, address in addresses.items():
             if peer not in self._bounds or peer == self.name:
                 continue
@@ -106,7 +107,7 @@ class PeerSource:
                 known = there and self._addresses.get(peer) == address
                 self._addresses[peer] = address
             if not known:
-                self._dial(peer, address, self._config.deadline_s)
+                self._join(peer, address)
 
     @property
     def lost(self) -> dict[str, str]:
@@ -197,13 +198,26 @@ class PeerSource:
         link.close()
         self._before_bytes += link.received_bytes
         del self._links[link.peer]
-        self._lost[link.peer] = error.message
-        log.warning("weights_from_fallback peer=%s reason=%s", link.peer, error.message)
-        if self._redial_thread is None:
-            self._redial_thread = threading.Thread(
-                target=self._redial, name=f"{self.name}-redial", daemon=True
-            )
-            self._redial_thread.start()
+        self._do_without(link.peer, error)
+
+    def _join(self, peer: str, address: str) -> None:
+        try:
+            self._dial(peer, address, self._config.deadline_s)
+        except HandshakeError:
+            raise
+        except ChannelError as error:
+            if peer not in self._links:
+                self._do_without(peer, error)
+
+    def _do_without(self, peer: str, error: ChannelError) -> None:
+        self._lost[peer] = error.message
+        log.warning("weights_from_fallback peer=%s reason=%s", peer, error.message)
+        with self._lock:
+            if self._redial_thread is None:
+                self._redial_thread = threading.Thread(
+                    target=self._redial, name=f"{self.name}-redial", daemon=True
+                )
+                self._redial_thread.start()
 
     def _dial(self, peer: str, address: str, deadline_s: float) -> None:
         newest = self._epochs.get(peer, 0)

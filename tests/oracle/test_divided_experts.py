@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.group_harness import PrefillThreads, RankConnection, prefill_config
 
 Checkpoints = Callable[..., Path]
 VOCABULARY = list(range(131))
+SEEN_WITHIN_S = 2.0
 ROWS: list[list[int]] = [
     torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist()
     for n in (23, 1, 140, 7)
@@ -76,3 +78,36 @@ def test_all_to_all_logits_equal_resident_ones(
     for workers, backend in ((1, "shm"), (2, "tcp"), (3, "shm")):
         for logits in all_logits(folder, workers, backend, experts="all_to_all"):
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+def test_a_worker_goes_on_alone_when_the_one_it_gathers_from_is_gone(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe", num_hidden_layers=5)
+    expected = resident_logits(folder)
+    config = prefill_config(prefill={"experts": "gathered"}, kv={"prefix_cache": False})
+    with PrefillThreads(folder, config, workers=2, backend="tcp") as group:
+        with group.client(0) as client:
+            assert torch.equal(logits_of(client), expected)
+            group.workers[1].stop()
+            assert torch.equal(logits_of(client), expected)
+        status = group.workers[0].status()
+        assert status.healthy
+        assert "prefill-1" in status.degraded
+        assert status.bytes_received > 0
+
+
+def test_in_lockstep_requests_fail_with_the_name_of_the_worker_that_is_gone(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    config = prefill_config(prefill={"experts": "all_to_all"})
+    with PrefillThreads(folder, config, workers=2, backend="tcp") as group:
+        with group.client(0) as client:
+            logits_of(client)
+            group.workers[1].stop()
+            start_s = time.monotonic()
+            failed = client.failed(client.submit(ROWS[0], candidates=VOCABULARY))
+            assert time.monotonic() - start_s < SEEN_WITHIN_S
+            assert "prefill-1" in failed.message
+        assert not group.workers[0].status().healthy

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import actors.weight_source
 from actors.weight_link import bytes_of
 from contracts.errors import ChannelError, HandshakeError, ResourceError
 from models.checkpoint import check_checkpoint
@@ -141,6 +142,32 @@ def test_a_replaced_worker_is_taken_back_at_its_new_address(
             first.connect({"prefill-1": late.listen("127.0.0.1")})
         late.close()
         third.close()
+
+
+def test_a_peer_that_cannot_be_reached_is_done_without_until_it_can(
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that were lost at once are replaced one after the other: the first knows only the second
+    one's old address."""
+    monkeypatch.setattr(actors.weight_source, "REDIAL_S", 0.01)
+    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
+    first, gone = (make_source(worker_spec(folder, rank, 2, backend="tcp")) for rank in (0, 1))
+    nowhere = gone.listen("127.0.0.1")
+    gone.close()
+    first.listen("127.0.0.1")
+    first.connect({"prefill-1": nowhere})
+    assert "cannot connect" in first.lost["prefill-1"]
+    buffer = new_buffer(folder)
+    first.copy(1, buffer)
+    assert_layer(folder, buffer, 1)
+    second = make_source(worker_spec(folder, 1, 2, backend="tcp", epoch=2))
+    first.connect({"prefill-1": second.listen("127.0.0.1")})
+    first.copy(2, buffer)
+    assert_layer(folder, buffer, 2)
+    assert not first.lost
+    assert first.fallbacks == 1
+    first.close()
+    second.close()
 
 
 def test_a_layer_that_the_host_store_cannot_read_comes_from_the_fallback(
