@@ -32,6 +32,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from benchmarks.harness import Result, write_result
 from benchmarks.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
 from cluster.bulk.driver import IN_FLIGHT_ROWS
+from cluster.bulk.output import journal_name
 from cluster.front import free_port
 
 TEMPLATE = "Review: {text}\\nSentiment:"
@@ -135,6 +136,13 @@ def kill(head: RayHead, victim: str, rng: random.Random) -> bool:
     return bool(found)
 
 
+def _came(journal: Path) -> int:
+    try:
+        return journal.read_bytes().count(b'["came"')
+    except FileNotFoundError:  # committed meanwhile
+        return 0
+
+
 class RowsDone:
     """Rows answered so far, from the output folder: the ledger's and the journals' lines."""
 
@@ -142,18 +150,14 @@ class RowsDone:
         self._output = output
 
     def count(self) -> int:
+        journals = {path.name: _came(path) for path in self._output.glob("journal-*.jsonl")}
         ledger = self._output / "ledger.jsonl"
         done = 0
-        if ledger.exists():
-            for line in ledger.read_bytes().splitlines():
-                entry = json.loads(line)
-                done += entry["rows_ok"] + entry["rows_rejected"]
-        for journal in self._output.glob("journal-*.jsonl"):
-            try:
-                done += journal.read_bytes().count(b'["came"')
-            except FileNotFoundError:  # committed meanwhile
-                continue
-        return done
+        for line in ledger.read_bytes().splitlines() if ledger.exists() else ():
+            entry = json.loads(line)
+            done += entry["rows_ok"] + entry["rows_rejected"]
+            journals.pop(journal_name(entry["window"]), None)  # there for a moment longer
+        return done + sum(journals.values())
 
 
 def watch(

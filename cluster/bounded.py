@@ -18,6 +18,8 @@ async def map_bounded(
     The first error cancels the rest and is raised as it is; so does cancelling the caller.
     """
     listed = list(items)
+    if len(listed) == 1:  # the usual case, for which a task would be dear
+        return [await function(listed[0])]
     numbered = enumerate(listed)
     results: dict[int, Result] = {}
 
@@ -28,8 +30,9 @@ async def map_bounded(
     tasks = [asyncio.ensure_future(work()) for _ in range(min(limit, len(listed)))]
     try:
         await asyncio.gather(*tasks)
-    finally:
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise
     return [results[index] for index in range(len(listed))]

@@ -13,6 +13,7 @@ on, and no more: none at all beyond the prompt for labels of one token each.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -41,13 +42,18 @@ class LabelPass(msgspec.Struct, frozen=True):
         return on_the_way | {(*self.path, token): logprob for token, logprob in ends}
 
 
-def label_passes(label_ids: Sequence[Sequence[int]]) -> list[LabelPass]:
+def label_passes(label_ids: Sequence[Sequence[int]]) -> Sequence[LabelPass]:
     """Enough passes for all labels, as few as can be; that over the prompt alone, if there is one,
     is the first. Each label has at least one token."""
+    return _passes(tuple(map(tuple, label_ids)))
+
+
+@functools.lru_cache(maxsize=256)  # rows of one task have the same labels
+def _passes(label_ids: tuple[Path, ...]) -> tuple[LabelPass, ...]:
     followers: dict[Path, dict[int, None]] = {}
     for ids in label_ids:
         for end, token in enumerate(ids):
-            followers.setdefault(tuple(ids[:end]), {})[token] = None
+            followers.setdefault(ids[:end], {})[token] = None
     passes: list[LabelPass] = []
     starts: list[Path] = [()]
     for start in starts:  # grows on the way
@@ -56,7 +62,7 @@ def label_passes(label_ids: Sequence[Sequence[int]]) -> list[LabelPass]:
             path = longer
         passes.append(LabelPass(path, len(start), list(followers[path])))
         starts += [(*path, token) for token in followers[path] if (*path, token) in followers]
-    return passes
+    return tuple(passes)
 
 
 def label_logprobs(label_ids: Sequence[Sequence[int]], edges: Mapping[Path, float]) -> list[float]:

@@ -18,7 +18,8 @@ from models.chat_template import ChatTemplate, Message
 from models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 THREAD_ABOVE_CHARACTERS = 16_384  # below it, encoding costs less than handing it to a thread
-TAIL_CHARACTERS = 64  # of a prompt, that can have a say in how what follows is encoded
+END_CHARACTERS = 64  # of a prompt, that can have a say in how what follows is encoded
+MAX_REMEMBERED = 4096
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -42,6 +43,7 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._byte_level = _is_byte_level(backend)
         self._bytes_cache: dict[int, bytes] = {}
+        self._remembered: dict[str, list[int]] = {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -122,29 +124,46 @@ class Tokenizer:
     ) -> list[tuple[list[int], list[list[int]]]]:
         """`continuations` of many prompts, encoded together.
 
-        What follows a long prompt is encoded behind its last words only, where the prompt's own
-        ids show that these are encoded alike by themselves.
+        What follows a prompt is encoded behind its last line or words only, where the prompt's own
+        ids show that these are encoded alike by themselves: once for all prompts that end alike.
         """
         stems = [prompt.rstrip() for prompt, _ in pairs]
         prompt_ids = self.encode_many(stems)
-        tails = [_last_words(stem) for stem in stems]
-        tail_ids = self.encode_many(tails, add_special_tokens=False)
-        short = [
-            bool(tail) and ids[-len(part) :] == part
-            for tail, ids, part in zip(tails, prompt_ids, tail_ids, strict=True)
+        ends = [_end_of(stem) for stem in stems]
+        known = self._encode_distinct(ends)
+        heads = [
+            end if end and ids[-len(known[end]) :] == known[end] else stem
+            for end, ids, stem in zip(ends, prompt_ids, stems, strict=True)
         ]
-        heads = [tail if use else stem for use, tail, stem in zip(short, tails, stems, strict=True)]
         texts = [
             [head + prompt[len(stem) :] + text for text in continuations]
             for head, stem, (prompt, continuations) in zip(heads, stems, pairs, strict=True)
         ]
-        whole = iter(self.encode_many(_flat(texts, short, False)))
-        behind = iter(self.encode_many(_flat(texts, short, True), add_special_tokens=False))
-        found = []
-        for use, ids, part, row in zip(short, prompt_ids, tail_ids, texts, strict=True):
-            source, skipped = (behind, len(part)) if use else (whole, len(ids))
-            found.append((ids, [next(source)[skipped:] for _ in row]))
-        return found
+        is_whole = [head is stem for head, stem in zip(heads, stems, strict=True)]
+        whole = iter(self.encode_many(_rows_with(texts, is_whole, True)))
+        known |= self._encode_distinct(_rows_with(texts, is_whole, False))
+        return [
+            (ids, [next(whole)[len(ids) :] for _ in row])
+            if alone
+            else (ids, [known[text][len(known[head]) :] for text in row])
+            for alone, head, ids, row in zip(is_whole, heads, prompt_ids, texts, strict=True)
+        ]
+
+    def _encode_distinct(self, texts: Sequence[str]) -> dict[str, list[int]]:
+        """Ids without special tokens. Those of short texts are remembered."""
+        ids: dict[str, list[int]] = {}
+        new = []
+        for text in dict.fromkeys(texts):
+            known = self._remembered.get(text)
+            if known is None:
+                new.append(text)
+            else:
+                ids[text] = known
+        ids |= zip(new, self.encode_many(new, add_special_tokens=False), strict=True)
+        if len(self._remembered) > MAX_REMEMBERED:
+            self._remembered = {}
+        self._remembered |= {text: ids[text] for text in new if len(text) <= END_CHARACTERS}
+        return ids
 
     async def continuations_async(
         self, prompt: str, continuations: Sequence[str]
@@ -205,18 +224,22 @@ class Tokenizer:
         return token_id not in self._special_ids and self._is_known(token_id)
 
 
-def _last_words(stem: str) -> str:
-    """The end of `stem`, at least TAIL_CHARACTERS, from a space between a word and a letter: no
-    tokenizer of words looks across it. Empty where there is no such place, or little to save."""
-    at = len(stem) - TAIL_CHARACTERS
-    while (at := stem.rfind(" ", TAIL_CHARACTERS, at)) > 0:
+def _end_of(stem: str) -> str:
+    """The last line of `stem` if it is short, or else its last END_CHARACTERS and up to a space
+    between a word and a letter: no tokenizer of words looks across either. Empty where there is no
+    such place."""
+    line = stem.rfind("\n") + 1
+    if line > 0 and len(stem) - line <= END_CHARACTERS // 2 and stem[line : line + 1].isalpha():
+        return stem[line:]
+    at = len(stem) - END_CHARACTERS
+    while (at := stem.rfind(" ", END_CHARACTERS, at)) > 0:
         if stem[at - 1].isalnum() and stem[at + 1].isalpha():
             return stem[at:]
     return ""
 
 
-def _flat(texts: list[list[str]], flags: list[bool], flag: bool) -> list[str]:
-    """Those of the rows that have this flag, in order."""
+def _rows_with(texts: list[list[str]], flags: list[bool], flag: bool) -> list[str]:
+    """The texts of those rows, in order."""
     return [text for row, has in zip(texts, flags, strict=True) if has is flag for text in row]
 
 

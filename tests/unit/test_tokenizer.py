@@ -194,7 +194,14 @@ words = st.sampled_from(["word", "Größe", "x1", "10", "'s", "…", "\n\n", "  
 
 
 @given(
-    prompts=st.lists(st.lists(words, max_size=60).map(" ".join), min_size=1, max_size=3),
+    prompts=st.lists(
+        st.tuples(
+            st.lists(words, max_size=60).map(" ".join),
+            st.sampled_from(["", "\nKind:", "\nAnswer: ", "\n\nIt is", "\n(", ".\nSo"]),
+        ).map("".join),
+        min_size=1,
+        max_size=3,
+    ),
     continuations=st.lists(st.text(min_size=1, max_size=10), min_size=1, max_size=3),
 )
 def test_long_prompts_are_continued_as_whole_texts_are(
