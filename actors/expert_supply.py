@@ -33,9 +33,8 @@ class ExpertSupply(Protocol):
     def degraded(self) -> str:
         """What does not come from where it should, and why; empty: everything does."""
 
-    @property
-    def received_bytes(self) -> int:
-        """From other workers, so far."""
+    def bytes_moved(self) -> tuple[int, int]:
+        """Sent to and received from other workers, so far."""
 
     def connect(self, addresses: dict[str, str]) -> None:
         """The other workers: name -> address. Called again, with all, when one was replaced; from
@@ -50,10 +49,12 @@ class OwnSupply:
 
     address = ""
     degraded = ""
-    received_bytes = 0
 
     def __init__(self, store: ExpertStore) -> None:
         self.store = store
+
+    def bytes_moved(self) -> tuple[int, int]:
+        return 0, 0
 
     def connect(self, addresses: dict[str, str]) -> None:
         """There is nobody to join."""

@@ -59,9 +59,8 @@ class PeerSupply:
         """Why some experts come from the fallback; empty: they do not."""
         return "; ".join(self.source.lost.values())
 
-    @property
-    def received_bytes(self) -> int:
-        return self.source.received_bytes
+    def bytes_moved(self) -> tuple[int, int]:
+        return self.source.bytes_moved()
 
     def connect(self, addresses: dict[str, str]) -> None:
         self.source.connect(addresses)
@@ -94,9 +93,8 @@ class LockstepSupply:
         self.all_to_all = AllToAll(self._endpoint, workers, half, timeline, monotonic_s)
         self.degraded = ""
 
-    @property
-    def received_bytes(self) -> int:
-        return self._endpoint.bytes_moved()[1]
+    def bytes_moved(self) -> tuple[int, int]:
+        return self._endpoint.bytes_moved()
 
     def connect(self, addresses: dict[str, str]) -> None:
         self.all_to_all.connect(addresses)

@@ -125,13 +125,15 @@ class PrefillWorker(ServingWorker):
         self._supply.connect(peers)
 
     def status(self) -> RankStatus:
+        sent, received = self._supply.bytes_moved()
         return msgspec.structs.replace(
             super().status(),
             computed_flops=self._computed_flops,
             peak_flops_per_s=self._peak_flops_per_s,
             load=self._log.load,
             saturation=threshold(self._saturation, self._work, self._log.calibration),
-            bytes_received=self._supply.received_bytes,
+            bytes_sent=sent,
+            bytes_received=received,
             degraded=self._supply.degraded,
         )
 

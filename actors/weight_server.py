@@ -68,6 +68,7 @@ class WeightServer:
     ) -> None:
         self._me, self._terms, self._shard, self._config = me, terms, shard, config
         self._part_bytes = part_bytes
+        self.sent_bytes = 0  # so far, those that peers read themselves included
         self._shared = False
         self._epochs: dict[str, int] = {}  # the newest of each name
         self._arrived: deque[tuple[socket.socket, str]] = deque()
@@ -223,6 +224,7 @@ class WeightServer:
                 peer.sock.sendall(REPLY.pack(WAIT, layer, 0))
             return
         peer.wanted, peer.taken, peer.progress_s = None, layer, now_s
+        self.sent_bytes += self._part_bytes
         peer.offset = self._shard.slots.offset_bytes(slot)
         if self._shared:
             peer.head = REPLY.pack(HERE, layer, peer.offset)

@@ -60,7 +60,7 @@ def _bounds(model: ModelSpec, workers: int) -> list[tuple[int, int]]:
 
 class PeerSource:
     """An ExpertSource. `connect` at any time, from any thread; `copy` and `close` by the store.
-    `received_bytes`, `fallbacks` (parts that did not come from their peer): so far."""
+    `fallbacks`: how many parts did not come from their peer, so far."""
 
     def __init__(
         self, spec: WorkerSpec, model: ModelSpec, part: Part, shard: Shard, fallback: PartSource
@@ -86,6 +86,7 @@ class PeerSource:
         self._arrived: dict[str, WeightLink] = {}
         self._links: dict[str, WeightLink] = {}
         self._lost: dict[str, str] = {}  # peer -> reason
+        self._introduced = threading.Event()
         self._closing = threading.Event()
         self._redial_thread: threading.Thread | None = None
         self._before_bytes = 0  # of links that are gone
@@ -108,6 +109,7 @@ class PeerSource:
                 self._addresses[peer] = address
             if not known:
                 self._join(peer, address)
+        self._introduced.set()
 
     @property
     def lost(self) -> dict[str, str]:
@@ -118,11 +120,16 @@ class PeerSource:
             if first < last and peer != self.name and peer not in self._links
         }
 
-    @property
-    def received_bytes(self) -> int:
-        return self._before_bytes + sum(link.received_bytes for link in list(self._links.values()))
+    def bytes_moved(self) -> tuple[int, int]:
+        """Sent and received so far."""
+        links = list(self._links.values())
+        received = self._before_bytes + sum(link.received_bytes for link in links)
+        return self._server.sent_bytes, received
 
     def copy(self, layer: int, into: ExpertBuffer) -> None:
+        """Before the first `connect` it waits for that: the peers may still be loading."""
+        if len(self._bounds) > 1:
+            self._introduced.wait(self._spec.config.groups.ready_timeout_s)
         self._adopt()
         asked = [link for link in list(self._links.values()) if self._ask(link, layer, into)]
         self._copy_own(layer, into)
@@ -134,6 +141,7 @@ class PeerSource:
 
     def close(self) -> None:
         self._closing.set()
+        self._introduced.set()
         if self._redial_thread is not None:
             self._redial_thread.join(self._config.deadline_s)
         self._server.close()

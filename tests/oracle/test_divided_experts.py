@@ -95,6 +95,7 @@ def test_a_worker_goes_on_alone_when_the_one_it_gathers_from_is_gone(
         assert status.healthy
         assert "prefill-1" in status.degraded
         assert status.bytes_received > 0
+        assert status.bytes_sent > 0
 
 
 def test_in_lockstep_requests_fail_with_the_name_of_the_worker_that_is_gone(
