@@ -92,11 +92,17 @@ class PrefillThreads:
     """Prefill workers as threads of this process, as `ThreadGroup`."""
 
     def __init__(
-        self, folder: Path, config: TandemConfig, *, workers: int = 1, backend: str = "shm"
+        self,
+        folder: Path,
+        config: TandemConfig,
+        *,
+        workers: int = 1,
+        backend: str = "shm",
+        device: str = "cpu",
     ) -> None:
         self.token = secrets.token_bytes(32)
         formation = Formation(config, str(folder), self.token, 1, backend)
-        seats = [Seat("cpu", "127.0.0.1", workers)] * workers
+        seats = [Seat(device, "127.0.0.1", workers)] * workers
         self.workers: list[PrefillWorker] = []
         try:
             for spec in make_specs(formation, [], [], prefill=seats):

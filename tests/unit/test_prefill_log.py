@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from contracts.messages import Cancel
 from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
@@ -120,3 +125,49 @@ def test_a_reference_pass_is_told_with_the_first_report(tiny_checkpoint: Checkpo
         text = group.workers[0].metrics()
         assert 'tandem_saturation_flops{rank="prefill-0"}' in text
         assert 'tandem_model_flops_utilization{rank="prefill-0"}' in text
+
+
+class Script(NamedTuple):
+    """A request of a prompt: its length, which of a few beginnings, whether it generates, and
+    whether it is cancelled."""
+
+    tokens: int
+    beginning: int
+    generates: bool
+    cancelled: bool
+
+
+scripts = st.lists(
+    st.builds(Script, st.integers(1, 70), st.integers(3, 6), st.booleans(), st.booleans()),
+    min_size=1,
+    max_size=12,
+)
+
+
+@pytest.fixture(scope="module")
+def crowded(tiny_checkpoint: Checkpoints) -> Iterator[PrefillThreads]:
+    config = prefill_config(kv={"pool_tokens": 16 * 8}, prefill={"max_batch_tokens": 40})
+    with PrefillThreads(tiny_checkpoint("qwen3_moe"), config) as group:
+        yield group
+
+
+@settings(deadline=None, max_examples=25)
+@given(scripts)
+def test_whatever_requests_do_the_log_ends_with_no_load_and_the_caches_blocks(
+    crowded: PrefillThreads, script: list[Script]
+) -> None:
+    with crowded.client() as client:
+        ids = []
+        for number, (tokens, beginning, generates, cancelled) in enumerate(script):
+            sampling = greedy(5) if generates else None
+            prompt = [beginning] * (tokens // 2) + [7 + number] * (tokens - tokens // 2)
+            request = client.submit(prompt, sampling=sampling, key=RequestKey(0, number))
+            if cancelled:
+                client.send(Cancel(request))
+            else:
+                ids.append(request)
+        ids.append(client.submit([3], candidates=[0]))  # the cancelled ones have gone before it
+        client.wait(*ids)
+        router = router_of(client)
+        assert router.load(0) == 0
+        assert set(router.snapshot(0).committed) == set(crowded.workers[0]._blocks._block_of)
