@@ -37,6 +37,8 @@ from contracts.loading import load_config
 from models.spec import read_spec
 
 TIE = 1e-4  # of a probability
+# Each way has a pipeline of its own, and so a prefix cache of its own.
+RANKS = ("groups.attention_ranks=1", "groups.expert_ranks=1", "groups.prefill_ranks=2")
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +153,7 @@ def main() -> None:
             work.append((task, short, len(rows) - len(short)))
         elif rows:
             print(f"{task.name}: left out, no row fits the context of {context} tokens")
-    settings = [f"model.path={options.model}", f"model.dtype={options.dtype}", *options.set]
+    settings = [*RANKS, f"model.path={options.model}", f"model.dtype={options.dtype}", *options.set]
     answers = []
     with serving(load_config(None, [*settings, f"http.port={free_port()}"])) as served:
         server = AskedServer(served.url)

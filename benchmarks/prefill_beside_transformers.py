@@ -6,7 +6,7 @@ two cores, checkpoint, rows and dtype, interleaved in one run.
 `transformers` runs its best: padded batches of rows of similar length on all cores, the last
 position's logits alone, with whichever experts, attention and batch size are fastest for the set.
 It computes a prefix anew for each row. A round's rows have a token in front that no other round's
-have, so that no cache helps from round to round.
+have, so that no cache helps from round to round; in sets without prefixes each row has its own.
 """
 
 from __future__ import annotations
@@ -130,6 +130,8 @@ def main() -> None:
         for name in [name for name, rows in works.items() if rows is None]:
             print(f"{name}: left out, no prefix has all its rows within {context} tokens")
             del works[name]
+        if options.tokens is not None:
+            works = {name: rows.first(options.tokens) for name, rows in works.items()}
         config = _config(options)
         with LocalGroup(str(folder), config) as group:
             if os.cpu_count() == 2:
@@ -179,12 +181,13 @@ async def _measure(
     await ours.start()
     pids = [os.getpid(), *(process.pid for process in group.processes.values())]
     bench = Bench(ours, theirs, flops_work(shape_of(read_spec(folder), dtype)), pids)
-    results, front = {}, 100  # ids of plain characters and words in both tokenizers
+    results, used = {}, 0
     for name, rows in works.items():
         tried_s, samples = await bench.choose(rows), []
         for number in range(options.rounds + 1):  # the first round warms up, and checks
-            front += 1
-            sample = await bench.round(rows.behind(front), LOGIT_TOLERANCE[options.dtype])
+            used += 1
+            fresh = rows.behind(used, apart=PICKS[name].rows > 0)
+            sample = await bench.round(fresh, LOGIT_TOLERANCE[options.dtype])
             print(name, {side: f"{s:.2f} s" for side, s in sample.seconds.items()}, flush=True)
             if number:
                 samples.append(sample)
@@ -260,6 +263,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sets", nargs="+", choices=PICKS, default=list(PICKS))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=None, help="of each set, about (all)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
