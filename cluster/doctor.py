@@ -21,13 +21,16 @@ from cluster.front import bind
 from cluster.model_folder import resolve_model_folder
 from contracts.config import TandemConfig
 from contracts.errors import TandemError
+from models import layout
 from models.checkpoint import check_checkpoint, resolve_dtype
 from models.kv_pool import kv_bytes_per_token
+from models.loading import total_bytes
+from models.spec import ModelSpec
 
 Level = Literal["ok", "warning", "error"]
 
 PACKAGES = ("ray", "torch", "msgspec", "fastapi", "uvicorn", "tokenizers", "safetensors")
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -50,6 +53,7 @@ def examine(config: TandemConfig, environment: Mapping[str, str]) -> list[Findin
         _gpu,
         lambda: _ray_address(config, environment),
         lambda: _model(config),
+        lambda: _prefill(config),
         lambda: _port(config),
     ]
     return [check() for check in checks]
@@ -155,6 +159,43 @@ def _model(config: TandemConfig) -> Finding:
         f"{folder.name}: {spec.architecture}, {spec.num_layers} layers, {spec.num_experts} experts "
         f"top-{spec.top_k}, {str(dtype)[6:]}, {per_token} bytes of KV a token",
     )
+
+
+def _prefill(config: TandemConfig) -> Finding:
+    workers, kind = config.groups.prefill_ranks, config.prefill.experts
+    if workers == 0:
+        return Finding("prefill", "ok", "no prefill workers: attention and expert ranks classify")
+    try:
+        spec = check_checkpoint(resolve_model_folder(config.model.path))
+    except TandemError:
+        return Finding("prefill", "warning", "not looked at: the model cannot be read")
+    each = prefill_weight_bytes(config, spec)
+    found = f"{workers} worker(s), experts {kind}: {each / MIB:,.0f} MiB of weights each"
+    if workers == 1 and kind in ("gathered", "hybrid", "all_to_all"):
+        advice = "one worker has no others to fetch from: prefill.experts=resident or streamed"
+        return Finding("prefill", "warning", found, advice)
+    if config.groups.device != "cuda" and workers * each > psutil.virtual_memory().available:
+        advice = "more than is free here: prefill.experts=gathered or streamed, or fewer workers"
+        return Finding("prefill", "warning", found, advice)
+    return Finding("prefill", "ok", found)
+
+
+def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
+    """Bytes of weights in a prefill worker's own memory: copies use two layers' buffers."""
+    prefill, workers = config.prefill, config.groups.prefill_ranks
+    dtype = resolve_dtype(spec, config.model.dtype)
+    layer_bytes = spec.num_experts * layout.expert_elements(spec) * dtype.itemsize
+    layers = len(spec.moe_layers)
+    resident = min(prefill.resident_layers, layers)
+    copied = layers - resident
+    held = {
+        "resident": layers,
+        "gathered": resident + min(copied, 2) + copied / workers,
+        "streamed": resident + min(copied, 2),
+        "hybrid": resident + min(copied, 2) + min(copied, prefill.shard_window) / workers,
+        "all_to_all": layers / workers,
+    }[prefill.experts]
+    return total_bytes(layout.attention_half_tensors(spec), dtype) + round(held * layer_bytes)
 
 
 def _port(config: TandemConfig) -> Finding:

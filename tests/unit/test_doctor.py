@@ -1,0 +1,58 @@
+"""What `tandem doctor` says of prefill workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.doctor import Finding, examine, prefill_weight_bytes
+from cluster.model_folder import resolve_model_folder
+from contracts.config import BUNDLED
+from contracts.loading import load_config
+from models.spec import read_spec
+
+# One layer's experts of the bundled model: 16 of 3 * 192 * 96 elements, in bfloat16.
+LAYER_BYTES = 16 * 3 * 192 * 96 * 2
+
+
+def found(*settings: str) -> Finding:
+    config = load_config(None, list(settings))
+    return next(finding for finding in examine(config, {}) if finding.check == "prefill")
+
+
+def test_without_prefill_workers_it_says_who_classifies() -> None:
+    assert found() == Finding(
+        "prefill", "ok", "no prefill workers: attention and expert ranks classify"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("streamed", 1 + 2),
+        ("gathered", 1 + 2 + 4 / 2),
+        ("hybrid", 1 + 2 + 2 / 2),
+        ("all_to_all", 5 / 2),
+    ],
+)
+def test_weights_are_counted_by_where_experts_are(kind: str, layers: float) -> None:
+    spec = read_spec(resolve_model_folder(BUNDLED))
+    settings = ["groups.prefill_ranks=2", "model.dtype=bfloat16"]
+    all_of_them = prefill_weight_bytes(load_config(None, settings), spec)
+    part = prefill_weight_bytes(load_config(None, [*settings, f"prefill.experts={kind}"]), spec)
+    assert all_of_them - part == (5 - layers) * LAYER_BYTES
+
+
+def test_one_worker_that_would_fetch_from_others_is_a_warning() -> None:
+    finding = found("groups.prefill_ranks=1", "prefill.experts=gathered")
+    assert finding.level == "warning"
+    assert "resident or streamed" in finding.advice
+
+
+def test_more_weights_than_memory_is_a_warning() -> None:
+    finding = found("groups.prefill_ranks=1000000")
+    assert finding.level == "warning"
+    assert "fewer workers" in finding.advice
+
+
+def test_two_workers_of_the_bundled_model_are_fine() -> None:
+    assert found("groups.prefill_ranks=2").level == "ok"
