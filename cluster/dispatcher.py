@@ -15,7 +15,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 
 import msgspec
 
-from cluster.rank_client import RankClient, RankStream
+from cluster.rank_client import RankClient
+from cluster.rank_stream import RankStream
 from contracts.block_hash import chain_hashes
 from contracts.errors import NotReadyError, OverloadError, RankError
 from contracts.messages import Failed, Finished, Scored, Submit, Tokens

@@ -14,22 +14,20 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 
 from cluster.prefill_peer import Find, Finder, PrefillPeer
 from cluster.rank_client import RankClient
-from cluster.ticket import Ticket
+from cluster.room import Room
+from cluster.ticket import Ticket, class_of, failure_of, lane_of
 from contracts.block_hash import chain_hashes
-from contracts.errors import NotReadyError, OverloadError, PeerDeadError, RankError
-from contracts.messages import Failed, Finished, Scored, Submit, Tokens
-from contracts.metrics import Pipeline
-from contracts.requests import Priority
+from contracts.errors import NotReadyError, OverloadError, PeerDeadError
+from contracts.messages import Finished, Scored, Submit, Tokens
 from contracts.routing import Prompt, RequestKey
 from planner.backlog import Backlog
-from planner.line import Lane
 from planner.request_work import RequestWork
 from planner.router import Router, RouterConfig
 from planner.saturation import SaturationConfig
@@ -48,7 +46,7 @@ class PrefillRouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     saturation: SaturationConfig
     block_tokens: int = 16
     max_waiting: int = 1024
-    max_attempts: int = 5
+    max_attempts: int = 3
     alone_s: float = 60.0
     number: int | None = None
 
@@ -84,7 +82,7 @@ class PrefillRouter:
         self._tickets: dict[RequestKey, Ticket] = {}
         self._numbers = itertools.count()
         self._waiting: Counter[tuple[str, str]] = Counter()
-        self._queue: deque[asyncio.Future[None]] = deque()  # who waits for room
+        self._room = Room()
         self._dispatching = False
         self._alone: asyncio.TimerHandle | None = None
 
@@ -138,7 +136,7 @@ class PrefillRouter:
             self._leave(ticket)
         if isinstance(event, Scored):
             return event
-        raise _failure(event)
+        raise failure_of(event)
 
     async def generate(
         self, submit: Submit, *, patient: bool = False
@@ -157,7 +155,7 @@ class PrefillRouter:
                 if isinstance(last, Finished):
                     return
                 if not isinstance(last, Tokens):
-                    raise _failure(last)
+                    raise failure_of(last)
         finally:
             self._leave(ticket)
 
@@ -168,10 +166,10 @@ class PrefillRouter:
         while refusal := self._refusal(patient):
             if not patient:
                 raise refusal
-            await self._room()
+            await self._room.wait()
         hashes = tuple(chain_hashes(submit.token_ids, self._config.block_tokens))
-        ticket = Ticket(submit, hashes, _lane(submit, patient), self._reroute)
-        self._waiting[_class(submit)] += 1
+        ticket = Ticket(submit, hashes, lane_of(submit, patient=patient), self._reroute)
+        self._waiting[class_of(submit)] += 1
         self._line_up(ticket)
         return ticket
 
@@ -189,24 +187,6 @@ class PrefillRouter:
             f" try again in {RETRY_AFTER_S:g} s",
             RETRY_AFTER_S,
         )
-
-    async def _room(self) -> None:
-        """Returns when a request has ended, to whoever waits longest."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._queue.append(waiter)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
-                self._wake_next()
-            raise
-
-    def _wake_next(self) -> None:
-        while self._queue:
-            waiter = self._queue.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
 
     # ---- a request's way
 
@@ -255,8 +235,8 @@ class PrefillRouter:
     def _no_longer_waiting(self, ticket: Ticket) -> None:
         if ticket.counted:
             ticket.counted = False
-            self._waiting[_class(ticket.submit)] -= 1
-            self._wake_next()
+            self._waiting[class_of(ticket.submit)] -= 1
+            self._room.wake_next()
 
     # ---- dispatch
 
@@ -276,7 +256,7 @@ class PrefillRouter:
             return
         self._stop_waiting_alone()
         if self._refusal(patient=True) is None:
-            self._wake_next()
+            self._room.wake_next()
         self._backlog.settle()
         for prompt, decision in self._backlog.take():
             ticket = self._tickets[prompt.key]
@@ -308,20 +288,3 @@ class PrefillRouter:
         )
         for ticket in list(self._tickets.values()):
             ticket.fail(error)
-
-
-def _lane(submit: Submit, patient: bool) -> Lane:
-    if submit.priority is Priority.BE:
-        return Lane.LATER
-    return Lane.REST if patient else Lane.FIRST
-
-
-def _class(submit: Submit) -> tuple[str, str]:
-    pipeline = Pipeline.PREFILL if submit.prefill_only else Pipeline.GENERATION
-    return pipeline.value, submit.priority.label
-
-
-def _failure(event: Tokens | Finished | Scored | Failed) -> RankError:
-    if isinstance(event, Failed):
-        return RankError(event.message, event.code, event.status)
-    return RankError(f"expected a score, got {type(event).__name__}", "no_answer", 500)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from contracts.errors import ChannelError, TandemError
-from contracts.messages import Failed, SequenceEvent, Submit, Tokens
+from contracts.errors import ChannelError, RankError, TandemError
+from contracts.messages import Failed, Finished, Scored, SequenceEvent, Submit, Tokens
+from contracts.metrics import Pipeline
+from contracts.requests import Priority
 from contracts.routing import Prompt
 from planner.line import Lane
 
@@ -75,3 +77,22 @@ class Ticket:
         self._events.append(event)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def lane_of(submit: Submit, *, patient: bool) -> Lane:
+    """patient: it is not the first prompt of its client's request."""
+    if submit.priority is Priority.BE:
+        return Lane.LATER
+    return Lane.REST if patient else Lane.FIRST
+
+
+def class_of(submit: Submit) -> tuple[str, str]:
+    """(pipeline, class), as metrics name them."""
+    pipeline = Pipeline.PREFILL if submit.prefill_only else Pipeline.GENERATION
+    return pipeline.value, submit.priority.label
+
+
+def failure_of(event: Tokens | Finished | Scored | Failed) -> RankError:
+    if isinstance(event, Failed):
+        return RankError(event.message, event.code, event.status)
+    return RankError(f"expected a score, got {type(event).__name__}", "no_answer", 500)
