@@ -21,8 +21,8 @@ TimeLayers = Callable[[Sequence[int]], list[float]]
 
 
 def calibrate(time_layers: TimeLayers, *, max_tokens: int, context_tokens: int) -> Calibration:
-    """Times of the largest batch that a worker runs, or of a smaller one where that would take too
-    long: below saturation the two lead to the same threshold.
+    """Times of the largest batch that a worker runs. Where that would take too long, those of a
+    smaller one, with the compute scaled up: transfers take as long for any batch.
 
     The first pass of a size compiles its products, and is left out. Of the others the fastest time
     of each layer counts, so that other work on the machine does not.
@@ -31,13 +31,22 @@ def calibrate(time_layers: TimeLayers, *, max_tokens: int, context_tokens: int) 
     time_layers(probe)
     times_l = time_layers(probe)
     affordable = sum(probe) * BUDGET_S / (_PASSES * len(times_l) * times_l[0])
-    lengths = reference_prompts(max(sum(probe), min(max_tokens, int(affordable))), context_tokens)
+    tokens = max(sum(probe), min(max_tokens, int(affordable)))
+    lengths = reference_prompts(tokens, context_tokens)
+    time_layers(lengths)
     passes = [time_layers(lengths)]
     if sum(passes[0]) < BUDGET_S:
-        passes = [time_layers(lengths) for _ in range(_PASSES - 1)]
+        passes.append(time_layers(lengths))
     best_l = [min(times) for times in zip(*passes, strict=True)]
+    if tokens == max_tokens:
+        return Calibration(
+            first_layer_s=best_l[0], slowest_layer_s=max(best_l), reference_prompts=lengths
+        )
+    compute_s = best_l[0] * max_tokens / tokens
     return Calibration(
-        first_layer_s=best_l[0], slowest_layer_s=max(best_l), reference_prompts=lengths
+        first_layer_s=compute_s,
+        slowest_layer_s=max(compute_s, *best_l),
+        reference_prompts=reference_prompts(max_tokens, context_tokens),
     )
 
 
