@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from actors.admission import Admission
 from actors.block_manager import BlockManager
 from actors.client_server import ClientServer, FromClient
 from actors.finisher import Finisher
@@ -31,10 +32,7 @@ from contracts.config import ScheduleConfig
 from contracts.errors import (
     ChannelError,
     NotReadyError,
-    OverloadError,
-    RequestError,
     TandemError,
-    TooLongError,
 )
 from contracts.events import TaskSpan
 from contracts.messages import Cancel, Event, Events, Failed, RankState, Submit
@@ -100,6 +98,13 @@ class ServingWorker:
         self._half = self._load_half()
         self._make_pool()
         self._finisher = Finisher(self._half, max_context_tokens=self._max_context_tokens)
+        self._admission = Admission(
+            spec.name,
+            self._model.vocab_size,
+            self._max_context_tokens,
+            self._blocks.num_blocks * self._kv.block_tokens,
+            self._schedule.max_waiting,
+        )
         self._open()
         self._clients = ClientServer(spec.name, token=spec.token, wake=self._wake)
         self.ready = RankReady(
@@ -305,29 +310,7 @@ class ServingWorker:
         """Raises what is wrong with a request that only the rank can know."""
         if self._reason:
             raise NotReadyError(self._reason)
-        if self._scheduler.has((client, submit.request_id)):
-            raise RequestError(f"request_id {submit.request_id} is in use", "request_id")
-        self._check_token_ids(submit)
-        if self._scheduler.waiting >= self._schedule.max_waiting:
-            raise OverloadError(f"{self.spec.name}: {self._scheduler.waiting} requests wait", 1.0)
-        tokens = len(submit.token_ids)
-        if submit.sampling is not None:
-            tokens = min(tokens + submit.sampling.max_tokens, self._max_context_tokens)
-        pool_tokens = self._blocks.num_blocks * self._kv.block_tokens
-        if not 0 < len(submit.token_ids) <= self._max_context_tokens or tokens > pool_tokens:
-            limit = min(pool_tokens, self._max_context_tokens)
-            raise TooLongError(
-                f"{tokens} tokens do not fit {self.spec.name}'s {limit} tokens; shorten the prompt "
-                "or raise kv.pool_tokens",
-                "prompt",
-            )
-
-    def _check_token_ids(self, submit: Submit) -> None:
-        """The HTTP side checks these too; but one bad id in a batch would end the whole rank."""
-        vocabulary = self._model.vocab_size
-        for field, ids in (("token_ids", submit.token_ids), ("candidates", submit.candidates)):
-            if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
-                raise RequestError(f"{field}: ids must be from 0 to {vocabulary - 1}", field)
+        self._admission.check(client, submit, self._scheduler)
 
     def _lose(self, error: ChannelError) -> None:
         """A peer is lost: every request on this rank ends with an error that names it."""

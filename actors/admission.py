@@ -1,0 +1,44 @@
+"""What is wrong with a request that only the rank can know."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from actors.scheduler import Scheduler
+from contracts.errors import OverloadError, RequestError, TooLongError
+from contracts.messages import Submit
+
+
+class Admission(NamedTuple):
+    """The limits of one rank. pool_tokens: that its KV pool holds."""
+
+    rank: str
+    vocabulary: int
+    max_context_tokens: int
+    pool_tokens: int
+    max_waiting: int
+
+    def check(self, client: int, submit: Submit, scheduler: Scheduler) -> None:
+        """Raises RequestError, OverloadError or TooLongError."""
+        if scheduler.has((client, submit.request_id)):
+            raise RequestError(f"request_id {submit.request_id} is in use", "request_id")
+        self._check_token_ids(submit)
+        if scheduler.waiting >= self.max_waiting:
+            raise OverloadError(f"{self.rank}: {scheduler.waiting} requests wait", 1.0)
+        tokens = len(submit.token_ids)
+        if submit.sampling is not None:
+            tokens = min(tokens + submit.sampling.max_tokens, self.max_context_tokens)
+        fits = 0 < len(submit.token_ids) <= self.max_context_tokens
+        if not fits or tokens > self.pool_tokens:
+            limit = min(self.pool_tokens, self.max_context_tokens)
+            raise TooLongError(
+                f"{tokens} tokens do not fit {self.rank}'s {limit} tokens; shorten the prompt "
+                "or raise kv.pool_tokens",
+                "prompt",
+            )
+
+    def _check_token_ids(self, submit: Submit) -> None:
+        """The HTTP side checks these too; but one bad id in a batch would end the whole rank."""
+        for field, ids in (("token_ids", submit.token_ids), ("candidates", submit.candidates)):
+            if ids and not (min(ids) >= 0 and max(ids) < self.vocabulary):
+                raise RequestError(f"{field}: ids must be from 0 to {self.vocabulary - 1}", field)
