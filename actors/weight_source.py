@@ -86,6 +86,7 @@ class PeerSource:
         self._arrived: dict[str, WeightLink] = {}
         self._links: dict[str, WeightLink] = {}
         self._lost: dict[str, str] = {}  # peer -> reason
+        self._copying = threading.Lock()
         self._introduced = threading.Event()
         self._closing = threading.Event()
         self._redial_thread: threading.Thread | None = None
@@ -130,10 +131,16 @@ class PeerSource:
         """Before the first `connect` it waits for that: the peers may still be loading."""
         if len(self._bounds) > 1:
             self._introduced.wait(self._spec.config.groups.ready_timeout_s)
+        with self._copying:
+            self._copy(layer, into)
+
+    def _copy(self, layer: int, into: ExpertBuffer) -> None:
         self._adopt()
         asked = [link for link in list(self._links.values()) if self._ask(link, layer, into)]
         self._copy_own(layer, into)
         self._gather({link.fileno(): link for link in asked})
+        if self._closing.is_set():
+            raise ChannelError(f"{self.name} is closing")
         for peer in self.lost:
             first, last = self._bounds[peer]
             self._fallback.copy_part(layer, first, last, into.part(first, last))
@@ -148,8 +155,13 @@ class PeerSource:
         with self._lock:
             links = [*self._links.values(), *self._arrived.values()]
         for link in links:
+            link.shut()
+        ended = self._copying.acquire(timeout=self._config.deadline_s)
+        for link in links:
             link.close()
         self.shard.close()
+        if ended:
+            self._copying.release()
 
     def _ask(self, link: WeightLink, layer: int, into: ExpertBuffer) -> bool:
         first, last = self._bounds[link.peer]
@@ -219,6 +231,8 @@ class PeerSource:
 
     def _do_without(self, peer: str, error: ChannelError) -> None:
         self._lost[peer] = error.message
+        if self._closing.is_set():
+            return
         log.warning("weights_from_fallback peer=%s reason=%s", peer, error.message)
         with self._lock:
             if self._redial_thread is None:
