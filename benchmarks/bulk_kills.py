@@ -82,7 +82,7 @@ def start_server(head: RayHead, options: argparse.Namespace, folder: Path) -> su
     """`tandem serve` on the cluster, ready; what it logs is in `folder`."""
     settings = ["--set", f"groups.address={head.address}", "--port", str(free_port())]
     settings += ["--prefill-ranks", str(options.workers), "--attention-ranks", "0"]
-    settings += ["--expert-ranks", "0"]
+    settings += ["--expert-ranks", "0", "--dtype", options.dtype]
     if options.stub:
         settings += ["--set", "prefill.engine=stub"]
     server = subprocess.Popen(
@@ -274,6 +274,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--stub", action="store_true", help="workers without a model")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="float32")
     parser.add_argument("--data", type=Path, help="folder of JSONL files with a field text")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout-s", type=float, default=3600.0)

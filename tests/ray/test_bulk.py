@@ -29,7 +29,7 @@ DEADLINE_S = 150.0
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
     """With two prefill workers that need no model."""
-    options = argparse.Namespace(workers=2, stub=True)
+    options = argparse.Namespace(workers=2, stub=True, dtype="float32")
     with ray_head() as head:
         server = start_server(head, options, tmp_path_factory.mktemp("server"))
         try:
