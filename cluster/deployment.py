@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import ray
@@ -41,6 +42,11 @@ class Deployment:
             epoch=max(part.epoch for part in self._parts),
             ranks=[rank for part in self._parts for rank in part.ready],
         )
+
+    def replace(self, suspects: Mapping[str, str]) -> None:
+        """Replaces the prefill workers at these client addresses, for these reasons."""
+        if self._prefill is not None and suspects:
+            self._prefill.replace(suspects)
 
     def status(self, timeout_s: float) -> list[RankStatus]:
         """What each rank says of itself; a rank that does not answer is unhealthy."""

@@ -2,8 +2,8 @@
 
 launch ── place, prepare, connect, start ──> worker 0, 1, …      epoch 1
 supervisor thread: every CHECK_PERIOD_S asks each for its status
-    gone, silent for HUNG_AFTER_S, or not healthy ─> killed; another in its place, epoch + 1;
-    the others are told its address, routers find it in `addresses`
+    gone, silent for HUNG_AFTER_S, not healthy, or given up by a router ─> killed;
+    another in its place, epoch + 1; the others are told its address, routers find it in `addresses`
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -102,6 +102,7 @@ class PrefillGroup:
         self._config = formation.config
         self._telemetry = Telemetry()
         self._lock = threading.Lock()  # one replacement at a time counts the epoch up
+        self._suspects: dict[str, str] = {}  # what routers say: client address -> reason
         self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(len(members), thread_name_prefix="replace")
         self._supervisor = threading.Thread(
@@ -117,6 +118,12 @@ class PrefillGroup:
     def addresses(self) -> dict[str, str]:
         """Name -> where each worker takes requests now."""
         return {ready.name: ready.client_address for ready in self.ready}
+
+    def replace(self, suspects: Mapping[str, str]) -> None:
+        """The workers at these client addresses are of no use, for these reasons. One that has been
+        replaced meanwhile is elsewhere."""
+        known = self.addresses.values()
+        self._suspects.update({a: reason for a, reason in suspects.items() if a in known})
 
     def problems(self) -> list[str]:
         """One line per worker that is being replaced."""
@@ -157,7 +164,8 @@ class PrefillGroup:
             for member in self._members:
                 if member.problem:
                     continue
-                member.problem = member.look(now_s, stalled_s)
+                reason = self._suspects.pop(member.ready.client_address, "")
+                member.problem = reason or member.look(now_s, stalled_s)
                 if member.problem:
                     log.error("worker_lost name=%s reason=%s", member.ready.name, member.problem)
                     self._threads.submit(self._replace, member)

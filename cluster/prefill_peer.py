@@ -19,8 +19,9 @@ log = logging.getLogger("tandem.prefill_router")
 FIND_PERIOD_S = 0.3
 FIND_DEADLINE_S = 10.0
 
-Find = Callable[[], Awaitable[Mapping[str, str]]]
-"""Name → client address of every prefill worker, as of now."""
+Find = Callable[[dict[str, str]], Awaitable[Mapping[str, str]]]
+"""Addresses of workers that must be replaced, each with the reason → where every prefill worker is
+now: name → client address."""
 
 
 class OnLost(Protocol):
@@ -31,7 +32,7 @@ class PrefillPeer:
     """A `rank_client.Listener`: folds the worker's log into the router.
 
     present: between its snapshot and its loss, while it says that it is healthy. After that it is
-    absent until another connection brings another snapshot.
+    absent until another connection brings another snapshot. contradiction: why it is given up.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class PrefillPeer:
         self._on_change = on_change
         self._on_lost = on_lost
         self._is_sick = False
-        self._contradiction = ""
+        self.contradiction = ""
         router.lose(worker, for_good=False)  # until it is heard
         client.listen(self)
 
@@ -58,7 +59,7 @@ class PrefillPeer:
         """Why it takes no requests now, or None."""
         name, problem = self.client.name, self.client.problem
         if problem is None and not self.present:
-            problem = self._contradiction or "has not told its state yet"
+            problem = self.contradiction or "has not told its state yet"
         return problem if problem is None or name in problem else f"{name}: {problem}"
 
     async def wait_ready(self) -> None:
@@ -74,10 +75,10 @@ class PrefillPeer:
             self._fold(entry)
         except (MissingReportsError, ValueError) as error:
             name = self.client.name
-            self._contradiction = f"{name}: its log contradicts itself: {error}; restart it"
-            log.error("worker_given_up reason=%s", self._contradiction)
+            self.contradiction = f"{name}: its log contradicts itself: {error}"
+            log.error("worker_given_up reason=%s", self.contradiction)
             self._lose(for_good=not isinstance(error, MissingReportsError))
-            raise PeerDeadError(self._contradiction, name) from None
+            raise PeerDeadError(self.contradiction, name) from None
         self._on_change()
 
     def _fold(self, entry: WorkerReport | WorkerSnapshot) -> None:
@@ -87,7 +88,8 @@ class PrefillPeer:
             self._router.apply(entry)
             return
         self._router.restore(entry)
-        self.present = self._router.is_present(self._worker) and not self._is_sick
+        if self._router.is_present(self._worker):
+            self.present, self.contradiction = not self._is_sick, ""
 
     def on_state(self, state: RankState) -> None:
         if state.healthy and self._is_sick:  # what it said meanwhile was not listened to
@@ -124,11 +126,14 @@ class Finder:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
+    def _suspects(self) -> dict[str, str]:
+        return {p.client.address: p.contradiction for p in self._peers if p.contradiction}
+
     async def _look(self, find: Find) -> None:
         while not all(peer.present for peer in self._peers):
             try:
                 async with asyncio.timeout(FIND_DEADLINE_S):
-                    addresses = await find()
+                    addresses = await find(self._suspects())
             except Exception as error:  # noqa: BLE001 - whatever it is, the next try may do better
                 log.warning("directory_not_found error=%s", error)
                 addresses = {}

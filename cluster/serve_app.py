@@ -61,12 +61,14 @@ class Groups:
         """What the application was started with."""
         return encode_config(self._config)
 
-    async def directory(self) -> bytes:
-        """Where the ranks are, once they are up, or what kept them from coming up."""
+    async def directory(self, suspects: dict[str, str] | None = None) -> bytes:
+        """Where the ranks are, once they are up, or what kept them from coming up. suspects: client
+        addresses of prefill workers that a router has given up, and why: they are replaced."""
         try:
             deployment = await self._deployment()
         except Exception as error:  # noqa: BLE001 - told to whoever asks, all of whom raise it
             return encode_failure(error)
+        deployment.replace(suspects or {})
         return encode_directory(deployment.directory)
 
     async def status(self) -> list[RankStatus]:
@@ -119,9 +121,9 @@ class Ingress:
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
 
-    async def _prefill_addresses(self) -> dict[str, str]:
-        """Where the prefill workers are now."""
-        return decode_directory(await self._groups.directory.remote()).prefill_addresses
+    async def _prefill_addresses(self, suspects: dict[str, str]) -> dict[str, str]:
+        """Where the prefill workers are now; `suspects` will be replaced."""
+        return decode_directory(await self._groups.directory.remote(suspects)).prefill_addresses
 
     async def _rank_metrics(self) -> list[str]:
         texts: list[str] = await self._groups.metrics.remote()

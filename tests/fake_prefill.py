@@ -49,6 +49,12 @@ class FakePrefill(FakeRank):
             )
         )
 
+    async def listen(self, path: str | None = None) -> str:
+        """One address, however many ask for it."""
+        if self._address is None:
+            self._address = await super().listen(path)
+        return self._address
+
     def release(self, count: int | None = None) -> None:
         """Answers what is held, oldest first."""
         count = len(self.held) if count is None else count

@@ -73,13 +73,13 @@ class BulkRouter:
         model, tokenizer = await asyncio.to_thread(served_model, self._config)
         groups = self._groups or serve.get_deployment_handle("Groups", APP_NAME)
 
-        async def directory() -> Directory:
-            return decode_directory(await groups.directory.remote())
+        async def directory(suspects: dict[str, str]) -> Directory:
+            return decode_directory(await groups.directory.remote(suspects))
 
-        async def find() -> dict[str, str]:
-            return (await directory()).prefill_addresses
+        async def find(suspects: dict[str, str]) -> dict[str, str]:
+            return (await directory(suspects)).prefill_addresses
 
-        scorer = pipelines(self._config, await directory(), find)
+        scorer = pipelines(self._config, await directory({}), find)
         scorer.start()
         await scorer.wait_ready()
         limit = model.max_context_tokens

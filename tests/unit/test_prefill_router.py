@@ -98,9 +98,11 @@ def test_a_hung_worker_is_left_and_its_answers_after_that_count_for_nothing() ->
 def test_a_worker_whose_log_contradicts_itself_is_given_up_until_it_is_replaced() -> None:
     async def body() -> None:
         liar, alive = FakePrefill(0), FakePrefill(1)
-        place = {}
+        place: dict[str, str] = {}
+        suspected: dict[str, str] = {}
 
-        async def find() -> dict[str, str]:
+        async def find(suspects: dict[str, str]) -> dict[str, str]:
+            suspected.update(suspects)
             return place
 
         async with routing([liar, alive], find=find) as router:
@@ -110,6 +112,8 @@ def test_a_worker_whose_log_contradicts_itself_is_given_up_until_it_is_replaced(
             liar.lie()
             await asyncio.gather(*tasks)
             assert "contradicts itself" in router.problems()[0]
+            await until(lambda: suspected)
+            assert "contradicts itself" in suspected[await liar.listen()]
             taken = len(liar.taken)
             await asyncio.gather(*scores(router, 6))
             assert len(liar.taken) == taken
@@ -129,7 +133,8 @@ def test_while_no_worker_is_there_admitted_requests_wait_and_new_ones_are_refuse
         first.hold = True
         place: dict[str, str] = {}
 
-        async def find() -> dict[str, str]:
+        async def find(suspects: dict[str, str]) -> dict[str, str]:
+            assert not suspects
             return place
 
         async with routing([first], find=find) as router:
