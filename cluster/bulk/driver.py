@@ -192,4 +192,7 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if isinstance(error, OSError):  # readers of input tell of theirs themselves
+        where = error.filename or "the output folder"
+        return JobError(f"{where}: cannot be written: {error.strerror}; then run with --resume")
     return error

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import ray
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from cluster.bulk.answering import Answering, Asked, BulkTask
 from cluster.bulk.driver import RouterLostError
@@ -124,6 +124,9 @@ class RayRouter:
             raise RouterLostError("the router is gone") from None
         except RayTaskError as error:
             raise JobError(f"the router failed: {error.cause!r}") from None
+        except RayError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise JobError(f"the Ray cluster is lost: {reason}; run again with --resume") from None
         if not isinstance(reply, Answers):
             raise JobError(f"the router gave up: {_message(reply)}; run again with --resume")
         self._losses = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,18 @@ def test_an_error_of_the_router_ends_the_run_and_keeps_what_is_done(tmp_path: Pa
     run_job(tmp_path, texts(40), router)
     assert len(parts(tmp_path)) == 40
     assert len(router.asked) < 25
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    router, folder = EchoRouter(), tmp_path / "out"
+
+    def remove(asked: int) -> None:
+        if asked == 16:
+            shutil.rmtree(folder)
+
+    router.on_rows = remove
+    with pytest.raises(JobError, match="cannot be written: No such file or directory"):
+        run_job(folder, texts(40), router)
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
