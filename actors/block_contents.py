@@ -36,13 +36,16 @@ class BlockContents:
         """Notes what `block` holds, in place of what was noted of it. parent: hash of the block
         before it, b"" for none. False, and nothing is noted, if another block begins with that."""
         packed = array.array("I", tokens).tobytes()
-        children = self._children.setdefault(parent, [])
+        children = self._children.get(parent, [])
         place = bisect_left(children, (packed,))
         if place < len(children) and children[place][0].startswith(packed):
             return False
-        self.drop(block)
-        children = self._children.setdefault(parent, [])
-        children.insert(bisect_left(children, (packed,)), (packed, block))
+        if block in self._of:
+            self.drop(block)
+            place = bisect_left(children, (packed,))
+        if not children:
+            self._children[parent] = children
+        children.insert(place, (packed, block))
         self._of[block] = (parent, packed)
         return True
 
@@ -64,12 +67,12 @@ class BlockContents:
             return None
         packed = array.array("I", tokens).tobytes()
         place = bisect_left(children, (packed,))
-        heads = [
-            Head(block, _common_tokens(packed, other))
-            for other, block in children[max(0, place - 1) : place + 1]
-        ]
-        best = max(heads, key=lambda head: head.tokens)
-        return best if best.tokens else None
+        best = None
+        for other, block in children[max(0, place - 1) : place + 1]:
+            shared = _common_tokens(packed, other)
+            if shared > (best.tokens if best else 0):
+                best = Head(block, shared)
+        return best
 
     def check(self) -> None:
         """Raises RuntimeError unless both directions say the same."""
@@ -84,6 +87,8 @@ class BlockContents:
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:
+    if left[:4] != right[:4]:  # mostly
+        return 0
     count = 0
     for one, other in zip(memoryview(left).cast("I"), memoryview(right).cast("I"), strict=False):
         if one != other:

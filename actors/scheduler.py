@@ -196,10 +196,12 @@ class Scheduler:
         """The longest prefix that blocks hold, or will when the batch being formed has run, of what
         need not be computed in any case."""
         block_tokens, needed = sequence.block_tokens, sequence.first_needed
-        blocks = self.blocks.match(sequence.hashes[: needed // block_tokens], batch=self._batches)
+        hashes = sequence.hashes[: needed // block_tokens]
+        blocks = self.blocks.match(hashes, batch=self._batches)
         whole = len(blocks) * block_tokens
         rest = sequence.token_ids[whole : min(needed, whole + block_tokens)]
-        head = self.blocks.head(sequence.parent_hash(len(blocks)), rest, batch=self._batches)
+        parent = hashes[len(blocks) - 1] if blocks else b""
+        head = self.blocks.head(parent, rest, batch=self._batches)
         return Prefix(blocks, head, whole + (head.tokens if head else 0))
 
     def _start(
@@ -268,15 +270,16 @@ class Scheduler:
     def _book(self, chunk: Chunk, index: int, forming: BatchBlocks) -> Chunk:
         """Chunk `index` of the batch: says what its blocks will hold."""
         sequence, block_tokens = chunk.sequence, chunk.sequence.block_tokens
+        hashes = sequence.hashes
         for place in range(chunk.start // block_tokens, sequence.blocks_for(chunk.stop)):
             first, last = place * block_tokens, (place + 1) * block_tokens
-            digest = sequence.hashes[place] if last <= chunk.stop else None
+            digest = hashes[place] if last <= chunk.stop else None
             if digest is None and chunk.start >= sequence.prompt_tokens:
                 break  # a block that a generation is filling: found once it is full
             self.blocks.register(
                 sequence.block_table[place],
                 digest,
-                sequence.parent_hash(place),
+                hashes[place - 1] if place else b"",
                 sequence.token_ids[first : min(last, chunk.stop)],
                 batch=self._batches,
             )

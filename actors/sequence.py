@@ -53,10 +53,6 @@ class Sequence:
             self._hashes = chain_hashes(self.token_ids, self.block_tokens, known=self._hashes)
         return self._hashes
 
-    def parent_hash(self, block: int) -> bytes:
-        """The hash of the block before that one; b"" for the first."""
-        return self.hashes[block - 1] if block else b""
-
     @property
     def first_needed(self) -> int:
         """The first position whose hidden state is needed: it must be computed, cached or not."""
