@@ -50,7 +50,7 @@ RETRY_S = 1.0  # before another try to replace a worker; doubled up to MAX_RETRY
 MAX_RETRY_S = 30.0
 
 
-class _Member:
+class Member:
     """A worker's place: who is in it now."""
 
     def __init__(self, spec: WorkerSpec, rank: RayRank, ready: RankReady) -> None:
@@ -75,7 +75,7 @@ class _Member:
         if error is not None:
             return str(error)
         status = asked.result()
-        return "" if status.healthy else status.reason
+        return "" if status.healthy else status.reason or "not healthy"
 
     def settle(self, spec: WorkerSpec, rank: RayRank, ready: RankReady) -> None:
         self.spec, self.rank, self.ready = spec, rank, ready
@@ -89,7 +89,7 @@ class PrefillGroup:
         self,
         requests: Sequence[RankRequest],
         placement: PlacementGroup,
-        members: list[_Member],
+        members: list[Member],
         formation: Formation,
     ) -> None:
         self.token = formation.token
@@ -162,15 +162,20 @@ class PrefillGroup:
             stalled_s = max(0.0, now_s - looked_s - 2 * CHECK_PERIOD_S)
             looked_s = now_s
             for member in self._members:
-                if member.problem:
-                    continue
-                reason = self._suspects.pop(member.ready.client_address, "")
-                member.problem = reason or member.look(now_s, stalled_s)
-                if member.problem:
-                    log.error("worker_lost name=%s reason=%s", member.ready.name, member.problem)
-                    self._threads.submit(self._replace, member)
+                if not member.problem:
+                    self._look_at(member, now_s, stalled_s)
 
-    def _replace(self, member: _Member) -> None:
+    def _look_at(self, member: Member, now_s: float, stalled_s: float) -> None:
+        reason = self._suspects.pop(member.ready.client_address, "")
+        try:
+            member.problem = reason or member.look(now_s, stalled_s)
+        except Exception as error:  # noqa: BLE001 - supervision must not end; it is asked again
+            log.warning("worker_not_asked name=%s error=%s", member.ready.name, error)
+        if member.problem:
+            log.error("worker_lost name=%s reason=%s", member.ready.name, member.problem)
+            self._threads.submit(self._replace, member)
+
+    def _replace(self, member: Member) -> None:
         """Another worker in its place, tried until it is there or the group is closed."""
         retry_s = RETRY_S
         self._kill(member)
@@ -184,7 +189,7 @@ class PrefillGroup:
             self._closing.wait(retry_s)
             retry_s = min(2 * retry_s, MAX_RETRY_S)
 
-    def _kill(self, member: _Member) -> None:
+    def _kill(self, member: Member) -> None:
         """Ray lets a process that hangs have five seconds to end by itself; on this node it need
         not."""
         try:
@@ -194,7 +199,7 @@ class PrefillGroup:
             log.info("worker_not_killed name=%s error=%s", member.ready.name, error)
         ray.kill(member.rank.actor)
 
-    def _start_again(self, member: _Member) -> None:
+    def _start_again(self, member: Member) -> None:
         """Raises what keeps the worker from starting; its actor is gone then."""
         rank_number, timeout_s = member.spec.rank, self._config.groups.ready_timeout_s
         with self._lock:
@@ -247,7 +252,7 @@ def launch_prefill(
         specs = make_specs(formation, (), (), prefill=seat_ranks(requests, hosts, device))
         ready = form_group(specs, ranks, timeout_s=config.groups.ready_timeout_s)
         log.info("prefill_ready epoch=%d backend=%s workers=%d", epoch, backend, len(ranks))
-        members = [_Member(*each) for each in zip(specs, ranks, ready, strict=True)]
+        members = [Member(*each) for each in zip(specs, ranks, ready, strict=True)]
         return PrefillGroup(requests, placement, members, formation)
     except BaseException:
         for rank in ranks:
