@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from planner.request_work import flops_work
 from planner.saturation import MARGIN_FRACTION, transfer_threshold_flops
 
 ROW_TOKENS = 512
-_EXPOSED = 0.1  # of a resident pass: batches whose transfers are clearly exposed
+_EXPOSED = 1.1  # of a resident pass: where transfers are clearly what a gathered one waits for
 
 
 def summarise(samples: dict[str, Any], spec: ModelSpec, tokens: int) -> dict[str, Any]:
@@ -68,8 +69,8 @@ def _threshold(
     row_flops: int,
     calibrated_flops: float,
 ) -> dict[str, Any]:
-    """measured: where the time that a gathered pass takes longer than a resident one, falling with
-    the batch, comes to zero. eq1, calibrated: without their margin."""
+    """measured: the batch whose resident pass takes as long as passes do that wait for transfers,
+    whatever their size. eq1, calibrated: without their margin."""
     table = {
         int(rows): {
             mode: statistics.median(p.pass_s for passes in rounds for p in passes)
@@ -77,15 +78,15 @@ def _threshold(
         }
         for rows, by_mode in samples.items()
     }
-    extra_s = {rows: row["gathered"] - row["resident"] for rows, row in table.items()}
-    exposed = [rows for rows, row in table.items() if extra_s[rows] > _EXPOSED * row["resident"]]
-    measured_rows = _zero([(rows, extra_s[rows]) for rows in exposed])
+    exposed_s = [
+        row["gathered"] for row in table.values() if row["gathered"] > _EXPOSED * row["resident"]
+    ]
+    floor_s = statistics.median(exposed_s) if exposed_s else float("nan")
+    measured_rows = _reaches(floor_s, [(rows, row["resident"]) for rows, row in table.items()])
     smallest, largest = min(table), max(table)
-    gathers = [
-        passed for rounds in samples[str(smallest)]["gathered"] for passed in rounds
-    ]  # transfers only: there is hardly any compute beside them
-    copied = len(spec.moe_layers) - 1
-    transfer_s = statistics.median(passed.gather_s for passed in gathers) / copied
+    # There is hardly any compute beside these transfers.
+    alone = [p for rounds in samples[str(smallest)]["gathered"] for p in rounds if p.gathers]
+    transfer_s = statistics.median(p.gather_s / p.gathers for p in alone)
     # Of the last layer only the rows whose logits are wanted are computed: one of each 512.
     computed = (spec.num_layers - 1) / spec.num_layers
     flops_per_s = computed * largest * row_flops / table[largest]["resident"]
@@ -109,12 +110,13 @@ def _threshold(
     }
 
 
-def _zero(points: Sequence[tuple[float, float]]) -> float:
-    """Where the straight line through the points is zero (nan for fewer than two)."""
-    if len(points) < 2:
-        return float("nan")
-    slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
-    return -intercept / slope
+def _reaches(level: float, points: Sequence[tuple[float, float]]) -> float:
+    """Where the line from point to point, and on from the last two, rises to `level`."""
+    pieces = list(itertools.pairwise(sorted(points)))
+    for (x, y), (next_x, next_y) in pieces:
+        if level <= next_y or (next_x, next_y) == pieces[-1][1]:
+            return x + (level - y) * (next_x - x) / (next_y - y)
+    return float("nan")
 
 
 def print_overlap(summary: dict[str, Any]) -> None:

@@ -30,13 +30,14 @@ _ATTEMPTS = 4
 
 
 class Pass(NamedTuple):
-    """One batch on one worker. gather_s: of the transfers that ended within it. wait_s: in which
-    experts were waited for."""
+    """One batch on one worker. gathers: transfers that ended within it, gather_s in all. wait_s: in
+    which experts were waited for."""
 
     tokens: int
     pass_s: float
     wait_s: float
     gather_s: float
+    gathers: int
 
 
 class Pair:
@@ -150,4 +151,5 @@ def _pass(spans: Sequence[TaskSpan], number: int) -> Pass:
         pass_s=end_s - start_s,
         wait_s=sum(s.end_s - s.start_s for s in mine if s.stage is Stage.WAIT),
         gather_s=sum(s.end_s - s.start_s for s in gathers),
+        gathers=len(gathers),
     )
