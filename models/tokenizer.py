@@ -15,10 +15,10 @@ from tokenizers import AddedToken
 
 from contracts.errors import CheckpointError, RequestError
 from models.chat_template import ChatTemplate, Message
+from models.continuations import END_CHARACTERS, end_of, rows_with
 from models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 THREAD_ABOVE_CHARACTERS = 16_384  # below it, encoding costs less than handing it to a thread
-END_CHARACTERS = 64  # of a prompt, that can have a say in how what follows is encoded
 MAX_REMEMBERED = 4096
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -129,7 +129,7 @@ class Tokenizer:
         """
         stems = [prompt.rstrip() for prompt, _ in pairs]
         prompt_ids = self.encode_many(stems)
-        ends = [_end_of(stem) for stem in stems]
+        ends = [end_of(stem) for stem in stems]
         known = self._encode_distinct(ends)
         heads = [
             end if end and ids[-len(known[end]) :] == known[end] else stem
@@ -140,8 +140,8 @@ class Tokenizer:
             for head, stem, (prompt, continuations) in zip(heads, stems, pairs, strict=True)
         ]
         is_whole = [head is stem for head, stem in zip(heads, stems, strict=True)]
-        whole = iter(self.encode_many(_rows_with(texts, is_whole, True)))
-        known |= self._encode_distinct(_rows_with(texts, is_whole, False))
+        whole = iter(self.encode_many(rows_with(texts, is_whole, True)))
+        known |= self._encode_distinct(rows_with(texts, is_whole, False))
         return [
             (ids, [next(whole)[len(ids) :] for _ in row])
             if alone
@@ -222,25 +222,6 @@ class Tokenizer:
 
     def _is_shown(self, token_id: int) -> bool:
         return token_id not in self._special_ids and self._is_known(token_id)
-
-
-def _end_of(stem: str) -> str:
-    """The last line of `stem` if it is short, or else its last END_CHARACTERS and up to a space
-    between a word and a letter: no tokenizer of words looks across either. Empty where there is no
-    such place."""
-    line = stem.rfind("\n") + 1
-    if line > 0 and len(stem) - line <= END_CHARACTERS // 2 and stem[line : line + 1].isalpha():
-        return stem[line:]
-    at = len(stem) - END_CHARACTERS
-    while (at := stem.rfind(" ", END_CHARACTERS, at)) > 0:
-        if stem[at - 1].isalnum() and stem[at + 1].isalpha():
-            return stem[at:]
-    return ""
-
-
-def _rows_with(texts: list[list[str]], flags: list[bool], flag: bool) -> list[str]:
-    """The texts of those rows, in order."""
-    return [text for row, has in zip(texts, flags, strict=True) if has is flag for text in row]
 
 
 def _check_encodable(text: str) -> None:
