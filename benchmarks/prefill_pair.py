@@ -27,6 +27,7 @@ _HEAD_START_S = 0.05
 _CALL_S = 30.0
 _SILENCE_S = 20.0  # times are measured here, not faults
 _ATTEMPTS = 4
+_TRANSFERS = (Stage.GATHER, Stage.A2E, Stage.E2A)  # of no batch, or numbered by passes in lockstep
 
 
 class Pass(NamedTuple):
@@ -143,7 +144,7 @@ def passes_of(spans: Sequence[TaskSpan], last: int) -> list[Pass]:
 
 
 def _pass(spans: Sequence[TaskSpan], number: int) -> Pass:
-    mine = [s for s in spans if s.batch == number and s.stage is not Stage.GATHER]
+    mine = [s for s in spans if s.batch == number and s.stage not in _TRANSFERS]
     start_s, end_s = min(s.start_s for s in mine), max(s.end_s for s in mine)
     gathers = [s for s in spans if s.stage is Stage.GATHER and start_s < s.end_s <= end_s]
     return Pass(
