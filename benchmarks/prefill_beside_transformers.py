@@ -45,9 +45,9 @@ TOKENIZER = "tokenizers/olmo_gpt-neox-dolma-v1_5.tokenizer.json"
 # A real tokenizer's vocabulary, and no other change.
 MEDIUM_WORDS = {**MEDIUM, "vocab_size": 50304, "torch_dtype": "float32"}
 EXPERTS, ATTENTION = ("eager", "grouped_mm"), ("sdpa", "eager")
-BATCH_TOKENS = (512, 2048, 4096, 8192, 16384)
-FIRST_BATCH_TOKENS = 4096  # while the implementation is chosen
-TRIAL_TOKENS = 6000
+BATCH_TOKENS = (1024, 2048, 4096, 8192)
+FIRST_TOKENS = 3000  # of rows and of a batch while the implementation is chosen; then
+TRIAL_TOKENS = 8192  # while the batch is
 HOPELESS = 1.5
 QUIET_CORES, IDLE_WAIT_S = 0.15, 2.0
 LOGIT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
@@ -75,26 +75,29 @@ class Bench:
 
     async def choose(self, rows: Rows) -> dict[str, float]:
         """Sets `transformers` to its fastest; returns the seconds of all that were tried."""
-        few, seconds = rows.sample(TRIAL_TOKENS), dict[Choice, float]()
-        for experts in EXPERTS:
-            for attention in ATTENTION:
-                await self._try(
-                    Choice(Implementation(experts, attention), FIRST_BATCH_TOKENS), few, seconds
-                )
-        best = min(seconds, key=seconds.__getitem__)
-        for batch_tokens in BATCH_TOKENS:
-            if batch_tokens != FIRST_BATCH_TOKENS:
-                await self._try(Choice(best.implementation, batch_tokens), few, seconds)
-        self._theirs.choice = min(seconds, key=seconds.__getitem__)
-        return {choice.label: spent_s for choice, spent_s in seconds.items()}
+        implementations = [
+            Choice(Implementation(experts, attention), FIRST_TOKENS)
+            for experts in EXPERTS
+            for attention in ATTENTION
+        ]
+        first_s = await self._trials(implementations, rows.sample(FIRST_TOKENS))
+        best = min(first_s, key=first_s.__getitem__).implementation
+        sizes = [Choice(best, batch_tokens) for batch_tokens in BATCH_TOKENS]
+        then_s = await self._trials(sizes, rows.sample(TRIAL_TOKENS))
+        self._theirs.choice = min(then_s, key=then_s.__getitem__)
+        tried_s = first_s | then_s
+        return {choice.label: spent_s for choice, spent_s in tried_s.items()}
 
-    async def _try(self, choice: Choice, rows: Rows, seconds: dict[Choice, float]) -> None:
+    async def _trials(self, choices: list[Choice], rows: Rows) -> dict[Choice, float]:
         """The shorter of two runs; one that is hopeless the first time is not repeated."""
-        self._theirs.choice = choice
-        times = [(await timed(self._theirs, rows))[0]]
-        if times[0] <= HOPELESS * min(seconds.values(), default=times[0]):
-            times.append((await timed(self._theirs, rows))[0])
-        seconds[choice] = min(times)
+        seconds: dict[Choice, float] = {}
+        for choice in choices:
+            self._theirs.choice = choice
+            times = [(await timed(self._theirs, rows))[0]]
+            if times[0] <= HOPELESS * min(seconds.values(), default=times[0]):
+                times.append((await timed(self._theirs, rows))[0])
+            seconds[choice] = min(times)
+        return seconds
 
     async def round(self, rows: Rows, tolerance: float) -> Sample:
         """One run of each side, one after the other. Raises RuntimeError where they disagree."""
