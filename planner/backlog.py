@@ -8,8 +8,8 @@ held for them*, and waits there until its home is below the threshold:
     load    0        tau                2 tau               3 tau
             |---------|-------------------|-------------------|
     w0      sent sent sent | held held held held
-    w1      sent sent | held held held held held held                         (home full: one tau
-    w2      sent sent sent | held held                                         above the least)
+    w1      sent sent | held held held held held held         (home full: the request would be
+    w2      sent sent sent | held held                         done a tau later than at best)
 
 A worker that runs dry takes over from the end of the line with the most work.
 

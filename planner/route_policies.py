@@ -38,10 +38,11 @@ def prefix_then_load(candidates: Sequence[Candidate], turn: int) -> Candidate | 
 
 
 def prefix_within_round(candidates: Sequence[Candidate], turn: int) -> Candidate:
-    """The same for a request that may have to wait (planner/backlog.py): a worker is full one
-    threshold above the least load of all. Below the threshold it is the rule above."""
-    least = min(candidate.load for candidate in candidates)
-    near = [candidate for candidate in candidates if candidate.load < least + candidate.threshold]
+    """The same for a request that may have to wait (planner/backlog.py): a worker is full where the
+    request would be done one threshold later than at best. So siblings stay with a prefix that is
+    dearer to compute again than to wait for."""
+    soonest = min(candidate.load + candidate.added for candidate in candidates)
+    near = [c for c in candidates if c.load + c.added < soonest + c.threshold]
     return min(near, key=_by_match_then_load)
 
 
