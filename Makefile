@@ -8,7 +8,7 @@ demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -15,18 +15,28 @@ from tests.tiny_models import make_tiny_checkpoint
 
 torch.set_num_threads(1)  # two cores, several workers; and sums that do not depend on the machine
 
-settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
-settings.load_profile("no deadline")
+# A busy machine is no failure; and everybody's run tries what everybody else's does.
+settings.register_profile("same everywhere", deadline=None, derandomize=True)
+settings.load_profile("same everywhere")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked slow run only where `-m` names them."""
-    if "slow" in config.option.markexpr:
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    """Tests marked slow run only where `-m` names them. What is beside what (`-n`): files, but one
+    Ray cluster at a time, and those first, since they take longest."""
+    if "slow" not in config.option.markexpr:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        if slow:
+            config.hook.pytest_deselected(items=slow)
+            items[:] = [item for item in items if item not in slow]
+    items.sort(key=lambda item: not _wants_ray(item))
+    for item in items:
+        group = "ray" if _wants_ray(item) else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _wants_ray(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(mark) for mark in ("ray", "net"))
 
 
 @pytest.fixture(scope="session")
