@@ -137,8 +137,13 @@ class PeerSource:
     def _copy(self, layer: int, into: ExpertBuffer) -> None:
         self._adopt()
         asked = [link for link in list(self._links.values()) if self._ask(link, layer, into)]
-        self._copy_own(layer, into)
+        # Ours is waited for last: while it has no room, the others' memory is not held up by us.
+        slot = self.shard.take(layer)
+        if slot is not None:
+            self._copy_own(layer, slot, into)
         self._gather({link.fileno(): link for link in asked})
+        if slot is None:
+            self._copy_own(layer, self.shard.wait(layer, self._config.deadline_s), into)
         if self._closing.is_set():
             raise ChannelError(f"{self.name} is closing")
         for peer in self.lost:
@@ -174,8 +179,7 @@ class PeerSource:
             return False
         return True
 
-    def _copy_own(self, layer: int, into: ExpertBuffer) -> None:
-        slot = self.shard.wait(layer, self._config.deadline_s)
+    def _copy_own(self, layer: int, slot: int, into: ExpertBuffer) -> None:
         mine: Sequence[Tensor] = into.part(self._part.first, self._part.last)
         for out, held in zip(mine, self.shard.slots.tensors[slot], strict=True):
             out.copy_(held)

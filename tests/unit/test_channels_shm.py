@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 
 import pytest
 import torch
@@ -144,15 +145,20 @@ def test_a_segment_cannot_shrink_under_the_other_side() -> None:
         os.close(plain)
 
 
-def test_nothing_is_left_on_the_machine_after_a_peer_was_killed() -> None:
-    files = set(os.listdir("/dev/shm")), set(os.listdir("/tmp"))
-    with with_peer("shm", "echo") as (main, peer):
-        send(main, "peer", [torch.ones(1 << 20)], header())
-        first_packet(main).release()
-        peer.signal(signal.SIGKILL)
-        wait_for(main, PeerLost)
-    left = set(os.listdir("/dev/shm")) - files[0], set(os.listdir("/tmp")) - files[1]
-    assert not [name for names in left for name in names if "tandem" in name]
+def test_nothing_is_left_on_the_machine_after_a_peer_was_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    segments = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory() as folder:  # ours alone; its name fits a socket's address
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with with_peer("shm", "echo") as (main, peer):
+            send(main, "peer", [torch.ones(1 << 20)], header())
+            first_packet(main).release()
+            peer.signal(signal.SIGKILL)
+            wait_for(main, PeerLost)
+        assert os.listdir(folder) == []
+    assert not [name for name in set(os.listdir("/dev/shm")) - segments if "tandem" in name]
 
 
 def test_an_address_is_free_for_the_next_endpoint_of_that_name() -> None:
