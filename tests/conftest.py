@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.tiny_models import make_tiny_checkpoint
 
@@ -20,23 +22,29 @@ settings.register_profile("same everywhere", deadline=None, derandomize=True)
 settings.load_profile("same everywhere")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked slow run only where `-m` names them. What is beside what (`-n`): files, but one
-    Ray cluster at a time, and those first, since they take longest."""
+    """Tests marked slow run only where `-m` names them; tests with Ray first: they take longest."""
     if "slow" not in config.option.markexpr:
         slow = [item for item in items if item.get_closest_marker("slow")]
         if slow:
             config.hook.pytest_deselected(items=slow)
             items[:] = [item for item in items if item not in slow]
-    items.sort(key=lambda item: not _wants_ray(item))
-    for item in items:
-        group = "ray" if _wants_ray(item) else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: not _wants_ray(item.nodeid))
 
 
-def _wants_ray(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(mark) for mark in ("ray", "net"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """With `-n`, files run beside each other, but one Ray cluster at a time."""
+    return _ByFile(config, log)
+
+
+class _ByFile(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return "ray" if _wants_ray(nodeid) else nodeid.partition("::")[0]
+
+
+def _wants_ray(nodeid: str) -> bool:
+    return nodeid.startswith(("tests/ray/", "tests/net/"))
 
 
 @pytest.fixture(scope="session")
