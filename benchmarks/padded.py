@@ -58,6 +58,18 @@ class PaddedModel:
             yield from zip(batch, head.split([len(rows) for rows in wanted]), strict=True)
 
 
+@torch.inference_mode()
+def routing_gap(folder: Path, token_ids: list[int]) -> float:
+    """How far, in router logits computed in float64, the nearest of any token's layers is from
+    choosing another expert. Two programs that round differently may choose either at about 1e-6."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    model.set_experts_implementation("eager")
+    out = model(input_ids=torch.tensor([token_ids]), use_cache=False, output_router_logits=True)
+    chosen = model.config.num_experts_per_tok
+    sorted_TE = [logits.sort(-1, descending=True).values for logits in out.router_logits]
+    return min(float((x[:, chosen - 1] - x[:, chosen]).min()) for x in sorted_TE)
+
+
 def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Indices in batches of similar length, each of at most `batch_tokens` with its padding (a
     longer row is one by itself)."""
