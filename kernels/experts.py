@@ -50,16 +50,16 @@ def grouped_experts(
     out_UD = torch.zeros(x_UD.shape, dtype=torch.float32, device=x_UD.device)
     first = 0
     for experts, count in _chunks(counts_e):
-        pairs = slice(first, first + count)
-        rows = rows_N[pairs]
-        counts = [counts_e[expert] for expert in experts]
-        h_NF2 = _per_expert(x_UD.index_select(0, rows), gate_up_e, experts, counts)
+        last, counts = first + count, [counts_e[expert] for expert in experts]
+        spare = rounded_up(counts[-1]) - counts[-1]
+        x_ND = x_UD.index_select(0, rows_N[first : last + spare])
+        h_NF2 = _per_expert(x_ND, gate_up_e, experts, counts)
         h_NF = _gated(h_NF2) if clamped is None else _clamped(h_NF2, clamped)
-        y_ND = _per_expert(h_NF, down_e, experts, counts)
-        weights_N1 = weights_N[pairs].unsqueeze(1)
+        y_ND = _per_expert(h_NF, down_e, experts, counts)[:count]
+        weights_N1 = weights_N[first:last].unsqueeze(1)
         weighted_ND = y_ND.mul_(weights_N1) if y_ND.dtype is torch.float32 else y_ND * weights_N1
-        out_UD.index_add_(0, rows, weighted_ND)
-        first += count
+        out_UD.index_add_(0, rows_N[first:last], weighted_ND)
+        first = last
     return out_UD
 
 
@@ -83,17 +83,19 @@ def _chunks(counts_e: Sequence[int]) -> Iterator[tuple[list[int], int]]:
 def _per_expert(
     x_NK: Tensor, linear_e: Sequence[Product], experts: list[int], counts: list[int]
 ) -> Tensor:
-    """Each expert's product with its own rows, below each other.
+    """Each expert's product with its own rows, below each other; below the last one's, those with
+    what `x_NK` has more.
 
     An expert takes a round number of rows, some of the next one's too: their results are dropped.
     """
     pieces, first = [], 0
-    for expert, count in zip(experts, counts, strict=True):
+    for expert, count in zip(experts[:-1], counts, strict=False):
         rows = rounded_up(count)
         piece = linear_e[expert](x_NK[first : first + rows])
         pieces.append(piece if rows == count else piece[:count])
         first += count
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    last = linear_e[experts[-1]](x_NK[first:])
+    return torch.cat([*pieces, last]) if pieces else last
 
 
 def _gated(h_NF2: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ every call, which is most of the time where a few tokens meet many experts. A `L
 weight in oneDNN's own layout.
 
 oneDNN compiles a product for each number of rows that it meets (0.4 ms) and keeps the latest 1,024:
-numbers between 16 and 512 are rounded up here. A row's result does not depend on the rows beside
-it: equal bits in batches of any size.
+numbers between 16 and 512 are rounded up here. Above, a copy with more rows costs as much as the
+compiling; a caller with rows to spare gives a round number itself (`rounded_up`). A row's result
+does not depend on the rows beside it: equal bits in batches of any size.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch.nn import functional
 Product = Callable[[Tensor], Tensor]
 """x [T, K] → x @ weight.T + bias, [T, N]."""
 
+_STEPS = ((128, 4), (512, 8), (1024, 16), (4096, 64))  # up to so many rows, rounded to these
+_LARGEST_PADDED = 512
 _PACK_FOR_ROWS = 16  # the layout is the same for any number; a hint is wanted
 
 
@@ -40,7 +43,7 @@ class Linear:
     def __call__(self, x_TK: Tensor) -> Tensor:
         """[T, N] in x's dtype, which must be the weight's."""
         rows = x_TK.shape[0]
-        spare = rounded_up(rows) - rows
+        spare = _missing(rows)
         if spare == 0 or self._product is not _onednn:
             return self._product(x_TK, self._weight, self._bias)
         padded = functional.pad(x_TK, (0, 0, 0, spare))
@@ -63,7 +66,7 @@ class PlainLinear:
     def __call__(self, x_TK: Tensor) -> Tensor:
         """[T, N] in x's dtype, which must be the weight's."""
         rows = x_TK.shape[0]
-        spare = max(rounded_up(rows), 2) - rows
+        spare = 1 if rows == 1 else _missing(rows)
         if rows == 0 or spare == 0 or self._product is not _onednn:
             return self._product(x_TK, self._weight, self._bias)
         padded = functional.pad(x_TK, (0, 0, 0, spare))
@@ -72,11 +75,14 @@ class PlainLinear:
 
 def rounded_up(rows: int) -> int:
     """A number of rows for which a product is likely to be compiled already: at least `rows`, by
-    no more than a tenth."""
-    if rows <= 16 or rows > 512:
-        return rows
-    step = 4 if rows <= 128 else 8
+    no more than three or a sixteenth."""
+    step = 1 if rows <= 16 else next((step for most, step in _STEPS if rows <= most), 1)
     return rows + -rows % step
+
+
+def _missing(rows: int) -> int:
+    """Rows to pad with."""
+    return rounded_up(rows) - rows if rows <= _LARGEST_PADDED else 0
 
 
 def linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> tuple[Linear, ...]:

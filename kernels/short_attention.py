@@ -28,13 +28,15 @@ _GROUP_SLOTS = 4096
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShortPart:
     """rows_N of the batch and their places_N among the B * Q padded ones. padded_rows: a row for
-    each of those. keys: B * S pool slots. mask [B, 1, Q, S] is additive."""
+    each of those. keys: B * S pool slots. sequences: B. mask [B, 1, Q, S] is additive; None where
+    all begin at position 0: it would be causal."""
 
     rows_N: Tensor
     places_N: Tensor
     padded_rows: Tensor
     keys: Tensor
-    mask: Tensor
+    sequences: int
+    mask: Tensor | None
 
 
 def split_short(
@@ -88,16 +90,25 @@ def short_part(
         slots_BS[place, : seq.context] = slots_of(seq.slots_S)
     counts = torch.tensor([seq.count for seq in group]).unsqueeze(1)
     places_N = (torch.arange(Q) < counts).flatten().nonzero().squeeze(1)
-    starts = torch.tensor([seq.start for seq in group]).view(B, 1, 1)
-    hidden_BQS = torch.arange(S) > starts + torch.arange(Q).unsqueeze(1)
-    mask_BQS = torch.zeros(B, Q, S).masked_fill_(hidden_BQS, float("-inf"))
     return ShortPart(
         rows_N=rows_BQ.flatten()[places_N].to(device),
         places_N=places_N.to(device),
         padded_rows=rows_BQ.flatten().to(device),
         keys=slots_BS.flatten().to(device),
-        mask=mask_BQS.unsqueeze(1).to(device=device, dtype=dtype),
+        sequences=B,
+        mask=_mask([seq.start for seq in group], Q, S, dtype, device),
     )
+
+
+def _mask(
+    starts: Sequence[int], Q: int, S: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    if not any(starts):
+        return None
+    starts_B11 = torch.tensor(starts).view(-1, 1, 1)
+    hidden_BQS = torch.arange(S) > starts_B11 + torch.arange(Q).unsqueeze(1)
+    mask_BQS = torch.zeros(hidden_BQS.shape).masked_fill_(hidden_BQS, float("-inf"))
+    return mask_BQS.unsqueeze(1).to(device=device, dtype=dtype)
 
 
 def attend_short(
@@ -108,17 +119,39 @@ def attend_short(
     out_TGRd: Tensor,
     scale: float,
 ) -> None:
-    """Attention of a group's queries into its rows of out_TGRd. The R queries of a KV head and
-    token stand below each other, so that no head is repeated."""
+    """Attention of a group's queries into its rows of out_TGRd."""
     G, R, d = q_TGRd.shape[1:]
-    B, _, Q, S = part.mask.shape
-    q_BQGRd = q_TGRd.index_select(0, part.padded_rows).view(B, Q, G, R, d)
+    B = part.sequences
+    q_BQGRd = q_TGRd.index_select(0, part.padded_rows).view(B, -1, G, R, d)
+    k_BGSd = k_pool_PGd.index_select(0, part.keys).view(B, -1, G, d).transpose(1, 2)
+    v_BGSd = v_pool_PGd.index_select(0, part.keys).view(B, -1, G, d).transpose(1, 2)
+    if part.mask is None:
+        attended_NGRd = _causal(q_BQGRd, k_BGSd, v_BGSd, scale)
+    else:
+        attended_NGRd = _masked(q_BQGRd, k_BGSd, v_BGSd, part.mask, scale)
+    out_TGRd.index_copy_(0, part.rows_N, attended_NGRd.index_select(0, part.places_N))
+
+
+def _causal(q_BQGRd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, scale: float) -> Tensor:
+    """[B * Q, G, R, d]."""
+    G, R, d = q_BQGRd.shape[2:]
+    q_BHQd = q_BQGRd.flatten(2, 3).transpose(1, 2)
+    attended_BHQd = functional.scaled_dot_product_attention(
+        q_BHQd, k_BGSd, v_BGSd, is_causal=True, scale=scale, enable_gqa=True
+    )
+    return attended_BHQd.transpose(1, 2).reshape(-1, G, R, d)
+
+
+def _masked(
+    q_BQGRd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, mask_B1QS: Tensor, scale: float
+) -> Tensor:
+    """[B * Q, G, R, d]. The R queries of a KV head and token stand below each other, so that no
+    head is repeated."""
+    B, Q, G, R, d = q_BQGRd.shape
+    S = k_BGSd.shape[2]
     q_BGNd = q_BQGRd.transpose(1, 2).reshape(B, G, Q * R, d)
-    k_BGSd = k_pool_PGd.index_select(0, part.keys).view(B, S, G, d).transpose(1, 2)
-    v_BGSd = v_pool_PGd.index_select(0, part.keys).view(B, S, G, d).transpose(1, 2)
-    mask_B1NS = part.mask.unsqueeze(3).expand(B, 1, Q, R, S).reshape(B, 1, Q * R, S)
-    attended = functional.scaled_dot_product_attention(
+    mask_B1NS = mask_B1QS.unsqueeze(3).expand(B, 1, Q, R, S).reshape(B, 1, Q * R, S)
+    attended_BGNd = functional.scaled_dot_product_attention(
         q_BGNd, k_BGSd, v_BGSd, attn_mask=mask_B1NS, scale=scale
     )
-    attended_NGRd = attended.view(B, G, Q, R, d).transpose(1, 2).reshape(B * Q, G, R, d)
-    out_TGRd.index_copy_(0, part.rows_N, attended_NGRd.index_select(0, part.places_N))
+    return attended_BGNd.view(B, G, Q, R, d).transpose(1, 2).reshape(B * Q, G, R, d)
