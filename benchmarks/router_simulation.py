@@ -29,6 +29,7 @@ from models.config_fields import ConfigFields
 from models.spec import spec_from
 from planner import route_policies
 from planner.backlog import Backlog
+from planner.line import Lane
 from planner.model_shape import ModelShape
 from planner.request_work import RequestWork, flops_work, token_work
 from planner.route_policies import Policy
@@ -46,16 +47,20 @@ REFERENCE = (2048,) * 4  # prompts of the calibration pass
 
 
 class Variant(NamedTuple):
-    """A policy, the unit in which its router keeps account, and whether requests get a home ahead
-    of their round."""
+    """A policy, the unit in which its router keeps account, whether requests get a home ahead of
+    their round, and the lane that they wait in there."""
 
     policy: Policy
     in_flops: bool
     ahead: bool = False
+    lane: Lane = Lane.FIRST
 
 
 VARIANTS = {
     "router": Variant(route_policies.prefix_within_round, in_flops=True, ahead=True),
+    "router, best effort": Variant(
+        route_policies.prefix_while_busy, in_flops=True, ahead=True, lane=Lane.LATER
+    ),
     "router, in tokens": Variant(route_policies.prefix_within_round, in_flops=False, ahead=True),
     "paper's rounds": Variant(route_policies.prefix_then_load, in_flops=True),
     "paper's rounds, in tokens": Variant(route_policies.prefix_then_load, in_flops=False),
@@ -93,6 +98,7 @@ class Simulation:
         work = flops if variant.in_flops else token_work
         self._router = Router(config, work, variant.policy)
         self._backlog = Backlog(self._router, work, variant.policy) if variant.ahead else None
+        self._lane = variant.lane
         self._workers = [SimulatedWorker(n, machine, flops) for n in range(workers)]
         self._ends: list[tuple[float, int]] = []
         self._loads: list[list[float]] = []
@@ -123,7 +129,7 @@ class Simulation:
         """All that can be sent now, in whichever of the two ways."""
         if self._backlog is not None:
             while queue:
-                self._backlog.put(queue.popleft())
+                self._backlog.put(queue.popleft(), self._lane)
             for prompt, decision in self._backlog.take():
                 self._send(prompt, decision)
             self._note_loads(len(self._backlog))

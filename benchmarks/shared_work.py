@@ -37,6 +37,7 @@ from cluster.wiring import pipelines
 from contracts.config import TandemConfig
 from contracts.loading import config_from
 from contracts.messages import Scored, Submit
+from contracts.requests import Priority
 
 SETS = ("mmlu", "quality", "moral_stories", "rt_polarity")
 IN_FLIGHT_PER_WORKER = 512  # as the bulk job has
@@ -156,7 +157,13 @@ async def _score(backend: Pipelines, prompts: Prompts, limit: int) -> int:
     """Cached tokens of all prompts, as the answers state them."""
 
     async def score(prompt: list[int]) -> Scored:
-        job = Submit(request_id=0, token_ids=prompt, sampling=None, candidates=[0, 1])
+        job = Submit(
+            request_id=0,
+            token_ids=prompt,
+            sampling=None,
+            priority=Priority.BE,
+            candidates=[0, 1],
+        )
         return await backend.score(job, patient=True)
 
     answers = await map_bounded(score, prompts, limit)

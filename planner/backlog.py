@@ -13,7 +13,10 @@ held for them*, and waits there until its home is below the threshold:
 
 A worker that runs dry takes over from the end of the line with the most work.
 
-A line has lanes (planner/line.py): small requests need not wait for the whole of a large one.
+A line has lanes (planner/line.py): small requests need not wait for the whole of a large one. Of
+requests that are not the first of their client's, and of best-effort ones, the last to be done
+counts: they stay with their prefix for longer, and are taken over only where that saves more time
+than it computes twice.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from planner.line import Lane, Line
 from planner.open_requests import OpenRequests
 from planner.prefix_index import PrefixIndex
 from planner.request_work import RequestWork
-from planner.route_policies import Policy, prefix_within_round
+from planner.route_policies import Policy, prefix_while_busy, prefix_within_round
 from planner.router import Decision, Router
 
 
@@ -38,14 +41,25 @@ class Release(NamedTuple):
 
 
 class Backlog:
-    """Lines of held requests in front of a router's workers. Owned with the router."""
+    """Lines of held requests in front of a router's workers. Owned with the router.
+
+    policy: of the lane FIRST; patient_policy: of the others.
+    """
 
     def __init__(
-        self, router: Router, work: RequestWork, policy: Policy = prefix_within_round
+        self,
+        router: Router,
+        work: RequestWork,
+        policy: Policy = prefix_within_round,
+        patient_policy: Policy = prefix_while_busy,
     ) -> None:
         workers = router.config.workers
         self._router = router
-        self._policy = policy
+        self._policies = {
+            Lane.FIRST: policy,
+            Lane.REST: patient_policy,
+            Lane.LATER: patient_policy,
+        }
         self._held = [OpenRequests(work) for _ in range(workers)]
         self._lines = [Line() for _ in range(workers)]
         self._home: dict[RequestKey, int] = {}
@@ -58,7 +72,7 @@ class Backlog:
     def put(self, prompt: Prompt, lane: Lane = Lane.FIRST) -> None:
         """Gives a request a home. `take` says when it goes."""
         candidates = self._router.candidates(prompt, self._index, self._held)
-        chosen = self._policy(candidates, len(self)) if candidates else None
+        chosen = self._policies[lane](candidates, len(self)) if candidates else None
         if chosen is None:
             self._homeless[prompt.key] = prompt, lane
             return
@@ -76,8 +90,21 @@ class Backlog:
                 released.append(self._release(line.first(), worker))
         for worker in range(len(self._lines)):  # nobody takes over what its home can start now
             while self._home and self._router.is_open(worker):
-                released.append(self._release(self._last_of_the_longest(), worker))
+                home, key = self._last_of_the_longest()
+                if not self._takes_over(worker, home, key):
+                    break
+                released.append(self._release(key, worker))
         return released
+
+    def _takes_over(self, worker: int, home: int, key: RequestKey) -> bool:
+        """Whether a dry worker runs what is held for another one: at once what somebody waits for,
+        else if that saves more time than it computes twice."""
+        if self._lines[home].lane(key) is Lane.FIRST:
+            return True
+        added = self._router.added(self._lines[home].prompt(key), worker)
+        twice = added - self._held[home].remaining(key)
+        there = self._router.load(home) + self._held[home].load
+        return self._router.load(worker) + added + twice <= there
 
     def _release(self, key: RequestKey, worker: int) -> Release:
         prompt, _ = self._leave(key)
@@ -100,11 +127,11 @@ class Backlog:
         for prompt, lane in homeless:
             self.put(prompt, lane)
 
-    def _last_of_the_longest(self) -> RequestKey:
-        """Of the line in front of the worker with the most work, sent and held."""
+    def _last_of_the_longest(self) -> tuple[int, RequestKey]:
+        """Of the line in front of the worker with the most work, sent and held; and that worker."""
         lines = [worker for worker, line in enumerate(self._lines) if line]
         longest = max(lines, key=lambda w: self._router.load(w) + self._held[w].load)
-        return self._lines[longest].last()
+        return longest, self._lines[longest].last()
 
     def _leave(self, key: RequestKey) -> tuple[Prompt, Lane]:
         worker = self._home.pop(key)

@@ -41,6 +41,12 @@ class Line:
         self._lanes[lane][prompt.key] = prompt
         self._lane_of[prompt.key] = lane
 
+    def lane(self, key: RequestKey) -> Lane:
+        return self._lane_of[key]
+
+    def prompt(self, key: RequestKey) -> Prompt:
+        return self._lanes[self._lane_of[key]][key]
+
     def first(self) -> RequestKey:
         """Whose turn it is. The line is not empty."""
         other = Lane.REST if self._turn is Lane.FIRST else Lane.FIRST

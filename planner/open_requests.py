@@ -54,6 +54,10 @@ class OpenRequests:
     def __iter__(self) -> Iterator[RequestKey]:
         return iter(self._requests)
 
+    def remaining(self, key: RequestKey) -> int:
+        """Work that an open request still is."""
+        return self._entry(key).remaining
+
     def entries(self) -> Iterator[OpenRequest]:
         """What `add` would rebuild these books from, in order of arrival."""
         for entry in self._requests.values():

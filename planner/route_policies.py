@@ -41,8 +41,21 @@ def prefix_within_round(candidates: Sequence[Candidate], turn: int) -> Candidate
     """The same for a request that may have to wait (planner/backlog.py): a worker is full where the
     request would be done one threshold later than at best. So siblings stay with a prefix that is
     dearer to compute again than to wait for."""
-    soonest = min(candidate.load + candidate.added for candidate in candidates)
-    near = [c for c in candidates if c.load + c.added < soonest + c.threshold]
+    return _near(candidates, lambda soonest, threshold: soonest + threshold)
+
+
+def prefix_while_busy(candidates: Sequence[Candidate], turn: int) -> Candidate:
+    """For one of many, of which the last one counts: full is also not before the request would be
+    done twice as late as at best. What comes after it fills the other workers' lines, and if
+    nothing comes they take over (`Backlog.take`)."""
+    return _near(candidates, lambda soonest, threshold: soonest + max(soonest, threshold))
+
+
+def _near(candidates: Sequence[Candidate], limit: Callable[[int, int], int]) -> Candidate:
+    """The longest match, then the least load, of those where the request would be done before
+    `limit(soonest, threshold)`."""
+    soonest = min(c.load + c.added for c in candidates)
+    near = [c for c in candidates if c.load + c.added < limit(soonest, c.threshold)]
     return min(near, key=_by_match_then_load)
 
 

@@ -110,6 +110,10 @@ class Router:
         """Present and below its threshold."""
         return self._states[worker].present and self.load(worker) < self._thresholds[worker]
 
+    def added(self, prompt: Prompt, worker: int) -> int:
+        """Work that the request would be to a worker."""
+        return self._added(prompt, self._index.match(worker, prompt.hashes))
+
     def cached_tokens(self, prompt: Prompt, matched_blocks: int) -> int:
         return usable_tokens(prompt, matched_blocks, self.config.block_tokens)
 

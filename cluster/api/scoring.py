@@ -39,9 +39,7 @@ class Job(msgspec.Struct, frozen=True):
 async def score(services: Services, session: Session, request: Request) -> Response:
     session.pipeline = Pipeline.PREFILL
     body = await session.read(read_body(request, ScoreBody, services.http.max_body_bytes))
-    job = await session.run(_job(services, body))
-    session.priority = job.priority
-    answers = await session.run(_run(services, session, job))
+    job, answers = await session.run(_run(services, session, body))
     return json_response(
         {
             **header("score", "scoring", services.model.name),
@@ -95,7 +93,10 @@ async def _prompts(
     raise RequestError("query and items must all be texts, or all be lists of token ids", "items")
 
 
-async def _run(services: Services, session: Session, job: Job) -> list[Scored]:
+async def _run(services: Services, session: Session, body: ScoreBody) -> tuple[Job, list[Scored]]:
+    job = await _job(services, body)
+    session.priority = job.priority
+
     async def run(numbered: tuple[int, list[int]]) -> Scored:
         index, prompt = numbered
         submit = Submit(
@@ -110,7 +111,7 @@ async def _run(services: Services, session: Session, job: Job) -> list[Scored]:
         session.on_sequence_end(scored.usage, 0.0, 0.0)
         return scored
 
-    return await map_bounded(run, enumerate(job.prompts), CONCURRENT_ITEMS)
+    return job, await map_bounded(run, enumerate(job.prompts), CONCURRENT_ITEMS)
 
 
 def _scores(job: Job, scored: Scored) -> list[float]:

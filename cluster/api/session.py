@@ -95,24 +95,35 @@ class Session:
         Raises ClientGoneError, RequestTimeoutError, or what `work` raises. Only after the body has
         been read: from then on the client can only say that it is gone.
         """
-        task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(self._until_gone())
+        runner, gone = asyncio.current_task(), asyncio.ensure_future(self._until_gone())
+        assert runner is not None
+        over = left = False
+
+        def leave(_: asyncio.Task[None]) -> None:
+            nonlocal left
+            if not over:
+                left = True
+                runner.cancel()
+
+        gone.add_done_callback(leave)
+        timeout = asyncio.timeout_at(self._deadline_s)
         try:
-            async with asyncio.timeout_at(self._deadline_s):
-                await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            async with timeout:
+                return await work
+        except asyncio.CancelledError:
+            if not left or runner.uncancel():  # somebody else cancels the request
+                raise
+            raise ClientGoneError("the client left before its answer was complete") from None
         except TimeoutError:
+            if not timeout.expired():
+                raise
             limit_s = self._services.http.request_timeout_s
             raise RequestTimeoutError(
                 f"not done within {limit_s:g} s (http.request_timeout_s)"
             ) from None
         finally:
-            for started in (task, gone):
-                if not started.done():
-                    started.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
-        if task.cancelled():
-            raise ClientGoneError("the client left before its answer was complete")
-        return task.result()
+            over = True
+            gone.cancel()
 
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from contracts.routing import Prompt
 from planner.backlog import Backlog
+from planner.line import Lane
 from planner.router import Router, RouterConfig
 from planner.saturation import SaturationConfig
 from tests.routing import BLOCK, LoggingWorker, prompt_of, quadratic_work, token_lists
@@ -52,13 +53,17 @@ def prompts_of(texts: list[list[int]]) -> list[Prompt]:
 
 
 @few
-@given(st.lists(token_lists, max_size=40), taus, st.lists(st.integers(0, WORKERS - 1), max_size=30))
+@given(
+    st.lists(st.tuples(token_lists, st.sampled_from(Lane)), max_size=40),
+    taus,
+    st.lists(st.integers(0, WORKERS - 1), max_size=30),
+)
 def test_every_request_goes_exactly_once_and_the_books_end_at_zero(
-    texts: list[list[int]], tau: int, steps: list[int]
+    texts: list[tuple[list[int], Lane]], tau: int, steps: list[int]
 ) -> None:
-    front, prompts = Front(tau), prompts_of(texts)
-    for index, prompt in enumerate(prompts):
-        front.backlog.put(prompt)
+    front, prompts = Front(tau), prompts_of([tokens for tokens, _ in texts])
+    for index, (prompt, (_, lane)) in enumerate(zip(prompts, texts, strict=True)):
+        front.backlog.put(prompt, lane)
         if index < len(steps):
             front.send()
             front.step(steps[index])
@@ -167,3 +172,21 @@ def test_a_worker_that_runs_dry_takes_over_from_the_end_of_the_longest_line() ->
         front.backlog.remove(prompts[number].key)
     front.step(1)
     assert front.sent[-1].key.number == 9
+
+
+def test_a_dry_worker_leaves_siblings_where_their_prefix_is_dearer_than_what_waits() -> None:
+    """A prefix of 16 tokens is 304 of work, a row behind it 36."""
+    prompts = [prompt_of([0] * 4 * BLOCK + [n], n) for n in range(40)]
+    for lane, rows, workers in (
+        (Lane.FIRST, 6, WORKERS),
+        (Lane.LATER, 6, 1),
+        (Lane.REST, 6, 1),
+        (Lane.LATER, 40, WORKERS),
+    ):
+        front = Front(tau=1)
+        for prompt in prompts[:rows]:
+            front.backlog.put(prompt, lane)
+        front.send()
+        front.drain()
+        assert sum(bool(worker.cache) for worker in front.workers) == workers, (lane, rows)
+        assert len(front.sent) == rows
