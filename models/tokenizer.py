@@ -19,6 +19,7 @@ from models.continuations import END_CHARACTERS, end_of, rows_with
 from models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 THREAD_ABOVE_CHARACTERS = 16_384  # below it, encoding costs less than handing it to a thread
+POOL_ABOVE_CHARACTERS = 2_048  # below it, encoding costs less than waking threads of the library
 MAX_REMEMBERED = 4096
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -74,9 +75,11 @@ class Tokenizer:
     def encode_many(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         for text in texts:
             _check_encodable(text)
-        encodings = self._backend.encode_batch_fast(
-            list(texts), add_special_tokens=add_special_tokens
-        )
+        special = add_special_tokens
+        if sum(map(len, texts)) <= POOL_ABOVE_CHARACTERS:
+            one_by_one = (self._backend.encode(text, add_special_tokens=special) for text in texts)
+            return [list(encoding.ids) for encoding in one_by_one]
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
         return [list(encoding.ids) for encoding in encodings]
 
     async def encode_many_async(
