@@ -90,21 +90,31 @@ class Backlog:
                 released.append(self._release(line.first(), worker))
         for worker in range(len(self._lines)):  # nobody takes over what its home can start now
             while self._home and self._router.is_open(worker):
-                home, key = self._last_of_the_longest()
-                if not self._takes_over(worker, home, key):
+                key = self._to_take_over(worker)
+                if key is None:
                     break
                 released.append(self._release(key, worker))
         return released
 
-    def _takes_over(self, worker: int, home: int, key: RequestKey) -> bool:
-        """Whether a dry worker runs what is held for another one: at once what somebody waits for,
-        else if that saves more time than it computes twice."""
-        if self._lines[home].lane(key) is Lane.FIRST:
-            return True
+    def _to_take_over(self, worker: int) -> RequestKey | None:
+        """What a dry worker runs of what is held for others: from the end of a line, that of the
+        worker with the most work first."""
+        homes = [home for home, line in enumerate(self._lines) if line]
+        for home in sorted(homes, key=self._work_at, reverse=True):
+            for lane, key in self._lines[home].last():
+                if lane is Lane.FIRST or self._pays(worker, home, key):
+                    return key
+        return None
+
+    def _pays(self, worker: int, home: int, key: RequestKey) -> bool:
+        """Whether to run it elsewhere than at home saves more time than it computes twice."""
         added = self._router.added(self._lines[home].prompt(key), worker)
         twice = added - self._held[home].remaining(key)
-        there = self._router.load(home) + self._held[home].load
-        return self._router.load(worker) + added + twice <= there
+        return self._router.load(worker) + added + twice <= self._work_at(home)
+
+    def _work_at(self, worker: int) -> int:
+        """Sent and held."""
+        return self._router.load(worker) + self._held[worker].load
 
     def _release(self, key: RequestKey, worker: int) -> Release:
         prompt, _ = self._leave(key)
@@ -126,12 +136,6 @@ class Backlog:
         self._homeless.clear()
         for prompt, lane in homeless:
             self.put(prompt, lane)
-
-    def _last_of_the_longest(self) -> tuple[int, RequestKey]:
-        """Of the line in front of the worker with the most work, sent and held; and that worker."""
-        lines = [worker for worker, line in enumerate(self._lines) if line]
-        longest = max(lines, key=lambda w: self._router.load(w) + self._held[w].load)
-        return longest, self._lines[longest].last()
 
     def _leave(self, key: RequestKey) -> tuple[Prompt, Lane]:
         worker = self._home.pop(key)

@@ -41,9 +41,6 @@ class Line:
         self._lanes[lane][prompt.key] = prompt
         self._lane_of[prompt.key] = lane
 
-    def lane(self, key: RequestKey) -> Lane:
-        return self._lane_of[key]
-
     def prompt(self, key: RequestKey) -> Prompt:
         return self._lanes[self._lane_of[key]][key]
 
@@ -53,10 +50,11 @@ class Line:
         lane = next(lane for lane in (self._turn, other, Lane.LATER) if self._lanes[lane])
         return next(iter(self._lanes[lane]))
 
-    def last(self) -> RequestKey:
-        """Who would wait longest. The line is not empty."""
-        lane = next(lane for lane in reversed(Lane) if self._lanes[lane])
-        return next(reversed(self._lanes[lane]))
+    def last(self) -> Iterator[tuple[Lane, RequestKey]]:
+        """The last one of each lane that has any, first of all who would wait longest."""
+        for lane in reversed(Lane):
+            if self._lanes[lane]:
+                yield lane, next(reversed(self._lanes[lane]))
 
     def pop(self, key: RequestKey) -> tuple[Prompt, Lane]:
         """Takes it out; if it was its lane's turn, it is the other's now."""

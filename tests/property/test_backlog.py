@@ -190,3 +190,20 @@ def test_a_dry_worker_leaves_siblings_where_their_prefix_is_dearer_than_what_wai
         front.drain()
         assert sum(bool(worker.cache) for worker in front.workers) == workers, (lane, rows)
         assert len(front.sent) == rows
+
+
+def test_what_somebody_waits_for_is_taken_over_from_behind_best_effort_siblings() -> None:
+    front = Front(tau=1)
+    siblings = [prompt_of([0] * 4 * BLOCK + [n], n) for n in range(6)]
+    long_ones = [prompt_of([1, n] * 15, 6 + n) for n in range(1, WORKERS)]
+    waited_for = prompt_of([0] * 4 * BLOCK + [1, 1], 10)
+    front.backlog.put(siblings[0], Lane.LATER)
+    for prompt in long_ones:  # one for each other worker
+        front.backlog.put(prompt)
+    front.send()
+    assert [len(worker.queue) for worker in front.workers] == [1] * WORKERS
+    for prompt in siblings[1:]:
+        front.backlog.put(prompt, Lane.LATER)
+    front.backlog.put(waited_for)
+    front.step(1)
+    assert front.sent[WORKERS:] == [waited_for]

@@ -55,10 +55,12 @@ def test_first_and_rest_take_turns_while_both_have_requests(
 
 @few
 @given(lanes)
-def test_last_is_who_would_go_last(given: list[Lane]) -> None:
+def test_last_is_the_last_of_each_lane_and_first_of_all_who_would_wait_longest(
+    given: list[Lane],
+) -> None:
     line = Line()
     for number, lane in enumerate(given):
         line.add(prompt_of([number], number), lane)
-    last = line.last()
-    lane = max(given)
-    assert last.number == max(number for number, each in enumerate(given) if each is lane)
+    lasts = {lane: number for number, lane in enumerate(given)}
+    order = sorted(lasts, reverse=True)
+    assert [(lane, key.number) for lane, key in line.last()] == [(n, lasts[n]) for n in order]
