@@ -81,8 +81,12 @@ def record(
     summary: dict[str, Any],
     model: dict[str, Any] = MEDIUM,
 ) -> None:
-    """Writes what was measured on `model`, to `options.output` or benchmarks/results/."""
-    settings = {**msgspec.to_builtins(vars(options), enc_hook=str), "model": model}
+    """Writes what was measured on `model`, to `options.output` or benchmarks/results/. Paths are
+    left out: they are of one machine."""
+    settings = {
+        name: "" if isinstance(value, Path) else value for name, value in vars(options).items()
+    }
+    settings = {**msgspec.to_builtins(settings, enc_hook=str), "model": model}
     result = Result(name=name, kind="measured", settings=settings, samples=samples, summary=summary)
     print(f"written: {write_result(result, options.output)}")
 
