@@ -83,10 +83,8 @@ def record(
 ) -> None:
     """Writes what was measured on `model`, to `options.output` or benchmarks/results/. Paths are
     left out: they are of one machine."""
-    settings = {
-        name: "" if isinstance(value, Path) else value for name, value in vars(options).items()
-    }
-    settings = {**msgspec.to_builtins(settings, enc_hook=str), "model": model}
+    said = {name: "" if isinstance(value, Path) else value for name, value in vars(options).items()}
+    settings = {**msgspec.to_builtins(said, enc_hook=str), "model": model}
     result = Result(name=name, kind="measured", settings=settings, samples=samples, summary=summary)
     print(f"written: {write_result(result, options.output)}")
 
