@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
@@ -18,6 +21,8 @@ from actors.channels.handshake import Identity, initiate
 from actors.expert_worker import ExpertWorker
 from actors.prefill_worker import PrefillWorker
 from actors.rendezvous import Formation, Seat, channel_addresses, make_specs
+from actors.serving_worker import ServingWorker
+from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
 from contracts.loading import config_from
 from contracts.messages import Cancel, Event, Events, Failed, Finished, RankState, Scored, Submit
@@ -129,6 +134,17 @@ class PrefillThreads:
     def client(self, rank: int = 0) -> RankConnection:
         ready = self.workers[rank].ready
         return RankConnection(ready.name, ready.client_address, self.token)
+
+
+@contextmanager
+def meeting(worker: ServingWorker, requests: int) -> Iterator[None]:
+    """Requests that are submitted inside wait; once all are there, they meet in the next batch."""
+    with patch.object(worker, "_next_batch", return_value=None):
+        yield
+        end_s = monotonic_s() + DEADLINE_S
+        while worker.status().waiting < requests:
+            assert monotonic_s() < end_s, "they never came"
+            time.sleep(0.001)
 
 
 class RankConnection:

@@ -17,6 +17,7 @@ from tests.group_harness import (
     ThreadGroup,
     greedy,
     group_config,
+    meeting,
     prefill_config,
 )
 
@@ -82,9 +83,9 @@ def test_prefixes_that_are_cached_or_shared_in_the_batch_leave_logits_unchanged(
     config = prefill_config(prefill={"kv_free": kv_free})
     with PrefillThreads(folder, config) as group, group.client() as client:
         for _ in range(2):
-            blocker = client.submit(prompts(4, [400])[0], candidates=[0])  # all meet in a batch
-            ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
-            client.wait(blocker, *ids)
+            with meeting(group.workers[0], len(sequences)):
+                ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
+            client.wait(*ids)
             answers = [client.scored(request) for request in ids]
             found = torch.tensor([answer.candidate_logits for answer in answers])
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
@@ -128,10 +129,10 @@ def test_log_probabilities_of_prompt_tokens_equal_the_single_process_path(
     sequences = prompts(6, [41, 60, 36])
     config = prefill_config()
     with PrefillThreads(folder, config) as group, group.client() as client:
-        blocker = client.submit(prompts(4, [400])[0], candidates=[0])  # all meet in a batch
-        single = client.submit([7], candidates=VOCABULARY)
-        ids = [client.submit(seq, score_from=score_from) for seq in sequences]
-        client.wait(blocker, single, *ids)
+        with meeting(group.workers[0], 1 + len(sequences)):
+            single = client.submit([7], candidates=VOCABULARY)
+            ids = [client.submit(seq, score_from=score_from) for seq in sequences]
+        client.wait(single, *ids)
         for request, seq in zip(ids, sequences, strict=True):
             logprobs = local.forward([seq])[0].log_softmax(-1)
             expected = [float(logprobs[p - 1, seq[p]]) for p in range(score_from, len(seq))]
