@@ -8,7 +8,7 @@ from actors.channels.factory import rank_endpoint
 from actors.client_server import FromClient
 from actors.executor import Executor, ExecutorParts
 from actors.rank_planning import RankPlanning
-from actors.scheduler import ScheduledBatch
+from actors.scheduled_batch import ScheduledBatch
 from actors.serving_worker import NOBODY, ServingWorker
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError

@@ -16,37 +16,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from actors.channels.base import (
     Endpoint,
-    Header,
     Kind,
     Packet,
-    Part,
     PeerJoined,
     PeerLost,
     transfer_span,
     transfers,
 )
-from actors.dispatch import RankSlice, TokenGroups, plan_dispatch
 from actors.micro_batch import BatchRun, MicroBatch, cut_batch
-from actors.scheduler import Chunk, ScheduledBatch, slice_of
+from actors.scheduled_batch import Chunk, ScheduledBatch, slice_of
 from actors.timeline import Timeline
+from actors.token_dispatcher import TokenDispatcher
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
-from contracts.requests import Priority
 from models.batch import AttentionBatch
 from models.decoder import AttentionHalf
 from models.kv_pool import KvPool
 from models.router import Routed
 from planner.orders import Policy, TaskStage, by_plan
 from planner.placement import ExpertPlacement
-from planner.split import token_group_bounds
 
 
 class Sink(Protocol):
@@ -84,15 +78,15 @@ class Executor:
         self._half = parts.half
         self._kv = parts.kv
         self._endpoint = parts.endpoint
-        self._placement = parts.placement
-        self._expert_ranks = parts.expert_ranks
+        self._dispatcher = TokenDispatcher(
+            parts.endpoint, parts.placement, parts.expert_ranks, parts.clock
+        )
         self._rank_of = {name: rank for rank, name in enumerate(parts.expert_ranks)}
         self._sink = parts.sink
         self._timeline = parts.timeline
         self._clock = parts.clock
         self._chunk_cost = chunk_cost
         self._policy = policy
-        self._expert_groups: dict[int, NDArray[np.int64]] = {}  # by number of groups
         self._runs: dict[int, BatchRun] = {}
         self.lost: PeerLost | None = None
 
@@ -205,7 +199,7 @@ class Executor:
             self._shared(micro_batch)
             self._span(Stage.SHARED, start_s, micro_batch, layer)
         elif micro_batch.stage is TaskStage.FINISH:
-            hidden_TD = self._combine(micro_batch)
+            hidden_TD = self._dispatcher.combine(micro_batch)
             self._sink(micro_batch.chunks, micro_batch.inputs, hidden_TD)
             micro_batch.layer = -1
             micro_batch.hidden_TD = None
@@ -216,7 +210,7 @@ class Executor:
             self._span(Stage.ATTENTION, start_s, micro_batch, layer)
             if routed is not None:
                 sent_s = self._clock()
-                self._dispatch(micro_batch, routed)
+                self._dispatcher.dispatch(micro_batch, routed)
                 self._span(Stage.SEND, sent_s, micro_batch, layer)
 
     def _attend(self, micro_batch: MicroBatch) -> Routed | None:
@@ -224,7 +218,7 @@ class Executor:
         if micro_batch.hidden_TD is None:
             hidden_TD = self._half.embed(micro_batch.inputs)
         else:
-            hidden_TD = self._combine(micro_batch)
+            hidden_TD = self._dispatcher.combine(micro_batch)
         layer = micro_batch.layer
         attended = self._half.attend(layer, hidden_TD, micro_batch.inputs, self._kv)
         micro_batch.hidden_TD = attended.hidden_TD
@@ -253,91 +247,6 @@ class Executor:
         last = micro_batch.layer == self._half.spec.num_layers
         micro_batch.stage = TaskStage.FINISH if last else TaskStage.ATTENTION
 
-    def _dispatch(self, micro_batch: MicroBatch, routed: Routed) -> None:
-        """A2E: one packet per token group and expert rank that has work in it."""
-        plan = micro_batch.batch.plan
-        micro_batch.slices = plan_dispatch(
-            routed.topk_ids_TK.cpu().numpy(),
-            routed.topk_weights_TK.cpu().numpy(),
-            self._token_groups(routed.x_TD.shape[0], plan),
-            self._placement,
-        )
-        micro_batch.pending = len(micro_batch.slices)
-        for piece in micro_batch.slices:
-            self._send(micro_batch, piece, routed.x_TD)
-
-    def _token_groups(self, tokens: int, plan: Plan) -> TokenGroups:
-        if not plan.expert_wise:
-            return TokenGroups(token_group_bounds(tokens, plan.r2))
-        of_slot = self._expert_groups.get(plan.r2)
-        if of_slot is None:
-            of_slot = self._expert_groups[plan.r2] = self._placement.expert_groups(plan.r2)
-        return TokenGroups([(0, tokens)] * plan.r2, of_slot)
-
-    def _send(self, micro_batch: MicroBatch, piece: RankSlice, x_TD: torch.Tensor) -> None:
-        sent_s = self._clock()
-        pairs = len(piece.index_N)
-        reservation = self._endpoint.reserve(
-            self._expert_ranks[piece.rank],
-            (
-                Part(str(x_TD.dtype)[6:], (piece.num_rows, x_TD.shape[1])),
-                Part("int32", (pairs,)),
-                Part("float32", (pairs,)),
-                Part("int32", (len(piece.counts_e),)),
-            ),
-        )
-        x_UD, index_N, weights_N, counts_e = reservation.tensors
-        if piece.rows_U is None:
-            x_UD.copy_(x_TD[piece.start : piece.stop])
-        else:
-            torch.index_select(x_TD, 0, _to(piece.rows_U, x_TD.device), out=x_UD)
-        index_N.copy_(torch.from_numpy(piece.index_N))
-        weights_N.copy_(torch.from_numpy(piece.weights_N))
-        counts_e.copy_(torch.from_numpy(piece.counts_e))
-        scheduled = micro_batch.batch.scheduled
-        # SHARED runs before the packet leaves under NAIVE and PPPIPE: the layer has then advanced.
-        header = Header(
-            Kind.A2E,
-            self._endpoint.epoch,
-            scheduled.number,
-            micro_batch.attended,
-            micro_batch.index,
-            piece.token_group,
-            Priority(scheduled.priority),
-            sent_s,
-        )
-        self._endpoint.commit(reservation, header)
-
-    def _combine(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Adds the experts' (and the shared expert's) output to the residual, in place.
-
-        Sums go rank by rank in fp32, whatever the order of arrival: equal inputs, equal bits.
-        """
-        hidden_TD = micro_batch.hidden_TD
-        assert hidden_TD is not None
-        slices, micro_batch.slices = micro_batch.slices, []
-        shared_TD, micro_batch.shared_TD = micro_batch.shared_TD, None
-        if not slices:
-            return hidden_TD
-        total_TD = hidden_TD
-        summed = self._placement.ranks > 1 or micro_batch.batch.plan.expert_wise
-        if summed or shared_TD is not None:
-            total_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
-        for piece in slices:
-            packet = micro_batch.replies.pop((piece.token_group, piece.rank))
-            (y_UD,) = packet.tensors
-            if piece.rows_U is None:
-                total_TD[piece.start : piece.stop] += y_UD
-            else:
-                rows_U = _to(piece.rows_U, hidden_TD.device)
-                total_TD.index_add_(0, rows_U, y_UD.to(total_TD.dtype))
-            packet.release()
-        if shared_TD is not None:
-            total_TD += shared_TD
-        if total_TD is not hidden_TD:
-            hidden_TD += total_TD.to(hidden_TD.dtype)
-        return hidden_TD
-
     def _span(
         self,
         stage: Stage,
@@ -354,7 +263,3 @@ class Executor:
         self._timeline.add(
             TaskSpan(name, stage, start_s, end_s, number, layer, micro_batch.index, 0, tokens)
         )
-
-
-def _to(rows_U: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(rows_U).to(device)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from actors.sampler import sample, token_logprob
-from actors.scheduler import Chunk
+from actors.scheduled_batch import Chunk
 from actors.sequence import Sequence
 from contracts.messages import Event, Finished, Scored, TokenLogprob, Tokens
 from models.batch import AttentionBatch

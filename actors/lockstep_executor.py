@@ -8,7 +8,7 @@ import torch
 
 from actors.all_to_all import AllToAll
 from actors.prefill_executor import PrefillExecutor, PrefillParts, PrefillRun
-from actors.scheduler import ScheduledBatch
+from actors.scheduled_batch import ScheduledBatch
 from contracts.errors import ChannelError
 from contracts.events import Stage
 from models.batch import SequenceSlice

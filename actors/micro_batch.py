@@ -13,7 +13,7 @@ import torch
 
 from actors.channels.base import Packet
 from actors.dispatch import RankSlice
-from actors.scheduler import Chunk, ScheduledBatch
+from actors.scheduled_batch import Chunk, ScheduledBatch
 from contracts.plan import Plan
 from models.batch import AttentionBatch
 from planner.orders import Task, TaskStage

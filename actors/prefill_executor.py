@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from actors.executor import Sink
-from actors.scheduler import Chunk, ScheduledBatch, slice_of
+from actors.scheduled_batch import Chunk, ScheduledBatch, slice_of
 from actors.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError

@@ -20,7 +20,8 @@ from actors.memory import kv_pool_blocks
 from actors.model_shape import shape_of
 from actors.peer_supply import LockstepSupply
 from actors.prefill_executor import PrefillExecutor, PrefillParts
-from actors.scheduler import ScheduledBatch, Scheduler
+from actors.scheduled_batch import ScheduledBatch
+from actors.scheduler import Scheduler
 from actors.sequence import Sequence
 from actors.serving_worker import ServingWorker
 from actors.worker_log import WorkerLog

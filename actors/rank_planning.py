@@ -14,7 +14,7 @@ from collections.abc import Callable
 from actors.channels.handshake import Identity
 from actors.micro_batch import cut_batch
 from actors.planner_link import KnownPlan, PlannerLink
-from actors.scheduler import ScheduledBatch
+from actors.scheduled_batch import ScheduledBatch
 from actors.stage_report import SpanRecorder, makespan_ms, micro_batch_times, transfer_times
 from contracts.clock import Clock
 from contracts.events import Stage, TaskSpan

@@ -16,21 +16,11 @@ from typing import NamedTuple
 from actors.batch_blocks import BatchBlocks
 from actors.block_contents import Head
 from actors.block_manager import BlockManager
+from actors.scheduled_batch import Chunk, ScheduledBatch
 from actors.sequence import Sequence, SequenceKey
 from contracts.config import ScheduleConfig
 from contracts.requests import Priority
-from models.batch import BlockCopy, SequenceSlice
-
-
-class Chunk(NamedTuple):
-    """New tokens [start, stop) of one sequence. `after`: earlier chunks of this batch whose blocks
-    it shares. `copies`: what it takes over of the block that `start` lies in."""
-
-    sequence: Sequence
-    start: int
-    stop: int
-    after: frozenset[int]
-    copies: tuple[BlockCopy, ...] = ()
+from models.batch import BlockCopy
 
 
 class Prefix(NamedTuple):
@@ -39,19 +29,6 @@ class Prefix(NamedTuple):
     blocks: list[int]
     head: Head | None
     tokens: int
-
-
-class ScheduledBatch(NamedTuple):
-    """sources: blocks to which it holds a reference of its own, because chunks copy from them."""
-
-    number: int
-    priority: Priority
-    chunks: list[Chunk]
-    sources: tuple[int, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
 
 class Scheduler:
@@ -304,13 +281,6 @@ class Scheduler:
         self.blocks.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = 0
-
-
-def slice_of(chunk: Chunk) -> SequenceSlice:
-    """A chunk as the model takes it."""
-    sequence = chunk.sequence
-    new = sequence.token_ids[chunk.start : chunk.stop]
-    return SequenceSlice(new, chunk.start, sequence.block_table, chunk.copies)
 
 
 def _ends_now(sequence: Sequence) -> bool:

@@ -24,7 +24,8 @@ from actors.client_server import ClientServer, FromClient
 from actors.finisher import Finisher
 from actors.memory import keep_freed_memory, kv_pool_blocks
 from actors.rank_metrics import RankMetrics
-from actors.scheduler import ScheduledBatch, Scheduler
+from actors.scheduled_batch import ScheduledBatch
+from actors.scheduler import Scheduler
 from actors.sequence import Sequence
 from actors.timeline import Timeline
 from contracts.clock import monotonic_s

@@ -24,7 +24,7 @@ from actors.channels.base import Endpoint, PeerJoined
 from actors.channels.factory import make_endpoint
 from actors.executor import Executor, ExecutorParts
 from actors.expert_server import ExpertServer
-from actors.scheduler import Chunk, ScheduledBatch
+from actors.scheduled_batch import Chunk, ScheduledBatch
 from actors.sequence import Sequence as TokenSequence
 from actors.timeline import Timeline
 from contracts.clock import Clock, monotonic_s

@@ -22,7 +22,8 @@ from cluster.model_folder import resolve_model_folder
 from cluster.pipelines import Pipelines
 from cluster.prefill_peer import Find
 from cluster.prefill_router import PrefillRouter, PrefillRouterConfig
-from cluster.rank_client import RankClient, RankClientConfig
+from cluster.rank_client import RankClient
+from cluster.rank_socket import RankClientConfig
 from contracts.config import TandemConfig
 from models.checkpoint import check_checkpoint, resolve_dtype
 from models.tokenizer import Tokenizer

@@ -8,20 +8,18 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
 
-from contracts.errors import CheckpointError, RequestError
+from contracts.errors import RequestError
 from models.chat_template import ChatTemplate, Message
 from models.continuations import END_CHARACTERS, end_of, rows_with
 from models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from models.tokenizer_files import read_tokenizer_files
 
 THREAD_ABOVE_CHARACTERS = 16_384  # below it, encoding costs less than handing it to a thread
 POOL_ABOVE_CHARACTERS = 2_048  # below it, encoding costs less than waking threads of the library
 MAX_REMEMBERED = 4096
-_SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -54,17 +52,10 @@ class Tokenizer:
         As in `transformers` 5, tokenizer.json alone says which special tokens `encode` adds;
         `add_bos_token` beside it counts for nothing.
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(f"{folder}: no tokenizer.json (a fast tokenizer is needed)")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
-            raise CheckpointError(f"{path}: cannot be read: {_one_line(error)}") from None
-        config = _read_json(folder / "tokenizer_config.json")
-        special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
-        _add_missing_tokens(backend, config, special)
-        return cls(backend, special_tokens=special, chat_template=_template(folder, config))
+        files = read_tokenizer_files(folder)
+        return cls(
+            files.backend, special_tokens=files.special_tokens, chat_template=files.chat_template
+        )
 
     # ---- text to ids
 
@@ -250,58 +241,3 @@ def _byte_level_alphabet() -> dict[int, str]:
     alphabet = {byte: chr(byte) for byte in printable}
     alphabet.update({byte: chr(0x100 + index) for index, byte in enumerate(others)})
     return alphabet
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; empty where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {_one_line(error)}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected an object, got {type(content).__name__}")
-    return content
-
-
-def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
-    """{"bos_token": "<s>", ...} from the first source that states each."""
-    found: dict[str, str] = {}
-    for name in (f"{kind}_token" for kind in _SPECIAL_NAMES):
-        for source in sources:
-            token = source.get(name)
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str):
-                found.setdefault(name, text)
-    return found
-
-
-def _add_missing_tokens(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
-) -> None:
-    """Tokens that tokenizer_config.json lists and tokenizer.json lacks, in the order of their ids;
-    and a named special token counts as special, whatever tokenizer.json says."""
-    listed = config.get("added_tokens_decoder", {})
-    for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
-        if backend.token_to_id(token["content"]) is None:
-            backend.add_tokens([AddedToken(**token)])
-    backend.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in special.values()]
-    )
-
-
-def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The default chat template: the .jinja file before tokenizer_config.json."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    stated = config.get("chat_template")
-    if isinstance(stated, list):
-        named = {entry["name"]: entry["template"] for entry in stated}
-        return named.get("default")
-    return stated if isinstance(stated, str) else None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -19,7 +19,8 @@ from actors.channels.handshake import Identity
 from cluster.api.app import build_app
 from cluster.api.schemas import ServedModel
 from cluster.dispatcher import Dispatcher, DispatcherConfig
-from cluster.rank_client import RankClient, RankClientConfig
+from cluster.rank_client import RankClient
+from cluster.rank_socket import RankClientConfig
 from contracts.config import HttpConfig
 from models.tokenizer import Tokenizer
 from tests.fake_rank import TOKEN, FakeRank

@@ -12,7 +12,7 @@ import torch
 
 from actors.channels.base import Header, Kind, Packet, Part, PeerLost
 from actors.executor import Executor, ExecutorParts
-from actors.scheduler import Chunk, ScheduledBatch
+from actors.scheduled_batch import Chunk, ScheduledBatch
 from actors.sequence import Sequence as TokenSequence
 from actors.timeline import Timeline
 from contracts.clock import ManualClock

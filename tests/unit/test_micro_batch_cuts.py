@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.micro_batch import Part, cut_batch
-from actors.scheduler import Chunk, ScheduledBatch
+from actors.scheduled_batch import Chunk, ScheduledBatch
 from contracts.plan import Order, Plan
 from contracts.requests import Priority
 from models.batch import BlockCopy

@@ -14,7 +14,8 @@ import torch
 from actors.block_manager import BlockManager
 from actors.planner_link import PlannerLink
 from actors.rank_planning import RankPlanning
-from actors.scheduler import ScheduledBatch, Scheduler
+from actors.scheduled_batch import ScheduledBatch
+from actors.scheduler import Scheduler
 from actors.sequence import Sequence
 from contracts.clock import monotonic_s
 from contracts.config import ScheduleConfig

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from actors.block_manager import BlockManager
-from actors.scheduler import ScheduledBatch, Scheduler
+from actors.scheduled_batch import ScheduledBatch
+from actors.scheduler import Scheduler
 from actors.sequence import Sequence
 from contracts.config import ScheduleConfig
 from contracts.messages import Submit

@@ -1,0 +1,153 @@
+"""One connection to a rank, from its handshake until it is lost: frames both ways, and a watchdog.
+
+A rank says something at least every half second (a `RankState` if nothing else). One that is silent
+for longer than `silence_s` counts as hung, one whose connection closed as dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NoReturn
+
+import msgspec
+
+from actors.channels.handshake import Identity, initiate_async
+from contracts.clock import Clock
+from contracts.errors import ChannelError, PeerDeadError, PeerError, PeerHungError
+from contracts.messages import MAX_FRAME_BYTES, Event, Events, ToRank
+
+PURPOSE = "requests"  # what we say in the handshake that this connection is for
+
+_WRITE_HIGH_WATER_BYTES = 1 << 20
+
+
+class RankClientConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """silence_s: see above. stall_s: if our own event loop stood still for this long, the rank gets
+    a fresh silence_s, because it was we who did not listen."""
+
+    connect_timeout_s: float = 10.0
+    silence_s: float = 2.0
+    stall_s: float = 0.5
+    check_every_s: float = 0.1
+    backoff_s: float = 0.05
+    max_backoff_s: float = 1.0
+
+
+class RankSocket:
+    """Belongs to one event loop. `name`: the rank's."""
+
+    def __init__(
+        self,
+        name: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        config: RankClientConfig,
+        clock: Clock,
+    ) -> None:
+        self.name = name
+        self._reader = reader
+        self._writer = writer
+        self._config = config
+        self._clock = clock
+        self._last_frame_s = clock()
+        self._unsent = bytearray()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Events)
+
+    @classmethod
+    async def connect(
+        cls, name: str, address: str, me: Identity, config: RankClientConfig, clock: Clock
+    ) -> RankSocket:
+        """Raises TimeoutError, OSError, EOFError or ChannelError."""
+        async with asyncio.timeout(config.connect_timeout_s):
+            reader, writer = await _open(address)
+            writer.transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER_BYTES)
+            try:
+                await initiate_async(
+                    reader,
+                    writer,
+                    me,
+                    purpose=PURPOSE,
+                    to=name,
+                    deadline_s=config.connect_timeout_s,
+                )
+            except BaseException:
+                writer.transport.abort()
+                raise
+        return cls(name, reader, writer, config, clock)
+
+    def send(self, message: ToRank) -> None:
+        """Goes out with all others of this turn of the event loop: one system call for them."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        body = self._encoder.encode(message)
+        self._unsent += len(body).to_bytes(4, "little") + body
+
+    async def drain(self) -> None:
+        """Sends at once, and waits while the socket is full. Raises OSError."""
+        self._flush()
+        await self._writer.drain()
+
+    def abort(self) -> None:
+        self._unsent.clear()
+        self._writer.transport.abort()
+
+    async def receive(self, handle: Callable[[Event], None]) -> NoReturn:
+        """Hands out events until the connection is lost, which it reports by raising what `connect`
+        raises."""
+        watchdog = asyncio.create_task(self._watch(), name=f"watch-{self.name}")
+        try:
+            await self._read_frames(handle)
+        except (OSError, EOFError):
+            if watchdog.done():
+                raise watchdog.result() from None
+            raise
+        finally:
+            watchdog.cancel()
+            self.abort()
+
+    async def _read_frames(self, handle: Callable[[Event], None]) -> NoReturn:
+        while True:
+            size = int.from_bytes(await self._reader.readexactly(4), "little")
+            if size > MAX_FRAME_BYTES:
+                raise PeerDeadError(f"{self.name} sent a frame of {size} bytes", self.name)
+            body = await self._reader.readexactly(size)
+            self._last_frame_s = self._clock()
+            try:
+                events = self._decoder.decode(body)
+            except msgspec.MsgspecError as error:
+                raise PeerDeadError(
+                    f"{self.name} sent a broken frame: {error}", self.name
+                ) from None
+            for event in events.items:
+                handle(event)
+
+    async def _watch(self) -> PeerError:
+        """Breaks the connection when the rank has been silent for too long."""
+        config = self._config
+        while True:
+            slept_from_s = self._clock()
+            await asyncio.sleep(config.check_every_s)
+            now_s = self._clock()
+            if now_s - slept_from_s > config.stall_s + config.check_every_s:
+                self._last_frame_s = now_s
+            silent_s = now_s - self._last_frame_s
+            if silent_s > config.silence_s:
+                self._writer.transport.abort()
+                return PeerHungError(f"{self.name} has been silent for {silent_s:.1f} s", self.name)
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, bytearray()
+        if unsent:
+            self._writer.write(unsent)
+
+
+async def _open(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    scheme, _, rest = address.partition(":")
+    if scheme == "unix":
+        return await asyncio.open_unix_connection(rest)
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not port.isdigit():
+        raise ChannelError(f"address {address!r}: expected unix:/path or tcp:host:port")
+    return await asyncio.open_connection(host.strip("[]"), int(port))

@@ -1,0 +1,92 @@
+"""What a Hugging Face folder says of its tokenizer: tokenizer.json and the files beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken
+
+from contracts.errors import CheckpointError
+
+_SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+class TokenizerFiles(NamedTuple):
+    """special_tokens: {"bos_token": "<s>", ...}. chat_template: None where there is none."""
+
+    backend: tokenizers.Tokenizer
+    special_tokens: dict[str, str]
+    chat_template: str | None
+
+
+def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+    """Raises CheckpointError, in one line."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: no tokenizer.json (a fast tokenizer is needed)")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
+        raise CheckpointError(f"{path}: cannot be read: {_one_line(error)}") from None
+    config = _read_json(folder / "tokenizer_config.json")
+    special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
+    _add_missing_tokens(backend, config, special)
+    return TokenizerFiles(backend, special, _template(folder, config))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {_one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected an object, got {type(content).__name__}")
+    return content
+
+
+def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
+    """{"bos_token": "<s>", ...} from the first source that states each."""
+    found: dict[str, str] = {}
+    for name in (f"{kind}_token" for kind in _SPECIAL_NAMES):
+        for source in sources:
+            token = source.get(name)
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                found.setdefault(name, text)
+    return found
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
+) -> None:
+    """Tokens that tokenizer_config.json lists and tokenizer.json lacks, in the order of their ids;
+    and a named special token counts as special, whatever tokenizer.json says."""
+    listed = config.get("added_tokens_decoder", {})
+    for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
+        if backend.token_to_id(token["content"]) is None:
+            backend.add_tokens([AddedToken(**token)])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in special.values()]
+    )
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str | None:
+    """The default chat template: the .jinja file before tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    stated = config.get("chat_template")
+    if isinstance(stated, list):
+        named = {entry["name"]: entry["template"] for entry in stated}
+        return named.get("default")
+    return stated if isinstance(stated, str) else None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
