@@ -27,7 +27,7 @@ from typing import NamedTuple
 from contracts.routing import Prompt, RequestKey
 from planner.line import Lane, Line
 from planner.open_requests import OpenRequests
-from planner.prefix_index import PrefixIndex
+from planner.promises import Promises
 from planner.request_work import RequestWork
 from planner.route_policies import Policy, prefix_while_busy, prefix_within_round
 from planner.router import Decision, Router
@@ -64,21 +64,22 @@ class Backlog:
         self._lines = [Line() for _ in range(workers)]
         self._home: dict[RequestKey, int] = {}
         self._homeless: dict[RequestKey, tuple[Prompt, Lane]] = {}  # while no worker is present
-        self._index = PrefixIndex(workers)
+        self._promises = Promises()
 
     def __len__(self) -> int:
         return len(self._home) + len(self._homeless)
 
     def put(self, prompt: Prompt, lane: Lane = Lane.FIRST) -> None:
         """Gives a request a home. `take` says when it goes."""
-        candidates = self._router.candidates(prompt, self._index, self._held)
+        candidates = self._router.candidates(prompt, self._promises, self._held)
         chosen = self._policies[lane](candidates, len(self)) if candidates else None
         if chosen is None:
             self._homeless[prompt.key] = prompt, lane
             return
         worker = chosen.worker
         cached_tokens = self._router.cached_tokens(prompt, chosen.matched_blocks)
-        self._index.add(worker, self._held[worker].open(prompt, cached_tokens))
+        self._held[worker].open(prompt, cached_tokens)
+        self._promises.add(worker, prompt.hashes)
         self._lines[worker].add(prompt, lane)
         self._home[prompt.key] = worker
 
@@ -139,5 +140,5 @@ class Backlog:
 
     def _leave(self, key: RequestKey) -> tuple[Prompt, Lane]:
         worker = self._home.pop(key)
-        self._index.discard(worker, self._held[worker].close(key))
+        self._promises.remove(worker, self._held[worker].close(key).hashes)
         return self._lines[worker].pop(key)

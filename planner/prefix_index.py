@@ -1,20 +1,26 @@
-"""Which workers hold which block: one look-up per block for all workers."""
+"""Which workers have which block in their caches: one look-up for all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby, repeat
-from operator import or_
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+
+
+def leading_blocks(hashes: Sequence[bytes], held: Callable[[bytes], bool], start: int = 0) -> int:
+    """Blocks of a prompt up to the first that is not held, `start` of which are.
+
+    Caches evict a block after those that follow it (actors/block_manager.py), so it is looked for
+    by halving. Where one did not, what is found is one of the ends of what is held: an estimate
+    that the worker's first progress report corrects.
+    """
+    return bisect_left(hashes, True, start, key=lambda digest: not held(digest))
 
 
 class PrefixIndex:
     """Block hash → workers as bits of an integer:
 
-        hashes of a prompt     h0    h1    h2    h3
-        holders (worker 2 1 0) 111   011   001   101
-        walked, bitwise and    111   011   001   001     → worker 0: 4 blocks, 1: 2, 2: 1
-
-    Worker 2's h3 does not count: a match is contiguous from the first block on.
+    hashes of a prompt     h0    h1    h2    h3
+    holders (worker 2 1 0) 111   011   001   001     → worker 0: 4 blocks, 1: 2, 2: 1
     """
 
     def __init__(self, workers: int) -> None:
@@ -22,63 +28,46 @@ class PrefixIndex:
         self._workers = workers
 
     def __len__(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks that somebody has."""
         return len(self._holders)
 
-    def put(self, worker: int, digest: bytes, *, held: bool) -> None:
-        before = self._holders.get(digest, 0)
-        after = before | 1 << worker if held else before & ~(1 << worker)
-        if after:
-            self._holders[digest] = after
-        elif before:
-            del self._holders[digest]
-
-    def add(self, worker: int, digests: Sequence[bytes]) -> None:
-        """`put` of many, on the path of a decision: new ones in bulk."""
+    def add(self, worker: int, digests: Iterable[bytes]) -> None:
         holders, bit = self._holders, 1 << worker
-        if holders.keys().isdisjoint(digests):
-            holders.update(dict.fromkeys(digests, bit))
-            return
         for digest in digests:
             holders[digest] = holders.get(digest, 0) | bit
 
-    def discard(self, worker: int, digests: Sequence[bytes]) -> None:
-        """`worker` no longer holds these, all of which it held."""
+    def discard(self, worker: int, digests: Iterable[bytes]) -> None:
+        """`worker` no longer has these, if it had."""
         holders, others = self._holders, ~(1 << worker)
         for digest in digests:
-            left = holders.pop(digest) & others
+            left = holders.pop(digest, 0) & others
             if left:
                 holders[digest] = left
 
-    def matches(self, hashes: Sequence[bytes], beside: PrefixIndex | None = None) -> list[int]:
-        """Leading blocks of `hashes` that each worker holds, here or in `beside`."""
-        matched = [len(hashes)] * self._workers
-        alive = (1 << self._workers) - 1
-        blocks = 0
-        for holders, run in groupby(self._holders_of(hashes, beside)):
-            gone = alive & ~holders
-            alive ^= gone
+    def clear(self, worker: int) -> None:
+        self.discard(worker, list(self._holders))
+
+    def matches(self, hashes: Sequence[bytes]) -> list[int]:
+        """Leading blocks of `hashes` that each worker has."""
+        matched = [0] * self._workers
+        blocks, alive = 0, self._holders_of(hashes, 0)
+        while alive:
+            blocks = leading_blocks(hashes, self._held_by(alive), blocks)
+            left = alive & self._holders_of(hashes, blocks)
+            gone, alive = alive ^ left, left
             while gone:
                 worker = gone.bit_length() - 1
                 matched[worker] = blocks
                 gone ^= 1 << worker
-            if not alive:
-                break
-            blocks += len(list(run))
         return matched
 
     def match(self, worker: int, hashes: Sequence[bytes]) -> int:
-        """Leading blocks of `hashes` that `worker` holds."""
-        blocks = 0
-        for holders, run in groupby(self._holders_of(hashes, None)):
-            if not holders >> worker & 1:
-                break
-            blocks += len(list(run))
-        return blocks
+        """Leading blocks of `hashes` that `worker` has."""
+        return leading_blocks(hashes, self._held_by(1 << worker))
 
-    def _holders_of(self, hashes: Sequence[bytes], beside: PrefixIndex | None) -> Iterator[int]:
-        """Block by block. Neighbours in a prompt mostly have the same."""
-        here = map(self._holders.get, hashes, repeat(0))
-        if beside is None or not beside._holders:
-            return here
-        return map(or_, here, map(beside._holders.get, hashes, repeat(0)))
+    def _held_by(self, workers: int) -> Callable[[bytes], bool]:
+        get = self._holders.get
+        return lambda digest: get(digest, 0) & workers == workers
+
+    def _holders_of(self, hashes: Sequence[bytes], block: int) -> int:
+        return self._holders.get(hashes[block], 0) if block < len(hashes) else 0

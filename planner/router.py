@@ -17,6 +17,7 @@ import msgspec
 from contracts.routing import Prompt, RequestKey, WorkerReport, WorkerSnapshot
 from planner.open_requests import OpenRequests
 from planner.prefix_index import PrefixIndex
+from planner.promises import Promises
 from planner.request_work import RequestWork
 from planner.route_policies import Candidate, Policy, prefix_then_load
 from planner.saturation import SaturationConfig, threshold
@@ -58,7 +59,8 @@ class Router:
         self._own = [OpenRequests(work) for _ in range(config.workers)]  # not accepted yet
         self._placed: dict[RequestKey, int] = {}  # worker of each of those
         self._thresholds = [threshold(config.saturation, work, None)] * config.workers
-        self._index = PrefixIndex(config.workers)
+        self._committed = PrefixIndex(config.workers)
+        self._pending = Promises()  # of all that is open, accepted or not
         self._turn = 0
 
     def load(self, worker: int) -> int:
@@ -71,8 +73,8 @@ class Router:
 
     @property
     def blocks(self) -> int:
-        """Distinct blocks that some worker holds or will hold."""
-        return len(self._index)
+        """Distinct blocks that some worker has, and that open requests promise."""
+        return len(self._committed) + len(self._pending)
 
     def route(self, prompt: Prompt) -> Decision | None:
         """Places a request and books it, or None: nobody takes it now, ask again after a report."""
@@ -84,18 +86,22 @@ class Router:
 
     def assign(self, prompt: Prompt, worker: int) -> Decision:
         """Books a request with a worker that was chosen elsewhere (planner/backlog.py)."""
-        matched_blocks = self._index.match(worker, prompt.hashes)
+        matched_blocks = self._match(worker, prompt)
         return self._book(prompt, worker, matched_blocks, self._added(prompt, matched_blocks))
 
     def candidates(
         self,
         prompt: Prompt,
-        beside: PrefixIndex | None = None,
+        beside: Promises | None = None,
         held: Sequence[OpenRequests] | None = None,
     ) -> list[Candidate]:
-        """What each present worker is to the request. `beside` counts blocks that it also has, and
-        `held` requests that it will also run."""
-        matches = self._index.matches(prompt.hashes, beside)
+        """What each present worker is to the request. `beside` counts blocks that it will also
+        have, and `held` requests that it will also run."""
+        matches = self._committed.matches(prompt.hashes)
+        for promises in (self._pending, beside):
+            if promises is not None:
+                for worker, blocks in promises.matches(prompt.hashes).items():
+                    matches[worker] = max(matches[worker], blocks)
         added = {blocks: self._added(prompt, blocks) for blocks in set(matches)}
         return [
             self._candidate(worker, matches[worker], added[matches[worker]], held)
@@ -112,7 +118,7 @@ class Router:
 
     def added(self, prompt: Prompt, worker: int) -> int:
         """Work that the request would be to a worker."""
-        return self._added(prompt, self._index.match(worker, prompt.hashes))
+        return self._added(prompt, self._match(worker, prompt))
 
     def cached_tokens(self, prompt: Prompt, matched_blocks: int) -> int:
         return usable_tokens(prompt, matched_blocks, self.config.block_tokens)
@@ -122,19 +128,35 @@ class Router:
         was accepted: the worker's log says when that ends."""
         worker = self._placed.pop(key, None)
         if worker is not None:
-            self._refresh(worker, self._own[worker].close(key))
+            self._pending.remove(worker, self._own[worker].close(key).hashes)
 
     def apply(self, report: WorkerReport) -> None:
         """A worker's report, in any order between workers. Raises MissingReportsError."""
-        touched = self._states[report.worker].apply(report)
-        self._after_log(report.worker, touched, (prompt.key for prompt in report.accepted))
+        worker = report.worker
+        ended = self._states[worker].apply(report)
+        if ended is None:
+            return
+        for prompt in report.accepted:
+            self._pending.add(worker, prompt.hashes)
+        self._hand_over(worker, (prompt.key for prompt in report.accepted))
+        for prompt in ended:
+            self._pending.remove(worker, prompt.hashes)
+        self._committed.add(worker, report.stored)
+        self._committed.discard(worker, report.evicted)
+        self._set_threshold(worker)
 
     def restore(self, snapshot: WorkerSnapshot) -> None:
         """In place of reports that were missed. It does not name own requests that have been
         accepted and have ended meanwhile: `withdraw` those once their answers are here."""
-        touched = self._states[snapshot.worker].restore(snapshot)
-        accepted = (request.prompt.key for request in snapshot.requests)
-        self._after_log(snapshot.worker, touched, accepted)
+        worker = snapshot.worker
+        if not self._states[worker].restore(snapshot):
+            return
+        self._hand_over(worker, (request.prompt.key for request in snapshot.requests))
+        self._clear(worker)
+        for prompt in (*self._states[worker].requests.prompts(), *self._own[worker].prompts()):
+            self._pending.add(worker, prompt.hashes)
+        self._committed.add(worker, snapshot.committed)
+        self._set_threshold(worker)
 
     def snapshot(self, worker: int) -> WorkerSnapshot:
         """What this router has folded of the worker's log; its own requests are not in it."""
@@ -149,16 +171,20 @@ class Router:
         state, own = self._states[worker], self._own[worker]
         mine = [key for key in state.requests if key.router == self.config.number]
         unaccepted = list(own)
-        self._refresh(worker, state.lose() if for_good else state.forget())
+        if for_good:
+            state.lose()
+        else:
+            state.forget()
         for key in unaccepted:
             self.withdraw(key)
-        self._thresholds[worker] = threshold(self.config.saturation, self._work, None)
+        self._clear(worker)
+        self._set_threshold(worker)
         return [*mine, *unaccepted]
 
     def _book(self, prompt: Prompt, worker: int, matched_blocks: int, added: int) -> Decision:
         cached_tokens = self.cached_tokens(prompt, matched_blocks)
         self._own[worker].open(prompt, cached_tokens)
-        self._index.add(worker, prompt.hashes[matched_blocks:])
+        self._pending.add(worker, prompt.hashes)
         self._placed[prompt.key] = worker
         self._turn += 1
         return Decision(worker, cached_tokens, added)
@@ -180,17 +206,21 @@ class Router:
         tau, running = self._thresholds[worker], accepted.running
         return Candidate(worker, matched_blocks, added, load, tau, open_tokens, waiting, running)
 
-    def _after_log(self, worker: int, touched: list[bytes], accepted: Iterable[RequestKey]) -> None:
-        state, own = self._states[worker], self._own[worker]
-        for key in accepted:
-            if key in own:  # from here on the log speaks for it
-                del self._placed[key]
-                touched += own.close(key)
-        self._thresholds[worker] = threshold(self.config.saturation, self._work, state.calibration)
-        self._refresh(worker, touched)
+    def _match(self, worker: int, prompt: Prompt) -> int:
+        committed = self._committed.match(worker, prompt.hashes)
+        return max(committed, self._pending.match(worker, prompt.hashes))
 
-    def _refresh(self, worker: int, touched: Iterable[bytes]) -> None:
-        state, own = self._states[worker], self._own[worker]
-        for digest in touched:
-            held = state.holds(digest) or own.promises(digest)
-            self._index.put(worker, digest, held=held)
+    def _hand_over(self, worker: int, accepted: Iterable[RequestKey]) -> None:
+        """From here on the log speaks for those of its requests."""
+        for key in accepted:
+            if key in self._own[worker]:
+                self.withdraw(key)
+
+    def _clear(self, worker: int) -> None:
+        """Nothing is known of its blocks."""
+        self._committed.clear(worker)
+        self._pending.clear(worker)
+
+    def _set_threshold(self, worker: int) -> None:
+        calibration = self._states[worker].calibration
+        self._thresholds[worker] = threshold(self.config.saturation, self._work, calibration)

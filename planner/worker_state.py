@@ -13,9 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from contracts.routing import Calibration, Prompt, WorkerReport, WorkerSnapshot
+from contracts.routing import Calibration, OpenRequest, Prompt, WorkerReport, WorkerSnapshot
 from planner.open_requests import OpenRequests
+from planner.prefix_index import leading_blocks
+from planner.promises import Promises
 from planner.request_work import RequestWork
+
+_SELF = 0  # the only worker of whose promises a state knows
 
 
 class MissingReportsError(Exception):
@@ -36,30 +40,26 @@ class WorkerState:
         self.epoch, self.number = epoch, -1
         self.calibration: Calibration | None = None
         self.requests = OpenRequests(self._work)
+        self._pending = Promises()
         self._committed: dict[bytes, None] = {}  # in order of storing, so that copies are equal
-
-    def holds(self, digest: bytes) -> bool:
-        return digest in self._committed or self.requests.promises(digest)
 
     def committed(self) -> tuple[bytes, ...]:
         return tuple(self._committed)
 
     def match(self, hashes: Sequence[bytes]) -> int:
         """Leading blocks that are committed or pending."""
-        for blocks, digest in enumerate(hashes):
-            if not self.holds(digest):
-                return blocks
-        return len(hashes)
+        committed = leading_blocks(hashes, self._committed.__contains__)
+        return max(committed, self._pending.match(_SELF, hashes))
 
-    def apply(self, report: WorkerReport) -> list[bytes]:
-        """Folds the next report. Returns the hashes that it touched: held now, or no longer.
+    def apply(self, report: WorkerReport) -> list[Prompt] | None:
+        """Folds the next report. Returns the prompts that ended.
 
-        One that was folded before changes nothing. Raises MissingReportsError where one is left
-        out (nothing is folded then), and ValueError for a report that contradicts the log before
-        it: such a worker is to be given up with `lose`.
+        One that was folded before changes nothing: None. Raises MissingReportsError where one is
+        left out (nothing is folded then), and ValueError for a report that contradicts the log
+        before it: such a worker is to be given up with `lose`.
         """
         if self._is_old(report.epoch, report.number):
-            return []
+            return None
         if self.number == -1 and report.number == 0:
             self.epoch = report.epoch
         if (report.epoch, report.number) != (self.epoch, self.number + 1):
@@ -71,45 +71,42 @@ class WorkerState:
         self.number = report.number
         if report.calibration is not None:
             self.calibration = report.calibration
-        return [*self._follow_requests(report), *self._follow_cache(report), *self._end(report)]
+        self._follow_requests(report)
+        self._committed.update(dict.fromkeys(report.stored))
+        for digest in report.evicted:
+            self._committed.pop(digest, None)
+        return self._end(report)
 
     def _is_old(self, epoch: int, number: int) -> bool:
         return epoch <= self._closed_epoch or (epoch, number) <= (self.epoch, self.number)
 
-    def _follow_requests(self, report: WorkerReport) -> list[bytes]:
-        touched: list[bytes] = []
+    def _follow_requests(self, report: WorkerReport) -> None:
         for prompt in report.accepted:
             blocks = self.match(prompt.hashes)
-            done_tokens = usable_tokens(prompt, blocks, self._block_tokens)
-            self.requests.open(prompt, done_tokens)
-            touched += prompt.hashes[blocks:]
+            self._add(OpenRequest(prompt, usable_tokens(prompt, blocks, self._block_tokens), False))
         for progress in report.progress:
             self.requests.advance(progress.key, progress.done_tokens)
-        return touched
 
-    def _follow_cache(self, report: WorkerReport) -> list[bytes]:
-        for digest in report.stored:
-            self._committed[digest] = None
-        for digest in report.evicted:
-            self._committed.pop(digest, None)
-        return [*report.stored, *report.evicted]
+    def _add(self, request: OpenRequest) -> None:
+        self.requests.add(request)
+        self._pending.add(_SELF, request.prompt.hashes)
 
-    def _end(self, report: WorkerReport) -> list[bytes]:
-        return [digest for key in report.ended for digest in self.requests.close(key)]
+    def _end(self, report: WorkerReport) -> list[Prompt]:
+        ended = [self.requests.close(key) for key in report.ended]
+        for prompt in ended:
+            self._pending.remove(_SELF, prompt.hashes)
+        return ended
 
-    def lose(self) -> list[bytes]:
-        """The worker is gone with all it held, until report 0 or a snapshot of a later epoch.
-        Returns what it touched."""
+    def lose(self) -> None:
+        """The worker is gone with all it held, until report 0 or a snapshot of a later epoch."""
         self._closed_epoch = max(self._closed_epoch, self.epoch)
-        return self.forget()
+        self.forget()
 
-    def forget(self) -> list[bytes]:
+    def forget(self) -> None:
         """The worker cannot be heard: nothing is known of it until a snapshot, of whatever epoch
-        that is not closed. Returns what it touched."""
-        touched = [*self._committed, *self.requests.promised()]
+        that is not closed."""
         self._clear(-1)
         self.present = False
-        return touched
 
     def snapshot(self, worker: int) -> WorkerSnapshot:
         return WorkerSnapshot(
@@ -121,18 +118,17 @@ class WorkerState:
             requests=tuple(self.requests.entries()),
         )
 
-    def restore(self, snapshot: WorkerSnapshot) -> list[bytes]:
-        """Takes the place of all reports up to the snapshot's. Returns what it touched."""
+    def restore(self, snapshot: WorkerSnapshot) -> bool:
+        """Takes the place of all reports up to the snapshot's. False if they are known."""
         if self._is_old(snapshot.epoch, snapshot.number):
-            return []
-        touched = [*self._committed, *self.requests.promised()]
+            return False
         self._clear(snapshot.epoch)
         self.present = True
         self.number, self.calibration = snapshot.number, snapshot.calibration
         self._committed = dict.fromkeys(snapshot.committed)
         for request in snapshot.requests:
-            self.requests.add(request)
-        return [*touched, *self._committed, *self.requests.promised()]
+            self._add(request)
+        return True
 
 
 def usable_tokens(prompt: Prompt, blocks: int, block_tokens: int) -> int:

@@ -66,7 +66,7 @@ class LoggingWorker:
         """The first request is done, and cached as far as there is room."""
         prompt = self.queue.pop(0)
         stored = tuple(digest for digest in prompt.hashes if digest not in self.cache)
-        for digest in prompt.hashes:
+        for digest in reversed(prompt.hashes):  # so that a chain's end is evicted first
             self.cache[digest] = None
             self.cache.move_to_end(digest)
         evicted = []

@@ -1,37 +1,42 @@
-"""What a worker's open requests promise, against all their blocks, listed."""
+"""The books of one worker's open requests, against the sums that they stand for."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.routing import Prompt
+from contracts.routing import OpenRequest, RequestKey
 from planner.open_requests import OpenRequests
 from tests.routing import prompt_of, quadratic_work, token_lists
 
-steps = st.lists(st.tuples(token_lists, st.integers(0, 9)), max_size=25)
+steps = st.lists(st.tuples(token_lists, st.integers(0, 9), st.integers(0, 20)), max_size=25)
 
 
 @given(steps)
-def test_a_block_is_promised_as_long_as_some_open_prompt_has_it(
-    steps: list[tuple[list[int], int]],
-) -> None:
-    books, opened = OpenRequests(quadratic_work), list[Prompt]()
-    for number, (tokens, ends) in enumerate(steps):
-        before = _blocks(opened)
-        opened.append(prompt_of(tokens, number))
-        assert set(books.open(opened[-1], 0)) == _blocks(opened) - before
-        assert set(books.promised()) == _blocks(opened)
-        if ends < len(opened):
-            before = _blocks(opened)
-            ended = opened.pop(ends)
-            broken = books.close(ended.key)
-            assert len(broken) == len(set(broken))
-            assert set(broken) == before - _blocks(opened)
-    for prompt in opened:
-        books.close(prompt.key)
-    assert books.promised() == []
+def test_the_load_is_the_work_of_what_is_open(steps: list[tuple[list[int], int, int]]) -> None:
+    books, opened = OpenRequests(quadratic_work), dict[RequestKey, OpenRequest]()
+    for number, (tokens, other, done_tokens) in enumerate(steps):
+        prompt = prompt_of(tokens, number)
+        books.open(prompt, min(done_tokens, len(tokens) - 1))
+        opened[prompt.key] = OpenRequest(prompt, min(done_tokens, len(tokens) - 1), False)
+        if other < len(opened):
+            request = list(opened.values())[other]
+            done_tokens = min(done_tokens, request.prompt.prompt_tokens)
+            books.advance(request.prompt.key, done_tokens)
+            opened[request.prompt.key] = OpenRequest(request.prompt, done_tokens, True)
+            if done_tokens == request.prompt.prompt_tokens:
+                assert books.close(request.prompt.key) == opened.pop(request.prompt.key).prompt
+        _check(books, list(opened.values()))
+    for key in list(opened):
+        books.close(key)
+    assert (books.load, books.open_tokens, books.waiting, books.running) == (0, 0, 0, 0)
 
 
-def _blocks(prompts: list[Prompt]) -> set[bytes]:
-    return {digest for prompt in prompts for digest in prompt.hashes}
+def _check(books: OpenRequests, opened: list[OpenRequest]) -> None:
+    assert list(books.entries()) == opened
+    assert books.prompts() == [request.prompt for request in opened]
+    lengths = [(request, request.prompt.prompt_tokens) for request in opened]
+    assert books.load == sum(quadratic_work(r.done_tokens, tokens) for r, tokens in lengths)
+    assert books.open_tokens == sum(tokens - r.done_tokens * r.started for r, tokens in lengths)
+    assert books.running == sum(request.started for request in opened)
+    assert books.waiting == len(opened) - books.running
