@@ -16,6 +16,7 @@ from contracts.events import Stage, TaskSpan
 from contracts.worker import WorkerSpec
 from models.checkpoint import Checkpoint
 from models.copying_store import CopyingStore, split_layers
+from models.expert_layout import ExpertLayout
 from models.expert_store import ExpertSource, ExpertStore, ResidentStore
 from models.host_experts import HostSource, open_host_source
 from models.loading import progress_line
@@ -71,52 +72,48 @@ def expert_supply(
     kind = spec.config.prefill.experts
     if kind == "resident":
         return OwnSupply(ResidentStore(_load(spec, model, dtype, model.moe_layers)))
-    if kind == "streamed":
-        source = host_source(spec, model, dtype)
-        store = copying_store(
-            spec, model, dtype, source, stage=Stage.HOST_COPY, observe=timeline.add
-        )
-        return OwnSupply(store)
     if kind == "all_to_all":
         return LockstepSupply(spec, model, dtype, timeline)
-    host = host_source(spec, model, dtype) if kind == "hybrid" else None
+    layout = ExpertLayout(
+        model, dtype, torch.device(spec.device), packed=spec.config.prefill.packed_experts
+    )
+    if kind == "streamed":
+        source = host_source(spec, layout)
+        store = copying_store(spec, layout, source, stage=Stage.HOST_COPY, observe=timeline.add)
+        return OwnSupply(store)
+    host = host_source(spec, layout) if kind == "hybrid" else None
     _, layers = split_layers(model, spec.config.prefill.resident_layers)
-    new_store = partial(copying_store, spec, model, dtype, stage=Stage.GATHER, observe=timeline.add)
-    return PeerSupply(spec, model, dtype, layers=layers, host=host, new_store=new_store)
+    new_store = partial(copying_store, spec, layout, stage=Stage.GATHER, observe=timeline.add)
+    return PeerSupply(spec, layout, layers=layers, host=host, new_store=new_store)
 
 
-def host_source(spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype) -> HostSource:
+def host_source(spec: WorkerSpec, layout: ExpertLayout) -> HostSource:
     """The complete expert set of the node. Raises CheckpointError, ResourceError."""
     where = spec.config.prefill.host_store
     return open_host_source(
         Path(spec.model_folder),
-        model,
-        dtype,
+        layout,
         store=None if where is None else Path(where),
-        pinned=torch.device(spec.device).type == "cuda",
         deadline_s=spec.config.groups.ready_timeout_s,
     )
 
 
 def copying_store(
     spec: WorkerSpec,
-    model: ModelSpec,
-    dtype: torch.dtype,
+    layout: ExpertLayout,
     source: ExpertSource,
     *,
     stage: Stage,
     observe: Callable[[TaskSpan], None],
 ) -> CopyingStore:
     """The first `prefill.resident_layers` layers in memory, the others from `source`."""
-    resident, _ = split_layers(model, spec.config.prefill.resident_layers)
-    half = _load(spec, model, dtype, resident)
+    resident, _ = split_layers(layout.spec, spec.config.prefill.resident_layers)
+    half = _load(spec, layout.spec, layout.dtype, resident)
     resource = f"experts>{spec.name}"
     return CopyingStore(
         source,
         {layer: half.held(layer) for layer in resident},
-        model,
-        dtype=dtype,
-        device=torch.device(spec.device),
+        layout,
         deadline_s=spec.config.channel.deadline_s,
         observe=lambda layer, start_s, end_s: observe(
             TaskSpan(resource, stage, start_s, end_s, layer=layer)

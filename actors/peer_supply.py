@@ -17,6 +17,7 @@ from contracts.clock import monotonic_s
 from contracts.worker import Group, WorkerSpec, rank_name
 from models.checkpoint import Checkpoint
 from models.checkpoint_part import CheckpointParts
+from models.expert_layout import ExpertLayout
 from models.expert_store import ExpertSource, ExpertStore, ResidentStore
 from models.loading import progress_line
 from models.moe import ExpertHalf
@@ -32,8 +33,7 @@ class PeerSupply:
     def __init__(
         self,
         spec: WorkerSpec,
-        model: ModelSpec,
-        dtype: torch.dtype,
+        layout: ExpertLayout,
         *,
         layers: Sequence[int],
         host: PartSource | None,
@@ -42,15 +42,14 @@ class PeerSupply:
         """layers: that are not resident. host: where the shard comes from, a window of layers at a
         time, and what lost peers do not give (None: all of it is read now, from the checkpoint)."""
         check_placement(spec)
-        part = own_part(spec, model, dtype)
-        checkpoint = Checkpoint(Path(spec.model_folder))
-        backup = host or CheckpointParts(checkpoint, model, dtype)
+        part = own_part(spec, layout)
+        backup = host or CheckpointParts(Checkpoint(Path(spec.model_folder)), layout)
         shard: Shard
         if host is None:
             shard = HeldShard(layers, part, backup)
         else:
             shard = ShardWindow(layers, part, host, spec.config.prefill.shard_window)
-        self.source = PeerSource(spec, model, part, shard, backup)
+        self.source = PeerSource(spec, part, shard, backup)
         self.address = self.source.listen(spec.host)
         self.store = new_store(self.source)
 

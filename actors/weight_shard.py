@@ -9,21 +9,18 @@ from the host store: those asked for, then those that come next in a pass.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from actors.channels.segments import FLAG_BYTES, HostMemory, create_memfd
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
-from models.expert_loading import expert_shapes
-from models.spec import ModelSpec
+from models.expert_layout import ExpertLayout
 
 _ALIGNMENT_BYTES = 64
 _TOO_LARGE = "use more prefill workers, a larger prefill.resident_layers, or experts=hybrid"
@@ -33,26 +30,20 @@ class PartSource(Protocol):
     """Where experts [first, last) of a layer come from: the checkpoint, or a host store."""
 
     def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
-        """Fills `into`, a tensor [last - first, *shape] for each of `expert_shapes`."""
+        """Fills `into`, the pieces of these experts in the source's layout."""
 
 
 class Part:
-    """Experts [first, last) of a layer as bytes: the tensors of `expert_shapes`, one after the
-    other."""
+    """Experts [first, last) of a layer, in one run of bytes."""
 
-    def __init__(self, model: ModelSpec, dtype: torch.dtype, first: int, last: int) -> None:
-        self.first, self.last, self.dtype = first, last, dtype
-        self.shapes = tuple((last - first, *shape) for shape in expert_shapes(model))
-        self.sizes_bytes = tuple(math.prod(shape) * dtype.itemsize for shape in self.shapes)
-        self.num_bytes = sum(self.sizes_bytes)
+    def __init__(self, layout: ExpertLayout, first: int, last: int) -> None:
+        self.layout, self.first, self.last = layout, first, last
+        self.num_bytes = layout.num_bytes(last - first)
 
-    def views(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """The tensors in `memory`, uint8 [num_bytes]."""
-        pieces = torch.split(memory, list(self.sizes_bytes))
-        return tuple(
-            piece.view(self.dtype).view(shape)
-            for piece, shape in zip(pieces, self.shapes, strict=True)
-        )
+    def pieces(self, memory: Tensor) -> list[Tensor]:
+        """One after the other in `memory`, uint8 [num_bytes]."""
+        count = self.last - self.first
+        return self.layout.pieces(self.layout.views(memory, count), 0, count)
 
 
 class Slots:
@@ -64,8 +55,8 @@ class Slots:
         self.payload_bytes = max(count * self._stride, _ALIGNMENT_BYTES)
         self.fd = create_memfd(self.payload_bytes, advice=_TOO_LARGE)
         memory = HostMemory(self.fd, self.payload_bytes).views.memory
-        self.tensors = [
-            part.views(memory[slot * self._stride : slot * self._stride + part.num_bytes])
+        self.pieces = [
+            part.pieces(memory[slot * self._stride : slot * self._stride + part.num_bytes])
             for slot in range(count)
         ]
 
@@ -111,8 +102,8 @@ class HeldShard:
     def __init__(self, layers: Sequence[int], part: Part, source: PartSource) -> None:
         self._slot_of = {layer: slot for slot, layer in enumerate(layers)}
         self.slots = Slots(part, len(layers))
-        for layer, tensors in zip(layers, self.slots.tensors, strict=True):
-            source.copy_part(layer, part.first, part.last, tensors)
+        for layer, pieces in zip(layers, self.slots.pieces, strict=True):
+            source.copy_part(layer, part.first, part.last, pieces)
 
     def want(self, layer: int) -> None:
         if layer not in self._slot_of:
@@ -148,10 +139,10 @@ class ShardWindow:
         self.slots = Slots(part, min(window, len(layers)))
         self._layers, self._part, self._source = list(layers), part, source
         self._held: dict[int, int] = {}  # layer -> slot, least recently touched first
-        self._free = list(range(len(self.slots.tensors)))
+        self._free = list(range(len(self.slots.pieces)))
         self._wanted: Counter[int] = Counter()
         self._taken: Counter[int] = Counter()
-        self._ahead = list(layers[: len(self.slots.tensors)])
+        self._ahead = list(layers[: len(self.slots.pieces)])
         self._error: str | None = None
         self._closed = False
         self._changed = threading.Condition()
@@ -176,7 +167,7 @@ class ShardWindow:
             self._forget(self._wanted, layer)
             self._taken[layer] += 1
             after = self._layers.index(layer) + 1
-            count = len(self.slots.tensors) - 1
+            count = len(self.slots.pieces) - 1
             self._ahead = (self._layers[after:] + self._layers[:after])[:count]
             self._changed.notify_all()
             return slot
@@ -223,7 +214,7 @@ class ShardWindow:
             layer, slot = step
             part, error = self._part, None
             try:
-                self._source.copy_part(layer, part.first, part.last, self.slots.tensors[slot])
+                self._source.copy_part(layer, part.first, part.last, self.slots.pieces[slot])
             except Exception as problem:  # noqa: BLE001 - it is raised by every `take`
                 error = f"layer {layer} cannot be read: {problem}"
             with self._changed:

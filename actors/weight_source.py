@@ -16,10 +16,7 @@ import itertools
 import logging
 import select
 import threading
-from collections.abc import Mapping, Sequence
-
-import torch
-from torch import Tensor
+from collections.abc import Mapping
 
 from actors.channels.handshake import Identity
 from actors.weight_link import WeightLink, bytes_of, join
@@ -29,6 +26,7 @@ from actors.weight_wire import Terms, digest
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, HandshakeError, PeerError, PeerHungError, ResourceError
 from contracts.worker import Group, WorkerSpec, rank_name
+from models.expert_layout import ExpertLayout
 from models.expert_store import ExpertBuffer
 from models.spec import ModelSpec
 from planner.placement import ExpertPlacement
@@ -38,9 +36,9 @@ log = logging.getLogger(__name__)
 REDIAL_S = 5.0
 
 
-def own_part(spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype) -> Part:
+def own_part(spec: WorkerSpec, layout: ExpertLayout) -> Part:
     """The experts that the worker keeps."""
-    return Part(model, dtype, *_bounds(model, spec.prefill_ranks)[spec.rank])
+    return Part(layout, *_bounds(layout.spec, spec.prefill_ranks)[spec.rank])
 
 
 def check_placement(spec: WorkerSpec) -> None:
@@ -62,9 +60,7 @@ class PeerSource:
     """An ExpertSource. `connect` at any time, from any thread; `copy` and `close` by the store.
     `fallbacks`: how many parts did not come from their peer, so far."""
 
-    def __init__(
-        self, spec: WorkerSpec, model: ModelSpec, part: Part, shard: Shard, fallback: PartSource
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, part: Part, shard: Shard, fallback: PartSource) -> None:
         """`part`: what `own_part` says; `shard` holds it. Raises ResourceError."""
         check_placement(spec)
         self.name = spec.name
@@ -74,11 +70,12 @@ class PeerSource:
         self._part, self._fallback = part, fallback
         self._bounds = {
             rank_name(Group.PREFILL, rank): bounds
-            for rank, bounds in enumerate(_bounds(model, spec.prefill_ranks))
+            for rank, bounds in enumerate(_bounds(part.layout.spec, spec.prefill_ranks))
         }
-        same = digest(model, str(part.dtype), spec.prefill_ranks)
+        layout = part.layout
+        same = digest(layout.spec, str(layout.dtype), spec.prefill_ranks)
         self._me = Identity(name=spec.name, token=spec.token, epoch=None)
-        self._terms = Terms(spec.epoch, same, shard.slots.payload_bytes)
+        self._terms = Terms(spec.epoch, same, layout.digest, shard.slots.payload_bytes)
         self._server = WeightServer(self._me, self._terms, shard, part.num_bytes, self._config)
         self._lock = threading.Lock()  # guards the three below, and starting to redial
         self._addresses: dict[str, str] = {}
@@ -180,8 +177,8 @@ class PeerSource:
         return True
 
     def _copy_own(self, layer: int, slot: int, into: ExpertBuffer) -> None:
-        mine: Sequence[Tensor] = into.part(self._part.first, self._part.last)
-        for out, held in zip(mine, self.shard.slots.tensors[slot], strict=True):
+        mine = into.part(self._part.first, self._part.last)
+        for out, held in zip(mine, self.shard.slots.pieces[slot], strict=True):
             out.copy_(held)
         self.shard.give(layer)
 

@@ -33,11 +33,13 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
 
     epoch: the worker's incarnation: an older one than was heard of under a name is refused.
     same: a digest of the model's shape, its dtype and the number of workers, equal on all.
+    layout: of how experts stand in memory (models/expert_layout.py).
     segment_bytes: payload of the server's segment, over shared memory.
     """
 
     epoch: int
     same: bytes
+    layout: bytes
     segment_bytes: int = 0
 
 
@@ -59,6 +61,11 @@ def check_terms(theirs: Terms, mine: Terms, name: str, newest_epoch: int) -> Non
         raise HandshakeError(
             f"{name} holds experts of another model, dtype or number of workers: start all prefill "
             "workers with the same configuration"
+        )
+    if theirs.layout != mine.layout:
+        raise HandshakeError(
+            f"{name} lays experts out in another way, for another processor: set "
+            "prefill.packed_experts=false on all prefill workers"
         )
     if theirs.epoch < newest_epoch:
         raise HandshakeError(

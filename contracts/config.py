@@ -135,6 +135,8 @@ class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     resident_layers: layers whose experts stay in memory all the same, the first of them included.
     host_store: folder for the expert file of "streamed" and "hybrid", made where the checkpoint
     stores experts otherwise than they are computed with; None: in the system's temporary files.
+    packed_experts: experts move as the processor computes with them; false: as matrices, where the
+    processors of the workers differ.
     kv_free: no KV pool and no prefix cache; only prompts of one batch share their prefixes.
     saturation: the operator's threshold in FLOPs; None: calibrated. margin: gamma of Eq. 1.
     max_wait_s: how long at most a batch below the threshold waits to fill. fill: whether it does
@@ -146,6 +148,7 @@ class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     resident_layers: Count = 1
     shard_window: Count = 2
     host_store: str | None = None
+    packed_experts: bool = True
     kv_free: bool = False
     max_batch_tokens: Count = 4096
     max_batch_sequences: Count = 256

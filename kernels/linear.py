@@ -13,6 +13,7 @@ does not depend on the rows beside it: equal bits in batches of any size.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 
 import torch
@@ -28,7 +29,11 @@ _PACK_FOR_ROWS = 16  # the layout is the same for any number; a hint is wanted
 
 
 class Linear:
-    """weight [N, K], which is reordered (and not kept as it was), and bias [N] or None."""
+    """weight [N, K], which is reordered (and not kept as it was), and bias [N] or None.
+
+    Where the weight `is_packed`, its `memory` may be written anew between calls, with another
+    weight's of equal shape.
+    """
 
     __slots__ = ("_bias", "_product", "_weight")
 
@@ -39,6 +44,20 @@ class Linear:
         if self._product is _onednn:
             reorder = torch.ops.mkldnn._reorder_linear_weight
             self._weight = reorder(weight_NK, _PACK_FOR_ROWS)
+
+    @property
+    def memory(self) -> Tensor:
+        """The elements of a packed weight as they stand, padding included: 1-D, no copy."""
+        num_bytes = torch.ops.mkldnn._nbytes(self._weight)
+        raw = (ctypes.c_char * num_bytes).from_address(torch.ops.mkldnn.data_ptr(self._weight))
+        raw.owner = self._weight  # type: ignore[attr-defined]  # whose memory it is
+        return torch.frombuffer(raw, dtype=self._weight.dtype)
+
+    @property
+    def layout(self) -> bytes:
+        """oneDNN's description of a packed weight: equal where `memory` may be exchanged."""
+        description: Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(self._weight)
+        return description.numpy().tobytes()
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         """[T, N] in x's dtype, which must be the weight's."""
@@ -71,6 +90,12 @@ class PlainLinear:
             return self._product(x_TK, self._weight, self._bias)
         padded = functional.pad(x_TK, (0, 0, 0, spare))
         return self._product(padded, self._weight, self._bias)[:rows]
+
+
+def is_packed(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a `Linear` keeps its weight in a layout of its own, which `memory` gives."""
+    reachable = hasattr(torch.ops.mkldnn, "data_ptr")
+    return reachable and device.type == "cpu" and _ONEDNN.get(dtype, False)
 
 
 def rounded_up(rows: int) -> int:

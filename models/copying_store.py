@@ -17,6 +17,7 @@ import torch
 
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError, TandemError
+from models.expert_layout import ExpertLayout
 from models.expert_loading import ExpertLayer
 from models.expert_store import ExpertBuffer, ExpertSource
 from models.spec import ModelSpec
@@ -37,10 +38,8 @@ class CopyingStore:
         self,
         source: ExpertSource,
         resident: Mapping[int, ExpertLayer],
-        spec: ModelSpec,
+        layout: ExpertLayout,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
         deadline_s: float,
         observe: Observe | None = None,
         clock: Clock = monotonic_s,
@@ -49,20 +48,18 @@ class CopyingStore:
         self.waited_s = self.copied_s = 0.0
         self._source, self._resident = source, resident
         self._deadline_s, self._observe, self._clock = deadline_s, observe, clock
-        self._order = [layer for layer in spec.moe_layers if layer not in resident]
+        self._order = [layer for layer in layout.spec.moe_layers if layer not in resident]
         self._next = 0  # in the order: to be copied
         self._expected = 0  # in the order: to be fetched
         buffers = min(2, len(self._order))
-        self._free = [
-            _Loan(ExpertBuffer(spec, spec.num_experts, dtype, device)) for _ in range(buffers)
-        ]
+        self._free = [_Loan(ExpertBuffer(layout)) for _ in range(buffers)]
         self._filled: dict[int, _Loan] = {}
         self._held: tuple[int, _Loan] | None = None  # what the last `fetch` returned
         self._copying: int | None = None
         self._error: BaseException | None = None
         self._closing = False
         self._changed = threading.Condition()
-        self._stream = _side_stream(device)
+        self._stream = _side_stream(layout.device)
         self._thread = threading.Thread(target=self._run, name="experts", daemon=True)
         if self._order:
             self._thread.start()
@@ -213,7 +210,7 @@ class _Loan:
 
     def used(self) -> None:
         """The computing thread has queued all that reads it."""
-        device = self.buffer.tensors[0].device
+        device = self.buffer.pieces[0].device
         if device.type == "cuda":
             self._used = torch.cuda.current_stream(device).record_event()
 

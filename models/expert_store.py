@@ -10,44 +10,65 @@ Layer 0 (the first with experts) is always resident, so that a pass starts at on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from kernels.linear import PlainLinear
-from models.expert_loading import ExpertLayer, clamped_gate, expert_shapes
+from models.expert_layout import ExpertLayout
+from models.expert_loading import ExpertLayer, clamped_gate
 from models.moe import ExpertHalf
-from models.spec import ModelSpec
 
 
 class ExpertBuffer:
-    """Memory for experts [0, E) of one layer, as they are moved.
+    """Memory for all experts of one layer, which `layer` computes with as it stands there."""
 
-    gate_up [E, 2F, D] (gate rows first), down [E, D, F]; where the family has biases, of those
-    [E, 2F] and [E, D]. `layer` computes with what stands there.
-    """
+    layer: ExpertLayer
 
-    def __init__(self, spec: ModelSpec, num_experts: int, dtype: torch.dtype, device: torch.device):
-        self.tensors: tuple[Tensor, ...] = tuple(
-            torch.empty((num_experts, *shape), dtype=dtype, device=device)
-            for shape in expert_shapes(spec)
+    def __init__(self, layout: ExpertLayout) -> None:
+        self._layout, self._experts = layout, layout.spec.num_experts
+        self._tensors: list[Tensor | Sequence[Tensor]]
+        if layout.packed:
+            self._hold_packed()
+        else:
+            self._hold_plain()
+
+    def _hold_packed(self) -> None:
+        biases = self._layout.empty_biases(self._experts)
+        gate_up, down = (
+            tuple(self._layout.new_linear(matrix, bias_N) for bias_N in bias_EN)
+            for matrix, bias_EN in enumerate(self._with_none(biases))
         )
-        gate_up, down, *biases = self.tensors
-        gate_up_bias, down_bias = biases or ([None] * num_experts, [None] * num_experts)
+        memory = [[product.memory for product in products] for products in (gate_up, down)]
+        self._tensors = [*memory, *biases]
+        self.layer = ExpertLayer(gate_up, down, clamped_gate(self._layout.spec))
+
+    def _hold_plain(self) -> None:
+        tensors = self._layout.empty(self._experts)
+        self._tensors = [*tensors]
+        gate_up, down, *biases = tensors
+        gate_up_bias, down_bias = self._with_none(biases)
         self.layer = ExpertLayer(
             tuple(map(PlainLinear, gate_up, gate_up_bias)),
             tuple(map(PlainLinear, down, down_bias)),
-            clamped_gate(spec),
+            clamped_gate(self._layout.spec),
         )
+
+    def _with_none(self, biases: Sequence[Tensor]) -> Sequence[Sequence[Tensor | None]]:
+        return [list(bias_EN) for bias_EN in biases] or [[None] * self._experts] * 2
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return self._layout.num_bytes(self._experts)
 
-    def part(self, first: int, last: int) -> tuple[Tensor, ...]:
-        """Views of experts [first, last), each contiguous."""
-        return tuple(tensor[first:last] for tensor in self.tensors)
+    @property
+    def pieces(self) -> list[Tensor]:
+        return self.part(0, self._experts)
+
+    def part(self, first: int, last: int) -> list[Tensor]:
+        """The pieces of experts [first, last): no copies."""
+        return self._layout.pieces(self._tensors, first, last)
 
 
 class ExpertStore(Protocol):

@@ -4,14 +4,14 @@ share its pages.
 The file is the checkpoint itself where that stores experts as they are computed with; else, and for
 GPUs, one that is made of it once:
 
-    layer 0: gate_up [E, 2F, D] | down [E, D, F] (| biases) | layer 1: …
+    layer 0: gate_up [E, …] | down [E, …] (| biases) | layer 1: …    (models/expert_layout.py)
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import math
+import logging
 import mmap
 import os
 import shutil
@@ -27,10 +27,11 @@ from torch import Tensor
 
 from contracts.errors import ResourceError
 from models.checkpoint import Checkpoint, expert_wants
-from models.expert_loading import copy_experts, expert_shapes
+from models.checkpoint_part import CheckpointParts
+from models.expert_layout import ExpertLayout
 from models.expert_store import ExpertBuffer
-from models.loading import Loader
-from models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 _FORMAT = 1
 _POLL_S = 0.1
@@ -48,10 +49,10 @@ class HostSource:
         self._parts, self._num_experts = parts, num_experts
 
     def copy(self, layer: int, into: ExpertBuffer) -> None:
-        self._parts.copy_part(layer, 0, self._num_experts, into.tensors)
+        self._parts.copy_part(layer, 0, self._num_experts, into.pieces)
 
     def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
-        """Fills `into`, of experts [first, last), a tensor for each of `expert_shapes`."""
+        """Fills `into`, the pieces of experts [first, last)."""
         self._parts.copy_part(layer, first, last, into)
 
     def close(self) -> None:
@@ -59,70 +60,58 @@ class HostSource:
 
 
 def open_host_source(
-    folder: Path,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    *,
-    store: Path | None,
-    pinned: bool,
-    deadline_s: float,
+    folder: Path, layout: ExpertLayout, *, store: Path | None, deadline_s: float
 ) -> HostSource:
     """store: the folder of files that had to be made (None: one in the system's folder for
-    temporary files). pinned: a GPU reads it. deadline_s: for another worker to make the file.
+    temporary files). deadline_s: for another worker to make the file.
 
-    Raises CheckpointError, and ResourceError where there is no room for the file.
+    Where there is no room for a file that saves packing, experts are packed as they are read.
+    Raises CheckpointError, and ResourceError where a file without which it cannot be done has no
+    room.
     """
     checkpoint = Checkpoint(folder)
-    parts: _Parts
-    if not pinned and _is_stored_as_computed(checkpoint, spec, dtype):
-        parts = _MappedCheckpoint(checkpoint, spec, dtype)
-    else:
-        made = _make_file(checkpoint, spec, dtype, store or _default_store(), deadline_s)
-        parts = _MappedFile(made, spec, dtype, pinned=pinned)
-    return HostSource(parts, spec.num_experts)
-
-
-class _MappedCheckpoint:
-    """Stores experts as they are computed with: reading is copying."""
-
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype) -> None:
-        self._checkpoint, self._spec = checkpoint, spec
-        self._loader = Loader(checkpoint, dtype, torch.device("cpu"), None, 0)
-
-    def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
-        experts = range(first, last)
-        copy_experts(self._checkpoint, self._spec, layer, experts, self._loader, into)
+    mapped = CheckpointParts(checkpoint, layout, keep=True)
+    on_cpu = layout.device.type == "cpu"
+    can_map = on_cpu and _is_stored_as_computed(checkpoint, layout)
+    parts: _Parts = mapped
+    if layout.packed or not can_map:
+        try:
+            made = _make_file(checkpoint, layout, store or _default_store(), deadline_s)
+            parts = _MappedFile(made, layout)
+        except ResourceError as error:
+            if not can_map:
+                raise
+            log.warning("experts_packed_as_read reason=%s", error.message)
+    return HostSource(parts, layout.spec.num_experts)
 
 
 class _MappedFile:
-    def __init__(self, path: Path, spec: ModelSpec, dtype: torch.dtype, *, pinned: bool) -> None:
+    """For a GPU its pages are pinned."""
+
+    def __init__(self, path: Path, layout: ExpertLayout) -> None:
+        pinned = layout.device.type == "cuda"
         with path.open("r+b") as file:
             access = mmap.ACCESS_WRITE if pinned else mmap.ACCESS_COPY  # private pages are not his
             memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=access), dtype=torch.uint8)
         if pinned:
             _pin(memory, path)
-        self._tensors = dict(zip(spec.moe_layers, _views(memory, spec, dtype), strict=True))
+        self._layout = layout
+        self._tensors = dict(zip(layout.spec.moe_layers, _layers(memory, layout), strict=True))
 
     def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
-        for stored, out in zip(self._tensors[layer], into, strict=True):
-            out.copy_(stored[first:last], non_blocking=True)
+        pieces = self._layout.pieces(self._tensors[layer], first, last)
+        for stored, out in zip(pieces, into, strict=True):
+            out.copy_(stored, non_blocking=True)
 
 
-def _views(memory: Tensor, spec: ModelSpec, dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
-    shapes = [(spec.num_experts, *shape) for shape in expert_shapes(spec)]
-    first = 0
-    for _ in spec.moe_layers:
-        tensors = []
-        for shape in shapes:
-            size = math.prod(shape) * dtype.itemsize
-            tensors.append(memory[first : first + size].view(dtype).view(shape))
-            first += size
-        yield tuple(tensors)
+def _layers(memory: Tensor, layout: ExpertLayout) -> Iterator[tuple[Tensor, ...]]:
+    experts = layout.spec.num_experts
+    for part in torch.split(memory, layout.num_bytes(experts)):
+        yield layout.views(part, experts)
 
 
-def _num_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    elements = sum(math.prod(shape) for shape in expert_shapes(spec))
-    return len(spec.moe_layers) * spec.num_experts * elements * dtype.itemsize
+def _num_bytes(layout: ExpertLayout) -> int:
+    return len(layout.spec.moe_layers) * layout.num_bytes(layout.spec.num_experts)
 
 
 def _pin(memory: Tensor, path: Path) -> None:
@@ -135,12 +124,13 @@ def _pin(memory: Tensor, path: Path) -> None:
         )
 
 
-def _is_stored_as_computed(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype) -> bool:
-    """So that reading is copying. Clamped experts are stored with rows in turns."""
+def _is_stored_as_computed(checkpoint: Checkpoint, layout: ExpertLayout) -> bool:
+    """But for packing. Clamped experts are stored with rows in turns."""
+    spec = layout.spec
     if spec.clamp is not None:
         return False
     return all(
-        checkpoint.entry(checkpoint.find(wanted)).dtype == _STORED[dtype]
+        checkpoint.entry(checkpoint.find(wanted)).dtype == _STORED[layout.dtype]
         for layer in spec.moe_layers
         for wants in expert_wants(checkpoint, spec, layer, range(spec.num_experts))
         for wanted in wants.values()
@@ -152,18 +142,18 @@ def _default_store() -> Path:
 
 
 def _make_file(
-    checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, store: Path, deadline_s: float
+    checkpoint: Checkpoint, layout: ExpertLayout, store: Path, deadline_s: float
 ) -> Path:
-    """The file of this checkpoint and dtype. Whoever comes first makes it, the others wait."""
-    path = store / f"experts-{_fingerprint(checkpoint.folder, dtype)}.bin"
-    size = _num_bytes(spec, dtype)
+    """The file of this checkpoint and layout. Whoever comes first makes it, the others wait."""
+    path = store / f"experts-{_fingerprint(checkpoint.folder, layout)}.bin"
+    size = _num_bytes(layout)
     try:
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
         if store.stat().st_uid != os.getuid():
             raise ResourceError(f"{store} belongs to another user; set prefill.host_store")
         with _locked(path.with_suffix(".lock"), deadline_s):
             if not path.is_file() or path.stat().st_size != size:
-                _write(checkpoint, spec, dtype, path, size)
+                _write(checkpoint, layout, path, size)
     except OSError as error:
         raise ResourceError(
             f"{path}: {error.strerror}; set prefill.host_store to a folder with {size} free bytes"
@@ -171,9 +161,7 @@ def _make_file(
     return path
 
 
-def _write(
-    checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, path: Path, size: int
-) -> None:
+def _write(checkpoint: Checkpoint, layout: ExpertLayout, path: Path, size: int) -> None:
     """Under another name until it is complete."""
     free = shutil.disk_usage(path.parent).free
     if free < size:
@@ -182,23 +170,22 @@ def _write(
             "prefill.host_store to another folder"
         )
     partial = path.with_suffix(".partial")
-    loader = Loader(checkpoint, dtype, torch.device("cpu"), None, 0)
+    parts = CheckpointParts(checkpoint, layout)
+    experts = layout.spec.num_experts
     with partial.open("w+b") as file:
         file.truncate(size)
         memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
-        experts = range(spec.num_experts)
-        for layer, tensors in zip(spec.moe_layers, _views(memory, spec, dtype), strict=True):
-            copy_experts(checkpoint, spec, layer, experts, loader, tensors)
-            loader.layer_done()
+        for layer, tensors in zip(layout.spec.moe_layers, _layers(memory, layout), strict=True):
+            parts.copy_part(layer, 0, experts, layout.pieces(tensors, 0, experts))
         os.fsync(file.fileno())
     partial.rename(path)
 
 
-def _fingerprint(folder: Path, dtype: torch.dtype) -> str:
-    """Changes with the checkpoint's files."""
+def _fingerprint(folder: Path, layout: ExpertLayout) -> str:
+    """Changes with the checkpoint's files, and with how experts are laid out."""
     files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    text = repr((_FORMAT, str(folder.resolve()), str(dtype), stats))
+    text = repr((_FORMAT, str(folder.resolve()), str(layout.dtype), layout.digest, stats))
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 

@@ -16,6 +16,7 @@ from actors.weight_source import PeerSource, own_part
 from contracts.worker import Group, WorkerSpec
 from models.checkpoint import Checkpoint, check_checkpoint
 from models.checkpoint_part import CheckpointParts
+from models.expert_layout import ExpertLayout
 from models.expert_store import ExpertBuffer
 from tests.group_harness import group_config
 
@@ -41,22 +42,28 @@ def worker_spec(
     )
 
 
-def parts_of(folder: Path) -> CheckpointParts:
-    return CheckpointParts(Checkpoint(folder), check_checkpoint(folder), torch.float32)
+def layout_of(folder: Path, *, packed: bool = True) -> ExpertLayout:
+    """In float32."""
+    return ExpertLayout(check_checkpoint(folder), torch.float32, torch.device("cpu"), packed=packed)
 
 
 def make_source(
-    spec: WorkerSpec, *, window: int | None = None, host: PartSource | None = None
+    spec: WorkerSpec,
+    *,
+    window: int | None = None,
+    host: PartSource | None = None,
+    layout: ExpertLayout | None = None,
 ) -> PeerSource:
-    """In float32. window: of a shard that comes from `host`, as many layers at a time."""
+    """window: of a shard that comes from `host`, as many layers at a time."""
     folder = Path(spec.model_folder)
-    model = check_checkpoint(folder)
-    host = host or parts_of(folder)
-    part = own_part(spec, model, torch.float32)
-    layers = model.moe_layers[1:]
+    layout = layout or layout_of(folder)
+    checkpoint = CheckpointParts(Checkpoint(folder), layout)
+    host = host or checkpoint
+    part = own_part(spec, layout)
+    layers = layout.spec.moe_layers[1:]
     shard: Shard
     shard = ShardWindow(layers, part, host, window) if window else HeldShard(layers, part, host)
-    return PeerSource(spec, model, part, shard, parts_of(folder))
+    return PeerSource(spec, part, shard, checkpoint)
 
 
 def join_all(sources: Sequence[PeerSource]) -> dict[str, str]:
@@ -81,20 +88,16 @@ def gathering(
             source.close()
 
 
-def new_buffer(folder: Path) -> ExpertBuffer:
-    model = check_checkpoint(folder)
-    buffer = ExpertBuffer(model, model.num_experts, torch.float32, torch.device("cpu"))
-    for tensor in buffer.tensors:
-        tensor.fill_(torch.nan)
+def new_buffer(folder: Path, *, packed: bool = True) -> ExpertBuffer:
+    buffer = ExpertBuffer(layout_of(folder, packed=packed))
+    for piece in buffer.pieces:
+        piece.fill_(torch.nan)
     return buffer
 
 
-def expected(folder: Path, layer: int) -> tuple[torch.Tensor, ...]:
-    buffer, experts = new_buffer(folder), check_checkpoint(folder).num_experts
-    parts_of(folder).copy_part(layer, 0, experts, buffer.tensors)
-    return buffer.tensors
-
-
-def assert_layer(folder: Path, buffer: ExpertBuffer, layer: int) -> None:
-    for got, wanted in zip(buffer.tensors, expected(folder, layer), strict=True):
+def assert_layer(folder: Path, buffer: ExpertBuffer, layer: int, *, packed: bool = True) -> None:
+    layout, expected = layout_of(folder, packed=packed), new_buffer(folder, packed=packed)
+    parts = CheckpointParts(Checkpoint(folder), layout)
+    parts.copy_part(layer, 0, layout.spec.num_experts, expected.pieces)
+    for got, wanted in zip(buffer.pieces, expected.pieces, strict=True):
         assert torch.equal(got, wanted)

@@ -10,6 +10,7 @@ import torch
 
 from models.checkpoint import Checkpoint, check_checkpoint
 from models.copying_store import CopyingStore, split_layers
+from models.expert_layout import ExpertLayout
 from models.host_experts import open_host_source
 from models.moe import ExpertHalf
 from tests.group_harness import PrefillThreads, prefill_config
@@ -32,16 +33,13 @@ def test_a_layer_is_whole_when_it_is_fetched_and_stays_so_while_it_is_read(
     spec, device = check_checkpoint(folder), torch.device("cuda", 0)
     everyone = range(spec.num_experts)
     half = ExpertHalf.load(Checkpoint(folder), spec, everyone, dtype=torch.float32, device=device)
-    source = open_host_source(
-        folder, spec, torch.float32, store=SHARED_MEMORY / "tandem-test", pinned=True, deadline_s=60
-    )
+    layout = ExpertLayout(spec, torch.float32, device)
+    source = open_host_source(folder, layout, store=SHARED_MEMORY / "tandem-test", deadline_s=60)
     resident, _ = split_layers(spec, 1)
     store = CopyingStore(
         source,
         {layer: half.held(layer) for layer in resident},
-        spec,
-        dtype=torch.float32,
-        device=device,
+        layout,
         deadline_s=20,
     )
     x = torch.randn(200_000, spec.hidden_size, device=device)

@@ -13,17 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.errors import ChannelError, PeerDeadError, ResourceError
+from kernels.linear import is_packed
 from models.checkpoint import Checkpoint, check_checkpoint
 from models.copying_store import CopyingStore
+from models.expert_layout import ExpertLayout
 from models.expert_loading import ExpertLayer
 from models.expert_store import ExpertBuffer
-from models.host_experts import open_host_source
+from models.host_experts import HostSource, open_host_source
 from models.moe import ExpertHalf
 from models.spec import ModelSpec
 
 Checkpoints = Callable[..., Path]
 DEADLINE_S = 20.0
 CPU = torch.device("cpu")
+PACKED = int(is_packed(torch.float32, CPU))  # whether this build lays weights out anew
 
 
 class GatedSource:
@@ -44,7 +47,7 @@ class GatedSource:
         assert self.gate.wait(DEADLINE_S)
         if self.errors:
             raise self.errors.pop()
-        for tensor in into.tensors:
+        for tensor in into.pieces:
             tensor.fill_(layer)
 
     def close(self) -> None:
@@ -66,15 +69,13 @@ def opened(
     model: ModelSpec, source: GatedSource, *, deadline_s: float = DEADLINE_S
 ) -> Iterator[CopyingStore]:
     """Layer 0 is resident."""
-    buffer = ExpertBuffer(model, model.num_experts, torch.float32, CPU)
-    for tensor in buffer.tensors:
+    buffer = ExpertBuffer(ExpertLayout(model, torch.float32, CPU))
+    for tensor in buffer.pieces:
         tensor.zero_()
     store = CopyingStore(
         source,
         {0: buffer.layer},
-        model,
-        dtype=torch.float32,
-        device=CPU,
+        ExpertLayout(model, torch.float32, CPU),
         deadline_s=deadline_s,
     )
     try:
@@ -98,7 +99,7 @@ def test_passes_find_their_layers_and_the_next_ones_are_copied_meanwhile(model: 
             assert [weight_of(store.fetch(layer)) for layer in range(5)] == [0, 1, 2, 3, 4]
         store.fetch(0)
         source.wait_for_copies(1, 2, 3, 4, 1, 2, 3, 4, 1, 2)
-        two_buffers = 2 * ExpertBuffer(model, model.num_experts, torch.float32, CPU).num_bytes
+        two_buffers = 2 * ExpertBuffer(ExpertLayout(model, torch.float32, CPU)).num_bytes
         assert store.num_bytes == two_buffers
     assert source.closed
 
@@ -160,12 +161,16 @@ def test_closing_while_a_copy_runs_ends_the_thread(model: ModelSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides", "made"),
+    ("family", "overrides", "packed", "made"),
     [
-        ("qwen3_moe", {}, 0),
-        ("qwen3_moe", {"fused": True}, 0),
-        ("qwen3_moe", {"dtype": "bfloat16"}, 1),
-        ("gpt_oss", {}, 1),
+        ("qwen3_moe", {}, False, 0),
+        ("qwen3_moe", {}, True, PACKED),
+        ("qwen3_moe", {"fused": True}, False, 0),
+        ("qwen3_moe", {"fused": True}, True, PACKED),
+        ("qwen3_moe", {"dtype": "bfloat16"}, False, 1),
+        ("qwen3_moe", {"dtype": "bfloat16"}, True, 1),
+        ("gpt_oss", {}, False, 1),
+        ("gpt_oss", {}, True, 1),
     ],
 )
 def test_the_hosts_experts_are_the_checkpoints_and_a_file_is_made_once_where_needed(
@@ -173,30 +178,50 @@ def test_the_hosts_experts_are_the_checkpoints_and_a_file_is_made_once_where_nee
     tmp_path: Path,
     family: str,
     overrides: dict[str, object],
+    packed: bool,
     made: int,
 ) -> None:
     folder = tiny_checkpoint(family, **overrides)
+    layout = ExpertLayout(check_checkpoint(folder), torch.float32, CPU, packed=packed)
+    buffer, stamps = ExpertBuffer(layout), set()
+    for _ in range(2):
+        source = open_host_source(folder, layout, store=tmp_path, deadline_s=DEADLINE_S)
+        assert_same_products(folder, source, buffer)
+        part = [torch.empty_like(piece) for piece in buffer.part(2, 4)]
+        source.copy_part(layout.spec.moe_layers[-1], 2, 4, part)
+        for got, wanted in zip(part, buffer.part(2, 4), strict=True):
+            assert torch.equal(got, wanted)
+        stamps |= {path.stat().st_mtime_ns for path in tmp_path.glob("*.bin")}
+    assert len(stamps) == len(list(tmp_path.glob("*.bin"))) == made
+
+
+def assert_same_products(folder: Path, source: HostSource, buffer: ExpertBuffer) -> None:
+    """To the bit, with those of experts that stay in memory."""
     spec = check_checkpoint(folder)
     everyone = range(spec.num_experts)
     held = ExpertHalf.load(Checkpoint(folder), spec, everyone, dtype=torch.float32)
-    buffer = ExpertBuffer(spec, spec.num_experts, torch.float32, CPU)
-    x = torch.randn(3, spec.hidden_size, generator=torch.Generator().manual_seed(0))
-    stamps = set()
-    for _ in range(2):
-        source = open_host_source(
-            folder, spec, torch.float32, store=tmp_path, pinned=False, deadline_s=DEADLINE_S
-        )
-        for layer in spec.moe_layers:
-            source.copy(layer, buffer)
-            for expert in everyone:
-                expected = held.held(layer).gate_up[expert](x)
-                assert torch.equal(buffer.layer.gate_up[expert](x), expected)
-            part = tuple(torch.empty_like(view) for view in buffer.part(2, 4))
-            source.copy_part(layer, 2, 4, part)
-            for got, wanted in zip(part, buffer.part(2, 4), strict=True):
-                assert torch.equal(got, wanted)
-        stamps |= {path.stat().st_mtime_ns for path in tmp_path.glob("*.bin")}
-    assert len(stamps) == len(list(tmp_path.glob("*.bin"))) == made
+    generator = torch.Generator().manual_seed(0)
+    x, h = (
+        torch.randn(3, n, generator=generator) for n in (spec.hidden_size, spec.expert_ffn_size)
+    )
+    for layer in spec.moe_layers:
+        source.copy(layer, buffer)
+        for expert in everyone:
+            for mine, theirs, rows in (
+                (buffer.layer.gate_up, held.held(layer).gate_up, x),
+                (buffer.layer.down, held.held(layer).down, h),
+            ):
+                assert torch.equal(mine[expert](rows), theirs[expert](rows))
+
+
+def test_experts_are_packed_as_they_are_read_where_a_file_of_them_has_no_room(
+    tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    (tmp_path / "file").touch()
+    layout = ExpertLayout(check_checkpoint(folder), torch.float32, CPU)
+    source = open_host_source(folder, layout, store=tmp_path / "file", deadline_s=DEADLINE_S)
+    assert_same_products(folder, source, ExpertBuffer(layout))
 
 
 def test_a_store_folder_that_cannot_be_used_is_named(
@@ -204,12 +229,6 @@ def test_a_store_folder_that_cannot_be_used_is_named(
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe", dtype="bfloat16")
     (tmp_path / "file").touch()
+    layout = ExpertLayout(check_checkpoint(folder), torch.float32, CPU)
     with pytest.raises(ResourceError, match=r"set prefill\.host_store to a folder with \d+ free"):
-        open_host_source(
-            folder,
-            check_checkpoint(folder),
-            torch.float32,
-            store=tmp_path / "file",
-            pinned=False,
-            deadline_s=DEADLINE_S,
-        )
+        open_host_source(folder, layout, store=tmp_path / "file", deadline_s=DEADLINE_S)

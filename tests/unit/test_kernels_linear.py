@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.linear import Linear, PlainLinear, linear, linears
+from kernels.linear import Linear, PlainLinear, is_packed, linear, linears
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -45,6 +45,23 @@ def test_a_weight_that_stays_as_it_is_gives_the_bits_of_a_reordered_one(
     packed, plain = Linear(weight, bias), PlainLinear(weight, bias)
     for rows in (0, 1, 2, 3, 7, 17, 33, 80):
         assert torch.equal(plain(x[:rows]), packed(x[:rows])), rows
+
+
+@DTYPES
+@pytest.mark.parametrize(("N", "K"), [(130, 96), (512, 256), (1, 7), (22, 13)])
+def test_a_packed_weight_takes_the_bytes_of_another(dtype: torch.dtype, N: int, K: int) -> None:
+    if not is_packed(dtype, torch.device("cpu")):
+        pytest.skip(f"this processor has no layout of its own for {dtype}")
+    generator = torch.Generator().manual_seed(N + K)
+    x, weight, other = (torch.randn(rows, K, generator=generator).to(dtype) for rows in (80, N, N))
+    expected, layer = Linear(weight), Linear(other)
+    assert layer.layout == expected.layout
+    layer.memory.copy_(expected.memory)
+    for rows in (1, 3, 80):
+        assert torch.equal(layer(x[:rows]), expected(x[:rows])), rows
+    memory = layer.memory
+    del layer
+    assert torch.equal(memory, expected.memory), "it lasts as long as the memory is held"
 
 
 @DTYPES

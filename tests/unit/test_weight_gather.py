@@ -17,6 +17,7 @@ from tests.prefill_workers import (
     assert_layer,
     gathering,
     join_all,
+    layout_of,
     make_source,
     new_buffer,
     worker_spec,
@@ -82,8 +83,8 @@ def test_a_window_holds_no_more_layers_than_it_says(tiny_checkpoint: Checkpoints
     with gathering(folder, 2, backend="shm", window=3) as sources:
         for source in sources:
             slots = source.shard.slots
-            assert len(slots.tensors) == 3
-            assert slots.payload_bytes < 4 * sum(tensor.nbytes for tensor in slots.tensors[0])
+            assert len(slots.pieces) == 3
+            assert slots.payload_bytes < 4 * sum(tensor.nbytes for tensor in slots.pieces[0])
         for layer in range(1, 9):
             buffer = new_buffer(folder)
             sources[1].copy(layer, buffer)
@@ -114,6 +115,28 @@ def test_another_model_or_number_of_workers_is_refused(
     with gathering(folder, 2, backend="tcp") as sources, expected:
         stray.connect({"prefill-0": sources[0].address})
     stray.close()
+
+
+def test_experts_that_stand_otherwise_are_refused(tiny_checkpoint: Checkpoints) -> None:
+    """As on another processor; as plain matrices they are taken, whatever the processor."""
+    folder = tiny_checkpoint("qwen3_moe")
+    other = layout_of(folder)
+    other.digest = b"of another processor"
+    stray = make_source(worker_spec(folder, 1, 2, backend="tcp"), layout=other)
+    expected = pytest.raises(HandshakeError, match=r"set prefill\.packed_experts=false on all")
+    with gathering(folder, 2, backend="tcp") as sources, expected:
+        stray.connect({"prefill-0": sources[0].address})
+    stray.close()
+    plain = layout_of(folder, packed=False)
+    sources = [
+        make_source(worker_spec(folder, rank, 2, backend="tcp"), layout=plain) for rank in (0, 1)
+    ]
+    join_all(sources)
+    buffer = new_buffer(folder, packed=False)
+    sources[0].copy(1, buffer)
+    assert_layer(folder, buffer, 1, packed=False)
+    for source in sources:
+        source.close()
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])

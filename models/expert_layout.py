@@ -1,0 +1,96 @@
+"""How the experts of a layer stand in memory when they are moved as a whole.
+
+    plain    gate_up [E, 2F, D] (gate rows first) | down [E, D, F] (| biases [E, 2F], [E, D])
+    packed   the same matrices as oneDNN multiplies with them: [E, elements] each
+
+Packed experts are moved byte by byte into the very memory that is computed with. Both ends must lay
+them out alike, which depends on the processor and on oneDNN: `digest` tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.linear import Linear, is_packed
+from models.expert_loading import expert_shapes
+from models.spec import ModelSpec
+
+_MATRICES = 2  # gate_up and down; what follows are biases, which are never packed
+
+
+class ExpertLayout:
+    """packed: whether it is, where the device and the dtype have a packed layout at all.
+
+    `shapes`: of one expert's tensors as they stand. `pieces` of some experts are a flat list of
+    contiguous tensors, which is what is copied, sent and received:
+
+        plain:  one [e, *shape] each        packed: a matrix of each expert, then the biases [e, N]
+    """
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, *, packed: bool = True
+    ) -> None:
+        self.spec, self.dtype, self.device = spec, dtype, device
+        self.packed = packed and is_packed(dtype, device)
+        self.plain_shapes = expert_shapes(spec)
+        self.shapes, self.digest = self.plain_shapes, b""
+        if self.packed:
+            samples = [self.new_linear(matrix) for matrix in range(_MATRICES)]
+            matrices = tuple((sample.memory.numel(),) for sample in samples)
+            self.shapes = (*matrices, *self.plain_shapes[_MATRICES:])
+            self.digest = hashlib.sha256(b"".join(s.layout for s in samples)).digest()
+
+    def new_linear(self, matrix: int, bias_N: Tensor | None = None) -> Linear:
+        """A packed product whose weight is still to be written. matrix 0: gate_up, 1: down."""
+        return Linear(torch.zeros(self.plain_shapes[matrix], dtype=self.dtype), bias_N)
+
+    def empty(self, experts: int) -> tuple[Tensor, ...]:
+        """A tensor [experts, *shape] for each of `shapes`, on the device."""
+        return tuple(self._empty((experts, *shape)) for shape in self.shapes)
+
+    def empty_biases(self, experts: int) -> tuple[Tensor, ...]:
+        """Of these, the biases."""
+        return tuple(self._empty((experts, *shape)) for shape in self.shapes[_MATRICES:])
+
+    def num_bytes(self, experts: int) -> int:
+        return sum(self._sizes_bytes(experts))
+
+    def views(self, memory: Tensor, experts: int) -> tuple[Tensor, ...]:
+        """The tensors of `empty`, in memory, uint8 [num_bytes]."""
+        split = torch.split(memory, self._sizes_bytes(experts))
+        return tuple(
+            part.view(self.dtype).view(experts, *shape)
+            for part, shape in zip(split, self.shapes, strict=True)
+        )
+
+    def pieces(
+        self, tensors: Sequence[Tensor | Sequence[Tensor]], first: int, last: int
+    ) -> list[Tensor]:
+        """Of experts [first, last). tensors: those of `empty`, or lists of their rows."""
+        parts = [tensor[first:last] for tensor in tensors]
+        if not self.packed:
+            return [part for part in parts if isinstance(part, Tensor)]
+        biases = [part for part in parts[_MATRICES:] if isinstance(part, Tensor)]
+        return [*parts[0], *parts[1], *biases]
+
+    def pack(self, plain: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """One expert's tensors, [1, *shape] of `plain_shapes`, into its pieces."""
+        for number, (tensor, out) in enumerate(zip(plain, into, strict=True)):
+            out.copy_(Linear(tensor[0]).memory if number < _MATRICES else tensor)
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _sizes_bytes(self, experts: int) -> list[int]:
+        return [experts * math.prod(shape) * self.dtype.itemsize for shape in self.shapes]
+
+
+def of_expert(pieces: Sequence[Tensor], expert: int, experts: int) -> list[Tensor]:
+    """Of packed pieces of `experts`, those of the one at `expert`."""
+    matrices, biases = pieces[: _MATRICES * experts], pieces[_MATRICES * experts :]
+    return [*matrices[expert::experts], *(bias[expert : expert + 1] for bias in biases)]
