@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from actors.channels.handshake import Identity, accept_async
+from actors.loop_watch import LoopWatch
 from contracts.errors import HandshakeError
 from contracts.messages import MAX_FRAME_BYTES, Events, RankState, ToRank
 
@@ -36,12 +37,16 @@ class FromClient(NamedTuple):
 
 
 class ClientServer:
-    """Accepts clients that prove the cluster's token. `wake` is called after each new message."""
+    """Accepts clients that prove the cluster's token. `wake` is called after each new message.
+    watch: of the rank's loop; looked at with each heartbeat."""
 
-    def __init__(self, name: str, *, token: bytes, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, *, token: bytes, wake: Callable[[], None], watch: LoopWatch
+    ) -> None:
         # Clients are not bound to an epoch: they stay while the group is rebuilt.
         self._identity = Identity(name=name, token=token, epoch=None)
         self._wake = wake
+        self._watch = watch
         self._inbox: deque[FromClient] = deque()
         self._open: set[asyncio.StreamWriter] = set()
         self._writers: dict[int, asyncio.StreamWriter] = {}
@@ -75,7 +80,8 @@ class ClientServer:
     def publish(self, state: RankState) -> None:
         """What every client is told, now if its health changed, else with the next heartbeat.
 
-        Heartbeats come from the I/O thread: a rank in a long attention task is not silent.
+        Heartbeats come from the I/O thread: a rank in a long attention task is not silent. Once
+        its loop counts as stuck, they say so.
         """
         before, self._state = self._state, state
         if before is None or before.healthy != state.healthy:
@@ -103,13 +109,20 @@ class ClientServer:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(STATE_PERIOD_S)
+            self._watch.look()
             self._tell_state()
 
     def _tell_state(self) -> None:
         if self._state is not None:
-            frame = self._frame(Events([self._state]))
+            frame = self._state_frame(self._state)
             for client in list(self._writers):
                 self._write(client, frame)
+
+    def _state_frame(self, state: RankState) -> bytes:
+        problem = self._watch.problem
+        if problem:
+            state = msgspec.structs.replace(state, healthy=False, reason=problem, stuck=True)
+        return self._frame(Events([state]))
 
     def _frame(self, events: Events) -> bytes:
         body = self._encoder.encode(events)
@@ -141,7 +154,7 @@ class ClientServer:
         self._writers[client] = writer
         self._put(client, Joined())
         if self._state is not None:
-            self._write(client, self._frame(Events([self._state])))
+            self._write(client, self._state_frame(self._state))
         try:
             while True:
                 self._put(client, await self._read(reader))

@@ -97,10 +97,11 @@ class ExpertWorker:
 
     def status(self) -> RankStatus:
         sent, received = self._endpoint.bytes_moved()
+        reason = self._reason or self._endpoint.stuck
         return RankStatus(
             name=self.spec.name,
-            healthy=not self._reason,
-            reason=self._reason,
+            healthy=not reason,
+            reason=reason,
             stage_s={stage.value: s for stage, s in self._timeline.stage_seconds.items()},
             exposed_s=self._timeline.exposed_s,
             bytes_sent=sent,

@@ -21,6 +21,10 @@ class RayRank:
         self.name = name
         self.actor = actor
 
+    def started(self) -> Future[Any]:
+        """Done once its process is there, on whichever node."""
+        return self.call("__ray_ready__")
+
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         answer: Future[Any] = Future()
         raw = getattr(self.actor, method).remote(*arguments).future()

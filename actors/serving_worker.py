@@ -22,6 +22,7 @@ from actors.admission import Admission
 from actors.block_manager import BlockManager
 from actors.client_server import ClientServer, FromClient
 from actors.finisher import Finisher
+from actors.loop_watch import LoopWatch
 from actors.memory import keep_freed_memory, kv_pool_blocks
 from actors.rank_metrics import RankMetrics
 from actors.scheduled_batch import ScheduledBatch
@@ -91,6 +92,7 @@ class ServingWorker:
         self._loop_thread = threading.Thread(target=self._run, name=f"{spec.name}-loop")
         self._metrics = RankMetrics(spec, monotonic_s)
         self._timeline = Timeline(config.trace.spans, self._observe)
+        self._watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s)
         self._reason = ""  # why this rank cannot serve; empty: it can
         self._last_state_s = 0.0
         self._checked_s = monotonic_s()
@@ -107,7 +109,9 @@ class ServingWorker:
             self._schedule.max_waiting,
         )
         self._open()
-        self._clients = ClientServer(spec.name, token=spec.token, wake=self._wake)
+        self._clients = ClientServer(
+            spec.name, token=spec.token, wake=self._wake, watch=self._watch
+        )
         self.ready = RankReady(
             name=spec.name,
             pid=os.getpid(),
@@ -193,10 +197,11 @@ class ServingWorker:
             self._close()
 
     def status(self) -> RankStatus:
+        reason = self._reason or self._watch.problem
         return RankStatus(
             name=self.spec.name,
-            healthy=not self._reason,
-            reason=self._reason,
+            healthy=not reason,
+            reason=reason,
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
             kv_blocks=self._blocks.counts,
@@ -218,6 +223,7 @@ class ServingWorker:
         return self._timeline.spans()
 
     def _observe(self, span: TaskSpan) -> None:
+        self._watch.moved()
         self._metrics.observe(span)
 
     def _load_half(self) -> AttentionHalf:
@@ -258,10 +264,12 @@ class ServingWorker:
     def _refuse_until_stopped(self) -> None:
         """Answers what comes in after a failure: nobody waits for a loop that has ended."""
         while not self._stopping.wait(IDLE_POLL_S):
+            self._watch.moved()
             for received in self._clients.receive():
                 self._take(received)
 
     def _turn(self) -> None:
+        self._watch.moved()
         for received in self._clients.receive():
             self._take(received)
         if not self._executor.in_flight and not self._reason:

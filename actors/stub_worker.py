@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actors.client_server import ClientServer, FromClient, Joined
+from actors.loop_watch import LoopWatch
 from actors.model_shape import shape_of
 from actors.pseudo_answers import pseudo_answer
 from actors.telemetry import Telemetry
@@ -102,7 +103,10 @@ class StubWorker:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{spec.name}-loop", daemon=True)
-        self._clients = ClientServer(spec.name, token=spec.token, wake=self._wake.set)
+        self._watch = LoopWatch(spec.name, spec.config.channel.stuck_s, monotonic_s)
+        self._clients = ClientServer(
+            spec.name, token=spec.token, wake=self._wake.set, watch=self._watch
+        )
         self.ready = RankReady(
             name=spec.name,
             pid=os.getpid(),
@@ -136,7 +140,8 @@ class StubWorker:
     def status(self) -> RankStatus:
         return RankStatus(
             name=self.spec.name,
-            healthy=True,
+            healthy=not self._watch.problem,
+            reason=self._watch.problem,
             waiting=len(self._waiting),
             kv_blocks=self._kv_blocks,
             uptime_s=monotonic_s() - self._started_s if self._started_s else 0.0,
@@ -172,6 +177,7 @@ class StubWorker:
 
     def _turn(self) -> None:
         """Takes what has come, answers a batch, tells everybody."""
+        self._watch.moved()
         for received in self._clients.receive():
             self._take(received)
         for waiting in self._batch():

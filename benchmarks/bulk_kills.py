@@ -3,16 +3,19 @@
     python -m benchmarks.bulk_kills                            200,000 rows, bundled model
     python -m benchmarks.bulk_kills --rows 1000000 --stub      all but the model
     python -m benchmarks.bulk_kills --rows 2000 --stub         a look
+    python -m benchmarks.bulk_kills --nodes 2                  a worker on each node, one is killed
 
 A Ray cluster and `tandem serve` are started, and the job comes by `ray job submit`. At random
 moments a prefill worker, the router and the driver get SIGKILL; after the driver the job is
-submitted again with --resume. Rows are short sentences, made up or from the JSONL files of --data.
+submitted again with --resume. With two nodes, all processes of the one that is not the head get
+SIGKILL too, and a new node joins. Rows are short sentences, made up or from the JSONL files of
+--data.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import random
 import shutil
 import signal
@@ -20,8 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +32,10 @@ import msgspec
 import psutil
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from benchmarks.bulk_rows import RowsDone, check, write_rows
 from benchmarks.harness import Result, write_result
-from benchmarks.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
+from benchmarks.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, RayNode, ray_head, ray_node
 from cluster.bulk.driver import IN_FLIGHT_ROWS
-from cluster.bulk.output import journal_name
 from cluster.front import free_port
 
 TEMPLATE = "Review: {text}\\nSentiment:"
@@ -40,7 +43,8 @@ LABELS = "negative,positive"
 POLL_S = 0.5
 READY_TIMEOUT_S = 180.0
 VICTIMS = ("worker", "router", "driver")
-_WORDS = ("film", "good", "bad", "long", "short", "great", "boring", "and", "but", "never", "like")
+ROOM = {"prefill": 1.0}  # for one worker on each of two nodes
+ON_EACH = ("--set", "groups.prefill_resources={prefill: 1}")
 
 
 class Sample(NamedTuple):
@@ -57,32 +61,13 @@ class Watched(NamedTuple):
     killed: list[tuple[float, str]]
 
 
-def made_up(rows: int, seed: int) -> Iterator[str]:
-    rng = random.Random(seed)
-    for _ in range(rows):
-        yield " ".join(rng.choices(_WORDS, k=rng.randint(3, 9)))
-
-
-def texts_of(folder: Path) -> Iterator[str]:
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)["text"]
-
-
-def write_rows(path: Path, rows: int, seed: int, data: Path | None) -> None:
-    """`rows` rows with the ids 0, 1, …; those of `data` again and again if they are too few."""
-    texts = list(texts_of(data)) if data is not None else []
-    source = (texts[n % len(texts)] for n in range(rows)) if texts else made_up(rows, seed)
-    with path.open("wb") as file:
-        for number, text in enumerate(source):
-            file.write(msgspec.json.encode({"id": number, "text": text}) + b"\n")
-
-
-def start_server(head: RayHead, options: argparse.Namespace, folder: Path) -> subprocess.Popen[str]:
-    """`tandem serve` on the cluster, ready; what it logs is in `folder`."""
+def start_server(
+    head: RayHead, options: argparse.Namespace, folder: Path, *more: str
+) -> subprocess.Popen[str]:
+    """`tandem serve` on the cluster, ready; what it logs is in `folder`. more: its options."""
     settings = ["--set", f"groups.address={head.address}", "--port", str(free_port())]
     settings += ["--prefill-ranks", str(options.workers), "--attention-ranks", "0"]
-    settings += ["--expert-ranks", "0", "--dtype", options.dtype]
+    settings += ["--expert-ranks", "0", "--dtype", options.dtype, *more]
     if options.stub:
         settings += ["--set", "prefill.engine=stub"]
     server = subprocess.Popen(
@@ -123,41 +108,46 @@ def driver_of(head: RayHead) -> psutil.Process | None:
     return found[0] if found else None
 
 
-def kill(head: RayHead, victim: str, rng: random.Random) -> bool:
+class OtherNodes:
+    """The nodes beside the head, one at a time: another one comes in the place of a killed one."""
+
+    def __init__(self, head: RayHead, stack: contextlib.ExitStack) -> None:
+        self._head, self._stack = head, stack
+        self._number = 1  # the head's
+        self._node = self._start()
+
+    def _start(self) -> RayNode:
+        self._number += 1
+        return self._stack.enter_context(ray_node(self._head, self._number, resources=ROOM))
+
+    def replace(self) -> None:
+        """SIGKILL to all processes of the node; then a new one."""
+        self._node.kill()
+        self._node = self._start()
+
+    def running(self, *words: str) -> list[psutil.Process]:
+        return self._node.running(*words)
+
+
+def kill(head: RayHead, victim: str, rng: random.Random, nodes: OtherNodes | None = None) -> bool:
     """SIGKILL to one of the victim's kind; whether there was one."""
+    if victim == "node":
+        assert nodes is not None
+        nodes.replace()
+        return True
     driver = driver_of(head)
+
+    def running(name: str) -> list[psutil.Process]:
+        return head.running(name) + (nodes.running(name) if nodes is not None else [])
+
     found = {
-        "worker": head.running("ray::WorkerShell"),
-        "router": head.running("ray::BulkRouter"),
+        "worker": running("ray::WorkerShell"),
+        "router": running("ray::BulkRouter"),
         "driver": [driver] if driver is not None else [],
     }[victim]
     if found:
         rng.choice(found).send_signal(signal.SIGKILL)
     return bool(found)
-
-
-def _came(journal: Path) -> int:
-    try:
-        return journal.read_bytes().count(b'["came"')
-    except FileNotFoundError:  # committed meanwhile
-        return 0
-
-
-class RowsDone:
-    """Rows answered so far, from the output folder: the ledger's and the journals' lines."""
-
-    def __init__(self, output: Path) -> None:
-        self._output = output
-
-    def count(self) -> int:
-        journals = {path.name: _came(path) for path in self._output.glob("journal-*.jsonl")}
-        ledger = self._output / "ledger.jsonl"
-        done = 0
-        for line in ledger.read_bytes().splitlines() if ledger.exists() else ():
-            entry = json.loads(line)
-            done += entry["rows_ok"] + entry["rows_rejected"]
-            journals.pop(journal_name(entry["window"]), None)  # there for a moment longer
-        return done + sum(journals.values())
 
 
 def watch(
@@ -166,9 +156,9 @@ def watch(
     rows: RowsDone,
     plan: list[tuple[int, str]],
     options: argparse.Namespace,
-    rng: random.Random,
+    strike: Callable[[str], bool],
 ) -> Watched:
-    """Follows a submission to its end; kills whoever the plan names at that many rows."""
+    """Follows a submission to its end; strikes whoever the plan names at that many rows."""
     client = JobSubmissionClient(head.dashboard)
     begun_s = said_s = time.monotonic()
     samples: list[Sample] = []
@@ -188,7 +178,7 @@ def watch(
                 samples.append(Sample(now_s, done, driver.memory_info().rss))
             except psutil.Error:
                 continue
-        if plan and done >= plan[0][0] and kill(head, plan[0][1], rng):
+        if plan and done >= plan[0][0] and strike(plan[0][1]):
             killed.append((now_s, plan[0][1]))
             print(f"  {now_s:6.1f} s: {done:,} rows, {plan[0][1]} killed", flush=True)
             plan.pop(0)
@@ -199,39 +189,28 @@ def watch(
         time.sleep(POLL_S)
 
 
-def check(output: Path, rows: int) -> dict[str, Any]:
-    """The summary. Raises RuntimeError unless every row is there once."""
-    seen: Counter[int] = Counter()
-    for part in sorted(output.glob("part-*.jsonl")):
-        with part.open("rb") as file:
-            seen.update(json.loads(line)["id"] for line in file)
-    missing, repeated = rows - len(seen), sum(seen.values()) - len(seen)
-    if missing or repeated or set(seen) != set(range(rows)):
-        raise RuntimeError(f"{missing} rows are missing, {repeated} are there twice")
-    left = [path.name for path in output.glob("journal-*")]
-    if left or (output / "rejected.jsonl").stat().st_size:
-        raise RuntimeError(f"left over: {left}, or rejected rows")
-    summary: dict[str, Any] = json.loads((output / "summary.json").read_bytes())
-    return summary
-
-
 def run(options: argparse.Namespace, folder: Path) -> tuple[list[Watched], dict[str, Any]]:
     """The whole story; the submissions, and what came of them."""
     rng = random.Random(options.seed)
     source, output = folder / "rows.jsonl", folder / "out"
     write_rows(source, options.rows, options.seed, options.data)
-    victims = rng.sample(VICTIMS, len(VICTIMS))
+    kinds = (*VICTIMS, "node") if options.nodes == 2 else VICTIMS
+    victims = rng.sample(kinds, len(kinds))
     moments = sorted(rng.uniform(0.1, 0.8) * options.rows for _ in victims)
     plan = [(round(at), victim) for at, victim in zip(moments, victims, strict=True)]
     print(f"plan: {', '.join(f'{v} at {at:,} rows' for at, v in plan)}", flush=True)
     watched: list[Watched] = []
-    with ray_head(dashboard=True) as head:
-        server = start_server(head, options, folder)
+    with contextlib.ExitStack() as stack:
+        two = options.nodes == 2
+        head = stack.enter_context(ray_head(dashboard=True, resources=ROOM if two else {}))
+        nodes = OtherNodes(head, stack) if two else None
+        strike = partial(kill, head, rng=rng, nodes=nodes)
+        server = start_server(head, options, folder, *(ON_EACH if two else ()))
         try:
             while not watched or watched[-1].status != "SUCCEEDED":
                 name = f"bulk-{len(watched)}"
                 submit(head, name, source, output)
-                watched.append(watch(head, name, RowsDone(output), plan, options, rng))
+                watched.append(watch(head, name, RowsDone(output), plan, options, strike))
                 print(f"{name}: {watched[-1].status}", flush=True)
         finally:
             server.send_signal(signal.SIGINT)
@@ -250,7 +229,8 @@ def report(
     flight."""
     kills = [victim for one in watched for _, victim in one.killed]
     sent_again = summary["rows_sent_again"]
-    at_most = sent_again + IN_FLIGHT_ROWS * kills.count("worker")
+    lost_workers = kills.count("worker") + kills.count("node")
+    at_most = sent_again + IN_FLIGHT_ROWS * lost_workers
     longest = max(watched, key=lambda one: len(one.samples)).samples
     settled = [sample.driver_bytes for sample in longest[len(longest) // 4 :]]
     half = len(settled) // 2
@@ -273,6 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="2: one is killed too")
     parser.add_argument("--stub", action="store_true", help="workers without a model")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="float32")
     parser.add_argument("--data", type=Path, help="folder of JSONL files with a field text")

@@ -1,13 +1,14 @@
-"""A Ray cluster of one node, as an operator starts it, and its processes to be killed."""
+"""A Ray cluster as an operator starts it, and its processes and nodes to be killed."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -38,18 +39,53 @@ class RayHead(NamedTuple):
     process: psutil.Process
 
     def running(self, *words: str) -> list[psutil.Process]:
-        """The cluster's processes with all these words in their command line."""
-        found = []
-        for process in self.process.children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                line = " ".join(process.cmdline())
-                if all(word in line for word in words):
-                    found.append(process)
-        return found
+        """The node's processes with all these words in their command line."""
+        return _running(self.process, words)
+
+
+class RayNode(NamedTuple):
+    """A node beside the head, on this machine."""
+
+    started: subprocess.Popen[str]
+
+    def running(self, *words: str) -> list[psutil.Process]:
+        """The node's processes with all these words in their command line."""
+        return _running(psutil.Process(self.started.pid), words)
+
+    def kill(self) -> None:
+        """SIGKILL to all of its processes at once."""
+        _end(self.started, psutil.Process(self.started.pid))
 
 
 @contextmanager
-def ray_head(*, num_cpus: int = 4, dashboard: bool = False) -> Iterator[RayHead]:
+def ray_node(
+    head: RayHead, number: int, *, num_cpus: int = 4, resources: Mapping[str, float] | None = None
+) -> Iterator[RayNode]:
+    """Another node, at 127.0.0.NUMBER, until it is killed."""
+    options = {
+        "address": head.address,
+        "node-ip-address": f"127.0.0.{number}",
+        "num-cpus": num_cpus,
+        "object-store-memory": 100_000_000,
+        "resources": json.dumps(resources or {}),
+    }
+    node = RayNode(_start(options))
+    try:
+        _wait_started(node.started)
+        yield node
+    finally:
+        if node.started.poll() is None:
+            node.kill()
+
+
+@contextmanager
+def ray_head(
+    *,
+    num_cpus: int = 4,
+    dashboard: bool = False,
+    resources: Mapping[str, float] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[RayHead]:
     """Inside, the cluster runs; its processes, and only those, are gone afterwards."""
     port = free_port()
     dashboard_port = free_port()
@@ -65,18 +101,9 @@ def ray_head(*, num_cpus: int = 4, dashboard: bool = False) -> Iterator[RayHead]
             "num-cpus": num_cpus,
             "object-store-memory": 200_000_000,
             "temp-dir": temp,
+            "resources": json.dumps(resources or {}),
         }
-        head = subprocess.Popen(
-            [
-                *(str(BIN / "ray"), "start", "--head", "--block"),
-                *(f"--{key}={value}" for key, value in options.items()),
-            ],
-            env=ENVIRONMENT,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        head = _start(options, "--head", environment=environment)
         process = psutil.Process(head.pid)
         try:
             _wait_started(head)
@@ -84,6 +111,32 @@ def ray_head(*, num_cpus: int = 4, dashboard: bool = False) -> Iterator[RayHead]
             yield RayHead(f"127.0.0.1:{port}", url, process)
         finally:
             _end(head, process)
+
+
+def _running(node: psutil.Process, words: Sequence[str]) -> list[psutil.Process]:
+    found = []
+    for process in node.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            if all(word in line for word in words):
+                found.append(process)
+    return found
+
+
+def _start(
+    options: Mapping[str, object], *flags: str, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            *(str(BIN / "ray"), "start", "--block", *flags),
+            *(f"--{key}={value}" for key, value in options.items()),
+        ],
+        env={**ENVIRONMENT, **(environment or {})},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def _wait_started(head: subprocess.Popen[str]) -> None:

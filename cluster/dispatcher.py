@@ -127,6 +127,11 @@ class Dispatcher:
         for rank in self._ranks.values():
             await rank.client.wait_until(lambda client: client.problem is None)
 
+    @property
+    def serves(self) -> bool:
+        """Whether any rank takes requests."""
+        return any(rank.client.problem is None for rank in self._ranks.values())
+
     def problems(self) -> list[str]:
         """One line per rank that takes no requests now; empty: ready."""
         found = (rank.client.problem for rank in self._ranks.values())

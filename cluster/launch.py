@@ -13,7 +13,7 @@ from cluster.hardware import load_hardware
 from cluster.placement import (
     RankRequest,
     check_resources,
-    hosts_of,
+    node_of,
     place,
     rank_requests,
     resolve_backend,
@@ -97,10 +97,10 @@ def launch_group(
     ranks: list[RayRank] = []
     try:
         ranks = [start_rank(request, placement, i) for i, request in enumerate(requests)]
-        hosts = hosts_of(placement, len(ranks))
-        backend = resolve_backend(config, device, hosts)
+        nodes = [node_of(placement, i) for i in range(len(ranks))]
+        backend = resolve_backend(config, device, [node.host for node in nodes])
         formation = Formation(config, model_folder, token, epoch, backend, hardware)
-        seats = seat_ranks(requests, hosts, device)
+        seats = seat_ranks(requests, nodes, device)
         first = config.groups.attention_ranks
         last = first + config.groups.expert_ranks
         specs = make_specs(formation, seats[:first], seats[first:last], seats[last:])

@@ -16,6 +16,8 @@ from cluster.dispatcher import Dispatcher
 from cluster.prefill_router import PrefillRouter
 from contracts.messages import Finished, Scored, Submit, Tokens
 
+POLL_S = 0.1
+
 
 class Pipeline(Backend, Protocol):
     """A backend with a life of its own."""
@@ -25,6 +27,9 @@ class Pipeline(Backend, Protocol):
     async def close(self) -> None: ...
 
     async def wait_ready(self) -> None: ...
+
+    @property
+    def serves(self) -> bool: ...
 
 
 class Pipelines:
@@ -49,6 +54,16 @@ class Pipelines:
     async def wait_ready(self) -> None:
         """Returns once every rank of every pipeline takes requests."""
         await asyncio.gather(*(pipeline.wait_ready() for pipeline in self._deployed))
+
+    async def wait_serving(self, patience_s: float) -> None:
+        """Returns once every rank takes requests; after patience_s, one of each pipeline is
+        enough."""
+        try:
+            async with asyncio.timeout(patience_s):
+                await self.wait_ready()
+        except TimeoutError:
+            while not all(pipeline.serves for pipeline in self._deployed):
+                await asyncio.sleep(POLL_S)
 
     def problems(self) -> list[str]:
         return [problem for pipeline in self._deployed for problem in pipeline.problems()]

@@ -140,28 +140,45 @@ def start_rank(request: RankRequest, placement: PlacementGroup, bundle: int) -> 
     return RayRank(rank_name(request.group, request.rank), actor)
 
 
-def hosts_of(placement: PlacementGroup, count: int) -> list[str]:
-    """The address of each bundle's node."""
+class Node(NamedTuple):
+    """A node of the Ray cluster, and the address at which others reach it."""
+
+    id: str
+    host: str
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process runs on it."""
+        here: str = ray.get_runtime_context().get_node_id()
+        return self.id == here
+
+    @property
+    def listen_host(self) -> str:
+        """Where a rank there listens: with one node only, nobody outside needs to reach it."""
+        return "127.0.0.1" if len(ray.nodes()) == 1 else self.host
+
+
+def node_of(placement: PlacementGroup, bundle: int) -> Node:
+    """Where the bundle is, which has been placed."""
     table: dict[str, Any] = ray.util.placement_group_table(placement)
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    return [address[table["bundles_to_node_id"][index]] for index in range(count)]
+    id = table["bundles_to_node_id"][bundle]
+    return Node(id, address[id])
 
 
-def is_here(placement: PlacementGroup, bundle: int) -> bool:
-    """Whether the bundle is on the node of this process."""
+def is_placed(placement: PlacementGroup) -> bool:
+    """Whether there is a node for every bundle: not, after the loss of one, while none has room."""
     table: dict[str, Any] = ray.util.placement_group_table(placement)
-    here: str = ray.get_runtime_context().get_node_id()
-    return bool(table["bundles_to_node_id"][bundle] == here)
+    return bool(table["state"] == "CREATED")
 
 
-def seat_ranks(requests: Sequence[RankRequest], hosts: Sequence[str], device: str) -> list[Seat]:
+def seat_ranks(requests: Sequence[RankRequest], nodes: Sequence[Node], device: str) -> list[Seat]:
     """Where each rank runs. Attention ranks and prefill workers share a node's memory for KV."""
     with_kv = Counter(
-        host
-        for request, host in zip(requests, hosts, strict=True)
+        node.id
+        for request, node in zip(requests, nodes, strict=True)
         if request.group in (Group.ATTENTION, Group.PREFILL)
     )
     # Ray shows each actor its own GPU only: it is number 0 there.
     name = "cuda:0" if device == "cuda" else "cpu"
-    only_node = len(ray.nodes()) == 1  # then nobody outside needs to reach a rank
-    return [Seat(name, "127.0.0.1" if only_node else host, max(1, with_kv[host])) for host in hosts]
+    return [Seat(name, node.listen_host, max(1, with_kv[node.id])) for node in nodes]

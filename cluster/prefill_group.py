@@ -4,6 +4,7 @@ launch ── place, prepare, connect, start ──> worker 0, 1, …      epoch
 supervisor thread: every CHECK_PERIOD_S asks each for its status
     gone, silent for HUNG_AFTER_S, not healthy, or given up by a router ─> killed;
     another in its place, epoch + 1; the others are told its address, routers find it in `addresses`
+    its node is gone ─> the same on another node, as soon as one has room for it
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from actors.remote import RayRank
 from actors.rendezvous import Formation, channel_addresses, form_group, make_specs
 from actors.telemetry import Telemetry
 from cluster.placement import (
+    Node,
     RankRequest,
     check_resources,
-    hosts_of,
-    is_here,
+    is_placed,
+    node_of,
     place,
     rank_requests,
     resolve_backend,
@@ -48,15 +50,17 @@ CHECK_PERIOD_S = 0.25
 HUNG_AFTER_S = 3.0  # without an answer to `status`, which no batch holds up
 RETRY_S = 1.0  # before another try to replace a worker; doubled up to MAX_RETRY_S
 MAX_RETRY_S = 30.0
+PLACE_PERIOD_S = 1.0  # how often a worker that has no node yet is looked for
 
 
 class Member:
     """A worker's place: who is in it now."""
 
-    def __init__(self, spec: WorkerSpec, rank: RayRank, ready: RankReady) -> None:
+    def __init__(self, spec: WorkerSpec, rank: RayRank, ready: RankReady, node: Node) -> None:
         self.spec = spec
         self.rank = rank
         self.ready = ready
+        self.node = node
         self.problem = ""  # why it is being replaced; empty: it works
         self._asked: Future[RankStatus] | None = None
         self._asked_s = 0.0
@@ -77,8 +81,8 @@ class Member:
         status = asked.result()
         return "" if status.healthy else status.reason or "not healthy"
 
-    def settle(self, spec: WorkerSpec, rank: RayRank, ready: RankReady) -> None:
-        self.spec, self.rank, self.ready = spec, rank, ready
+    def settle(self, spec: WorkerSpec, rank: RayRank, ready: RankReady, node: Node) -> None:
+        self.spec, self.rank, self.ready, self.node = spec, rank, ready, node
         self._asked, self.problem = None, ""
 
 
@@ -124,11 +128,6 @@ class PrefillGroup:
         replaced meanwhile is elsewhere."""
         known = self.addresses.values()
         self._suspects.update({a: reason for a, reason in suspects.items() if a in known})
-
-    def problems(self) -> list[str]:
-        """One line per worker that is being replaced."""
-        found = [(member.ready.name, member.problem) for member in self._members]
-        return [f"{name} is being replaced: {problem}" for name, problem in found if problem]
 
     def status(self, timeout_s: float) -> list[RankStatus]:
         return statuses(self._ranks, timeout_s)
@@ -193,9 +192,9 @@ class PrefillGroup:
         """Ray lets a process that hangs have five seconds to end by itself; on this node it need
         not."""
         try:
-            if is_here(self._placement, member.spec.rank):
+            if member.node.is_ours:
                 os.kill(member.ready.pid, signal.SIGKILL)
-        except (OSError, KeyError) as error:
+        except OSError as error:
             log.info("worker_not_killed name=%s error=%s", member.ready.name, error)
         ray.kill(member.rank.actor)
 
@@ -207,7 +206,8 @@ class PrefillGroup:
             epoch = self.epoch
         rank = start_rank(self._requests[rank_number], self._placement, rank_number)
         try:
-            spec = msgspec.structs.replace(member.spec, epoch=epoch)
+            node = self._settled(member, rank)
+            spec = msgspec.structs.replace(member.spec, epoch=epoch, host=node.listen_host)
             ready = rank.call("prepare", spec).result(timeout_s)
             addresses = channel_addresses([*self.ready, ready], Group.PREFILL)
             rank.call("connect", addresses).result(timeout_s)
@@ -221,11 +221,30 @@ class PrefillGroup:
         if self._closing.is_set():
             ray.kill(rank.actor)
             return
-        member.settle(spec, rank, ready)
+        member.settle(spec, rank, ready, node)
         self._count(ready)
         for other in self._members:
             if other is not member and not other.problem:
                 other.rank.call("connect", addresses)
+
+    def _settled(self, member: Member, rank: RayRank) -> Node:
+        """Where its process has started. While no node has room for it, it waits; else raises
+        TimeoutError after groups.ready_timeout_s."""
+        started, timeout_s = rank.started(), self._config.groups.ready_timeout_s
+        end_s, lacks = time.monotonic() + timeout_s, ""
+        while not self._closing.is_set() and time.monotonic() < end_s:
+            try:
+                started.result(PLACE_PERIOD_S)
+                return node_of(self._placement, member.spec.rank)
+            except TimeoutError:
+                if is_placed(self._placement):
+                    continue
+            end_s = time.monotonic() + timeout_s
+            if not lacks:
+                lacks = f"no node has room for {self._requests[member.spec.rank].resources}"
+                log.error("worker_has_no_node name=%s reason=%s", member.ready.name, lacks)
+                member.problem = f"{lacks}; lost because: {member.problem}"
+        raise TimeoutError
 
     def _count(self, ready: RankReady) -> None:
         with self._lock:
@@ -246,13 +265,13 @@ def launch_prefill(
     ranks: list[RayRank] = []
     try:
         ranks = [start_rank(request, placement, i) for i, request in enumerate(requests)]
-        hosts = hosts_of(placement, len(ranks))
-        backend = resolve_backend(config, device, hosts)
+        nodes = [node_of(placement, i) for i in range(len(ranks))]
+        backend = resolve_backend(config, device, [node.host for node in nodes])
         formation = Formation(config, model_folder, token, epoch, backend)
-        specs = make_specs(formation, (), (), prefill=seat_ranks(requests, hosts, device))
+        specs = make_specs(formation, (), (), prefill=seat_ranks(requests, nodes, device))
         ready = form_group(specs, ranks, timeout_s=config.groups.ready_timeout_s)
         log.info("prefill_ready epoch=%d backend=%s workers=%d", epoch, backend, len(ranks))
-        members = [Member(*each) for each in zip(specs, ranks, ready, strict=True)]
+        members = [Member(*each) for each in zip(specs, ranks, ready, nodes, strict=True)]
         return PrefillGroup(requests, placement, members, formation)
     except BaseException:
         for rank in ranks:

@@ -109,6 +109,11 @@ class PrefillRouter:
         for peer in self._peers:
             await peer.wait_ready()
 
+    @property
+    def serves(self) -> bool:
+        """Whether any worker takes requests."""
+        return any(peer.problem is None for peer in self._peers)
+
     def problems(self) -> list[str]:
         """One line per worker that takes no requests now; empty: ready."""
         return [peer.problem for peer in self._peers if peer.problem is not None]

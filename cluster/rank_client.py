@@ -4,8 +4,8 @@
               [Events frame] <─────────────  one per step, for all sequences of this connection
     RankStream <─ its own events
 
-When the rank is lost, hung or dead, every waiting request fails at once with the rank's name, and
-the client goes on trying to reconnect.
+When the rank is lost, hung or dead, or says that its loop is stuck, every waiting request fails at
+once with the rank's name; the client goes on trying to reconnect to one that is lost.
 """
 
 from __future__ import annotations
@@ -188,6 +188,8 @@ class RankClient:
             self.state = event
             if self._listener is not None:
                 self._listener.on_state(event)
+            if event.stuck:
+                self._give_up(PeerHungError(event.reason, self.name))
             self._announce()
             return
         if isinstance(event, WorkerReport | WorkerSnapshot):
@@ -202,6 +204,12 @@ class RankClient:
         if not isinstance(event, Tokens):
             del self._sinks[event.request_id]
         sink.put(event)
+
+    def _give_up(self, error: PeerHungError) -> None:
+        """Ends every waiting request; should the rank go on after all, it need not answer them."""
+        for request_id, sink in list(self._sinks.items()):
+            self.cancel(request_id)
+            sink.lose(error)
 
     def _drop_all(self, lost: ChannelError) -> None:
         """Ends every waiting request with an error that names the rank."""

@@ -36,7 +36,7 @@ from contracts.worker import RankStatus
 
 log = logging.getLogger("tandem.serve")
 
-HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives its head node
+ON_HEAD = {"node:__internal_head__": 0.001}  # a little of what Ray gives its head node alone
 APP_NAME = "tandem"
 STATUS_TIMEOUT_S = 2.0
 SPANS_TIMEOUT_S = 30.0
@@ -132,13 +132,13 @@ class Ingress:
 
 def build_serve_app(config: TandemConfig) -> serve.Application:
     """The application to hand to `serve.run`."""
-    on_head = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
+    on_head = {"num_cpus": 0, "resources": ON_HEAD}
     anywhere = {"num_cpus": 0}
     groups = serve.deployment(
         name="Groups",
         num_replicas=1,
         max_ongoing_requests=64,
-        ray_actor_options=anywhere,
+        ray_actor_options=on_head,  # all ranks end with it: it must not end with another node
         graceful_shutdown_timeout_s=15,
     )(Groups)
     ingress = serve.deployment(

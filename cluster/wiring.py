@@ -33,6 +33,7 @@ from planner.saturation import SaturationConfig
 log = logging.getLogger("tandem.ingress")
 
 CONNECT_DEADLINE_S = 30.0
+PATIENCE_S = 10.0  # for the last of the ranks
 FALLBACK_PROMPT_TOKENS = 256
 SILENCE_S = 1.5  # a rank says something every 0.25 s; its loss must be told within 2 s
 
@@ -109,12 +110,13 @@ async def build_ingress_app(
     rank_metrics: Callable[[], Awaitable[list[str]]],
     find: Find,
 ) -> Starlette:
-    """The application, connected to every rank. It closes its connections when it shuts down."""
+    """The application, connected to every rank, or to those that are there: workers may be lost
+    for a while when an ingress starts. It closes its connections when it shuts down."""
     model, tokenizer = await asyncio.to_thread(served_model, config)
     backend = pipelines(config, directory, find)
     backend.start()
     async with asyncio.timeout(CONNECT_DEADLINE_S):
-        await backend.wait_ready()
+        await backend.wait_serving(PATIENCE_S)
 
     async def extra() -> str:
         try:

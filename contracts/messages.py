@@ -104,7 +104,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
-    """What the dispatcher must know of a rank; sent on connecting and when it changes."""
+    """What the dispatcher must know of a rank; sent on connecting and when it changes. stuck: its
+    loop hangs, so that nothing that waits there will be answered."""
 
     rank: str
     healthy: bool
@@ -113,6 +114,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     running: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
+    stuck: bool = False
 
 
 SequenceEvent = Tokens | Finished | Scored | Failed

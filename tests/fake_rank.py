@@ -51,6 +51,7 @@ class FakeRank:
         self.on_submit: Callable[[], None] | None = None
         self.silent = False
         self.healthy = True
+        self.stuck = False
         self.submits: SimpleQueue[Submit] = SimpleQueue()
         self.cancels: SimpleQueue[int] = SimpleQueue()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -108,10 +109,13 @@ class FakeRank:
         with contextlib.suppress(OSError):
             while True:
                 if not self.silent:
-                    reason = "" if self.healthy else "told so"
-                    state = RankState(rank=self.name, healthy=self.healthy, reason=reason)
-                    self.send(writer, [state])
+                    self.send(writer, [self._state()])
                 await asyncio.sleep(HEARTBEAT_S)
+
+    def _state(self) -> RankState:
+        healthy = self.healthy and not self.stuck
+        reason = "" if healthy else "told so"
+        return RankState(rank=self.name, healthy=healthy, reason=reason, stuck=self.stuck)
 
     def send(self, writer: asyncio.StreamWriter, events: list[Event]) -> None:
         body = self._encoder.encode(Events(events))

@@ -187,6 +187,11 @@ class Endpoint(Protocol):
     def wake(self) -> None:
         """Makes a `poll` in another thread return now."""
 
+    @property
+    def stuck(self) -> str:
+        """Why it sends no heartbeats any more: nobody has polled for channel.stuck_s. Empty: it
+        does."""
+
     def bytes_moved(self) -> tuple[int, int]:
         """Payload bytes sent and received so far."""
 

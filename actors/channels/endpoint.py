@@ -34,6 +34,7 @@ from actors.channels.handshake import Identity
 from actors.channels.joiner import Joiner
 from actors.channels.link import Joint, Link
 from actors.channels.pulse import Pulse
+from actors.loop_watch import LoopWatch
 from contracts.clock import Clock
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, PeerError
@@ -80,6 +81,7 @@ class BaseEndpoint(abc.ABC):
             linked=self._links.__contains__,
             joined=self._accepted,
         )
+        self._watch = LoopWatch(name, config.stuck_s, clock)
         self._pulse: Pulse[Link] | None = None
         self._closed = False
         self._moved = [0, 0]  # by links that are gone
@@ -136,7 +138,9 @@ class BaseEndpoint(abc.ABC):
             if self._closed:
                 return
             if self._pulse is None:
-                self._pulse = Pulse(self.name, self.config, self.clock, self._tell_loss)
+                self._pulse = Pulse(
+                    self.name, self.config, self.clock, self._tell_loss, self._watch
+                )
                 self._pulse.start()
             self._pulse.add(link)
 
@@ -174,6 +178,7 @@ class BaseEndpoint(abc.ABC):
     # --- receiving
 
     def poll(self, timeout_s: float) -> list[Happening]:
+        self._watch.moved()
         happenings: list[Happening] = []
         for fd, mask in self._wait(timeout_s):
             if fd == self._wake_fd:
@@ -285,6 +290,10 @@ class BaseEndpoint(abc.ABC):
             os.eventfd_read(self._wake_fd)
 
     # --- the end
+
+    @property
+    def stuck(self) -> str:
+        return self._watch.problem
 
     def bytes_moved(self) -> tuple[int, int]:
         links = tuple(self._links.values())  # any thread may ask while the owner's changes it

@@ -3,7 +3,8 @@
 Each link has a second socket that carries nothing but heartbeats. So a rank in a three-second GEMM
 still beats, no heartbeat waits behind a payload, and a payload under way on a slow link (whose
 bytes count as life, see `Heart.heard`) accuses nobody. Silence is judged here, after the sockets
-are drained, and only over time during which this process itself was running.
+are drained, and only over time during which this process itself was running. An endpoint whose
+owner's loop is stuck sends no heartbeats: its peers then lose it as one that hangs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from actors.loop_watch import LoopWatch
 from contracts.clock import Clock, monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import PeerDeadError, PeerError, PeerHungError
@@ -36,14 +38,16 @@ class Heart:
         """Notes a sign of life that came another way."""
         self.heard_s = now_s
 
-    def exchange(self, now_s: float) -> None:
-        """Reads all heartbeats that wait, and sends one (skipped if the peer reads none)."""
+    def exchange(self, now_s: float, *, beats: bool = True) -> None:
+        """Reads all heartbeats that wait, and sends one if it `beats` (skipped if the peer reads
+        none)."""
         with self._lock:
             if self.gone or self._sock.fileno() < 0:
                 return
             try:
                 self._drain(now_s)
-                self._sock.send(_BEAT)
+                if beats:
+                    self._sock.send(_BEAT)
             except BlockingIOError:
                 pass
             except OSError:
@@ -86,8 +90,14 @@ class Pulse(Generic[L]):
     """The thread. `lost` is called on it, once per link; the link is then forgotten."""
 
     def __init__(
-        self, name: str, config: ChannelConfig, clock: Clock, lost: Callable[[L, PeerError], None]
+        self,
+        name: str,
+        config: ChannelConfig,
+        clock: Clock,
+        lost: Callable[[L, PeerError], None],
+        watch: LoopWatch,
     ) -> None:
+        self._watch = watch
         self._config = config
         self._clock = clock
         self._lost = lost
@@ -135,9 +145,10 @@ class Pulse(Generic[L]):
             links = list(self._links)
         now_s = self._clock()
         wait_s = self._config.heartbeat_s
+        beats = not self._watch.look()
         for link in links:
             link.heart.heard_s = min(link.heart.heard_s + stopped_s, now_s)
-            link.heart.exchange(now_s)
+            link.heart.exchange(now_s, beats=beats)
             link.flush()
             error = self._judge(link, now_s)
             if error is not None:

@@ -23,6 +23,7 @@ from cluster.bulk.answering import Answering, Asked, BulkTask
 from cluster.bulk.driver import RouterLostError
 from cluster.bulk.rows import Answer
 from cluster.codec import Directory, decode_config, decode_directory
+from cluster.pipelines import Pipelines
 from cluster.serve_app import APP_NAME
 from cluster.wiring import pipelines, served_model
 from contracts.errors import JobError, TandemError
@@ -31,6 +32,7 @@ log = logging.getLogger("tandem.bulk")
 
 READY_TIMEOUT_S = 120.0
 PING_EVERY_S = 1.0
+PATIENCE_S = 5.0  # for the last of the workers, when the router starts
 HUNG_AFTER_S = 15.0  # it shares its cores with workers, and imports torch when it starts
 MAX_LOSSES = 5  # in a row, without an answer in between
 
@@ -60,6 +62,7 @@ class BulkRouter:
         self._bulk = msgspec.msgpack.decode(bulk, type=BulkTask)
         self._groups = groups
         self._answering: Answering | None = None
+        self._scorer: Pipelines | None = None
 
     async def open(self) -> bytes:
         """Connects to the workers."""
@@ -79,9 +82,9 @@ class BulkRouter:
         async def find(suspects: dict[str, str]) -> dict[str, str]:
             return (await directory(suspects)).prefill_addresses
 
-        scorer = pipelines(self._config, await directory({}), find)
+        self._scorer = scorer = pipelines(self._config, await directory({}), find)
         scorer.start()
-        await scorer.wait_ready()
+        await scorer.wait_serving(PATIENCE_S)
         limit = model.max_context_tokens
         task = msgspec.structs.replace(self._bulk.task, max_context_tokens=limit)
         return Answering(scorer, tokenizer, msgspec.structs.replace(self._bulk, task=task))
@@ -94,15 +97,18 @@ class BulkRouter:
         except TandemError as error:
             return msgspec.msgpack.encode(Failed(error.message))
 
-    async def ping(self) -> None:
-        """That its loop turns."""
+    async def ping(self) -> list[str]:
+        """That its loop turns; and one line for each worker that takes no requests."""
+        return self._scorer.problems() if self._scorer is not None else []
 
 
 class RayRouter:
-    """The driver's side. make: starts a BulkRouter."""
+    """The driver's side. make: starts a BulkRouter. tell: takes a line for the user."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], Any], tell: Callable[[str], None]) -> None:
         self._make = make
+        self._tell = tell
+        self._missing = 0  # workers
         self._actor: Any | None = None
         self._starting = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
@@ -121,6 +127,7 @@ class RayRouter:
             if self._actor is actor:  # many calls tell of the same loss
                 self._actor = None
                 self._count_loss(error)
+                ray.kill(actor)  # it may be out of reach only
             raise RouterLostError("the router is gone") from None
         except RayTaskError as error:
             raise JobError(f"the router failed: {error.cause!r}") from None
@@ -181,13 +188,21 @@ class RayRouter:
         while self._actor is actor:
             await asyncio.sleep(PING_EVERY_S)
             try:
-                await asyncio.wait_for(ping.remote(), HUNG_AFTER_S)
+                self._tell_missing(await asyncio.wait_for(ping.remote(), HUNG_AFTER_S))
             except TimeoutError:
                 log.warning("router_hung silent_s=%g", HUNG_AFTER_S)
                 ray.kill(actor)
                 return
             except RayActorError:
                 return
+
+    def _tell_missing(self, problems: list[str]) -> None:
+        """Once when workers go missing, and once when all are there again."""
+        before, self._missing = self._missing, len(problems)
+        if self._missing > before:
+            self._tell(f"goes on without: {'; '.join(problems)}")
+        elif before and not problems:
+            self._tell("all workers are there again")
 
 
 def router_actor(config: bytes, bulk: BulkTask, groups: Any | None) -> Any:

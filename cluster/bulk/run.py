@@ -49,7 +49,9 @@ def run_bulk(
         bulk = BulkTask(
             task=job.task(), multi_label=job.multi_label, unavailable_s=job.unavailable_s
         )
-        router = RayRouter(partial(router_actor, encode_config(found.config), bulk, found.start()))
+        make = partial(router_actor, encode_config(found.config), bulk, found.start())
+        tell = partial(console.print, soft_wrap=True, highlight=False, markup=False)
+        router = RayRouter(make, tell)
         driver = Driver(output, router, _settings(job, found.config), tally)
         asyncio.run(_run(driver, router, _windows(job, sources, tally), tally, console))
         summary = _summary(output.committed, router.restarts)

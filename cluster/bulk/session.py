@@ -13,7 +13,7 @@ from ray import serve
 from cluster.codec import decode_config, decode_directory, encode_config
 from cluster.model_folder import resolve_model_folder
 from cluster.ray_session import ray_session
-from cluster.serve_app import APP_NAME, CLOSE_TIMEOUT_S, Groups
+from cluster.serve_app import APP_NAME, CLOSE_TIMEOUT_S, ON_HEAD, Groups
 from contracts.config import GroupsConfig, TandemConfig
 from contracts.errors import LaunchError, ResourceError
 from models.checkpoint import check_checkpoint
@@ -58,7 +58,8 @@ def own_workers(config: TandemConfig, environment: Mapping[str, str]) -> Iterato
 
         def start() -> Any:
             stack.enter_context(ray_session(config, environment, show_rank_logs=False))
-            groups = ray.remote(num_cpus=0)(Groups).remote(encode_config(config))
+            owner = ray.remote(num_cpus=0, resources=ON_HEAD)(Groups)
+            groups = owner.remote(encode_config(config))
             stack.callback(_close, groups)
             timeout_s = config.groups.ready_timeout_s
             try:

@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.bulk_kills import LABELS, TEMPLATE, RowsDone, check, kill, start_server, write_rows
+from benchmarks.bulk_kills import LABELS, TEMPLATE, kill, start_server
+from benchmarks.bulk_rows import RowsDone, check, write_rows
 from benchmarks.ray_head import ENVIRONMENT, ROOT, RayHead, ray_head
 from cluster.bulk.driver import IN_FLIGHT_ROWS
 

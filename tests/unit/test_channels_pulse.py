@@ -10,12 +10,13 @@ import pytest
 
 from actors.channels.header_link import HeaderLink
 from actors.channels.pulse import Heart, Pulse
+from actors.loop_watch import LoopWatch
 from contracts.clock import ManualClock
 from contracts.config import ChannelConfig
 from contracts.errors import PeerDeadError, PeerError, PeerHungError
 from tests.channels_support import nothing_leaks  # noqa: F401
 
-CONFIG = ChannelConfig(backend="tcp", heartbeat_s=0.2, silence_s=1.5, deadline_s=5.0)
+CONFIG = ChannelConfig(backend="tcp", heartbeat_s=0.2, silence_s=1.5, deadline_s=5.0, stuck_s=6.0)
 
 
 class FakeLink:
@@ -37,8 +38,9 @@ class Ward:
         self.clock = ManualClock()
         self.link = FakeLink(sock)
         self.lost: list[PeerError] = []
+        self.loop = LoopWatch("attention-0", CONFIG.stuck_s, self.clock)
         self.pulse: Pulse[FakeLink] = Pulse(
-            "attention-0", CONFIG, self.clock, lambda link, error: self.lost.append(error)
+            "attention-0", CONFIG, self.clock, lambda _, error: self.lost.append(error), self.loop
         )
         self.pulse.add(self.link)
 
@@ -70,6 +72,21 @@ def test_heartbeats_that_wait_in_the_socket_are_read_before_silence_is_judged(wa
     ward.tick(1.4)
     ward.other.send(b"\x01")
     ward.tick(100.0)
+    assert not ward.lost
+
+
+def test_heartbeats_end_while_the_owners_loop_is_stuck_and_then_go_on(ward: Ward) -> None:
+    ward.loop.moved()
+    for _ in range(round(CONFIG.stuck_s / CONFIG.heartbeat_s)):
+        ward.other.send(b"\x01")
+        ward.tick(CONFIG.heartbeat_s)
+    assert ward.other.recv(4096)
+    ward.tick(CONFIG.heartbeat_s)
+    with pytest.raises(BlockingIOError):
+        ward.other.recv(1, socket.MSG_DONTWAIT)
+    ward.loop.moved()
+    ward.tick(CONFIG.heartbeat_s)
+    assert ward.other.recv(64) == b"\x01"
     assert not ward.lost
 
 

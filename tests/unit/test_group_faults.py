@@ -9,9 +9,11 @@ import secrets
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ from contracts.errors import (
 from contracts.messages import Failed, Tokens
 from contracts.worker import RankStatus
 from models.local import LocalModel
+from models.moe import ExpertHalf
 from tests.channels_support import nothing_leaks  # noqa: F401
 from tests.group_harness import (
     DEADLINE_S,
@@ -208,6 +211,28 @@ def test_an_unforeseen_error_in_an_expert_rank_is_told_by_its_name(
         status = group.experts[1].status()
         assert not status.healthy
         assert "ArithmeticError: planted" in status.reason
+
+
+def test_an_expert_rank_whose_loop_hangs_is_told_by_its_name_though_its_threads_live(
+    deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = group_config(1, 2, channel={"stuck_s": 2.0, "silence_s": 3.0})
+    with ThreadGroup(deep, config) as group, group.client() as client:
+        half, released = group.experts[1]._half, threading.Event()
+
+        def hang(*arguments: Any) -> torch.Tensor:
+            released.wait(DEADLINE_S)
+            return ExpertHalf.run(half, *arguments)
+
+        monkeypatch.setattr(half, "run", hang)
+        try:
+            request = client.submit(tokens(1, 40), candidates=[1])
+            assert "expert-1 has been silent" in client.failed(request).message
+            status = group.experts[1].status()
+            assert not status.healthy
+            assert "expert-1 has been stuck in one step" in status.reason
+        finally:
+            released.set()
 
 
 # --- an attention rank is lost

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from actors.remote import RayRank
+from cluster.placement import Node
 from cluster.prefill_group import HUNG_AFTER_S, Member
 from contracts.errors import LaunchError
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
@@ -37,7 +38,8 @@ def member() -> tuple[Member, SilentRank]:
         device="cpu",
         backend="shm",
     )
-    return Member(spec, rank, RankReady(name="prefill-0", pid=1, channel_address="")), rank
+    ready = RankReady(name="prefill-0", pid=1, channel_address="")
+    return Member(spec, rank, ready, Node("a", "10.0.0.1")), rank
 
 
 def test_a_worker_that_answers_is_asked_again_and_kept() -> None:
@@ -77,6 +79,6 @@ def test_a_new_worker_in_its_place_does_not_answer_for_the_old_one() -> None:
     worker.look(0.0, 0.0)
     rank.answer.set_exception(LaunchError("prefill-0: its actor died"))
     worker.problem = "its actor died"
-    worker.settle(worker.spec, SilentRank(), worker.ready)
+    worker.settle(worker.spec, SilentRank(), worker.ready, worker.node)
     assert worker.problem == ""
     assert worker.look(100.0, 0.0) == ""

@@ -95,6 +95,25 @@ def test_a_hung_worker_is_left_and_its_answers_after_that_count_for_nothing() ->
     run(body())
 
 
+def test_a_worker_that_says_its_loop_is_stuck_loses_its_requests_to_the_other_one() -> None:
+    async def body() -> None:
+        stuck, alive = FakePrefill(0), FakePrefill(1)
+        stuck.hold = True
+        async with routing([stuck, alive]) as router:
+            tasks = scores(router, 8)
+            await until(lambda: stuck.held)
+            stuck.stuck = True
+            await asyncio.gather(*tasks)
+            assert "prefill-0" in router.problems()[0]
+            await until(lambda: not stuck.held)  # should it go on, it need not answer them
+            stuck.stuck = stuck.hold = False
+            await until(lambda: not router.problems())
+            await asyncio.gather(*scores(router, 8))
+            await until(lambda: router.load(0) == router.load(1) == 0)
+
+    run(body())
+
+
 def test_a_worker_whose_log_contradicts_itself_is_given_up_until_it_is_replaced() -> None:
     async def body() -> None:
         liar, alive = FakePrefill(0), FakePrefill(1)

@@ -1,0 +1,101 @@
+"""A node dies under a bulk job, with a prefill worker on it: the job goes on with the other one,
+and the worker comes back on the next node that has room for it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import psutil
+import pytest
+
+from benchmarks.bulk_kills import ON_EACH, ROOM, start_server
+from benchmarks.bulk_rows import RowsDone, check, write_rows
+from benchmarks.ray_head import RayHead, RayNode, ray_head, ray_node
+from cluster.front import free_port
+from tests.ray.test_bulk import DEADLINE_S, bulk, ended, wait_rows
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+ROWS = 6000
+QUICK = {  # Ray itself otherwise takes 15 s to see that a node's processes are gone
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+class Cluster(NamedTuple):
+    """url: of the server."""
+
+    head: RayHead
+    other: RayNode
+    url: str
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two nodes, each with a prefill worker that needs no model."""
+    options = argparse.Namespace(workers=2, stub=True, dtype="float32")
+    port = free_port()
+    listen = ("--port", str(port))
+    with contextlib.ExitStack() as stack:
+        head = stack.enter_context(ray_head(resources=ROOM, environment=QUICK))
+        other = stack.enter_context(ray_node(head, 2, resources=ROOM))
+        server = start_server(head, options, tmp_path_factory.mktemp("server"), *ON_EACH, *listen)
+        try:
+            yield Cluster(head, other, f"http://127.0.0.1:{port}")
+        finally:
+            server.send_signal(signal.SIGINT)
+            try:
+                server.wait(DEADLINE_S)
+            finally:
+                server.kill()
+
+
+def wait_line(process: subprocess.Popen[str], words: str) -> str:
+    """The next line of standard error with these words."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if words in line:
+            return line
+    raise AssertionError(f"it ended without: {words}")
+
+
+def wait_healthy(url: str) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while (answer := httpx.get(f"{url}/health", timeout=DEADLINE_S)).status_code != 200:
+        assert time.monotonic() < end_s, answer.text
+        time.sleep(0.1)
+
+
+def listens_at(process: psutil.Process) -> set[str]:
+    return {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+def test_a_job_survives_a_node_and_its_worker_comes_back_on_the_next(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    source, output = tmp_path / "rows.jsonl", tmp_path / "out"
+    write_rows(source, ROWS, seed=0, data=None)
+    done = RowsDone(output)
+    with ended(bulk(cluster.head, "--output", output, source=source)) as job:
+        wait_rows(done, 500, job)
+        cluster.other.kill()
+        assert done.count() < ROWS
+        assert "127.0.0.2" in wait_line(job, "goes on without: prefill-")
+        _, errors = job.communicate(timeout=DEADLINE_S)
+    assert job.returncode == 0, errors
+    assert check(output, ROWS)["rows_ok"] == ROWS
+    assert httpx.get(f"{cluster.url}/health", timeout=DEADLINE_S).status_code == 503
+    with ray_node(cluster.head, 3, resources=ROOM) as third:
+        wait_healthy(cluster.url)
+        (worker,) = third.running("ray::WorkerShell")
+        assert "127.0.0.3" in listens_at(worker)

@@ -1,0 +1,106 @@
+"""A prefill worker whose loop hangs while its heartbeats, on a thread of their own, could go on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray import cloudpickle
+
+import cluster.placement
+from actors.shell import WorkerShell
+from actors.stub_worker import StubWorker
+from cluster.codec import Directory
+from cluster.model_folder import resolve_model_folder
+from cluster.prefill_group import PrefillGroup, launch_prefill
+from cluster.ray_session import ray_session
+from cluster.wiring import pipelines, rank_clients
+from contracts.loading import load_config
+from contracts.messages import Failed, Submit
+
+pytestmark = pytest.mark.ray
+
+DEADLINE_S = 90.0
+STUCK_S = 2.0
+CONFIG = load_config(
+    None,
+    [
+        *("groups.attention_ranks=0", "groups.expert_ranks=0", "groups.prefill_ranks=2"),
+        *("prefill.engine=stub", f"channel.stuck_s={STUCK_S}"),
+    ],
+)
+
+
+class HangingShell(WorkerShell):
+    """The first prefill-0 hangs in the step that would answer its first request."""
+
+    def start(self) -> None:
+        worker = self._made
+        if isinstance(worker, StubWorker) and (worker.spec.rank, worker.spec.epoch) == (0, 1):
+            worker._finish = lambda _: threading.Event().wait()  # type: ignore[method-assign,assign]
+        super().start()
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[PrefillGroup]:
+    monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    with ray_session(CONFIG, {}, show_rank_logs=False), contextlib.ExitStack() as stack:
+        monkeypatch.setattr(cluster.placement, "RemoteWorker", ray.remote(HangingShell))
+        folder = str(resolve_model_folder(CONFIG.model.path))
+        group = launch_prefill(CONFIG, folder, secrets.token_bytes(32))
+        stack.callback(group.close)
+        yield group
+
+
+def job(number: int) -> Submit:
+    return Submit(request_id=0, token_ids=[number, 1, 2], sampling=None, candidates=[7])
+
+
+def test_it_is_replaced_and_what_waited_there_is_answered_elsewhere(
+    group: PrefillGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def find(suspects: dict[str, str]) -> dict[str, str]:
+        return group.addresses
+
+    async def body() -> None:
+        directory = Directory(
+            client_addresses={},
+            prefill_addresses=group.addresses,
+            token=group.token,
+            backend=group.backend,
+            epoch=group.epoch,
+            ranks=group.ready,
+        )
+        router = pipelines(CONFIG, directory, find)
+        router.start()
+        await router.wait_ready()
+        ((name, address),) = [item for item in group.addresses.items() if item[0] == "prefill-0"]
+        (client,) = rank_clients({name: address}, group.token)
+        client.start()
+        await client.wait_until(lambda client: client.problem is None)
+        stream = await client.submit(job(0))  # from here on it hangs
+        scores = [asyncio.create_task(router.score(job(number))) for number in range(1, 60)]
+        failed = await anext(stream)
+        assert isinstance(failed, Failed)
+        assert failed.code == "peer_hung"
+        assert "prefill-0 has been stuck in one step" in failed.message
+        assert len(await asyncio.gather(*scores)) == 59
+        while group.restarts == 0 or router.problems():
+            await asyncio.sleep(0.05)
+        assert group.addresses["prefill-0"] != address
+        await asyncio.gather(*(router.score(job(number)) for number in range(60)))
+        await client.close()
+        await router.close()
+
+    with caplog.at_level(logging.ERROR, "tandem.prefill_group"):
+        asyncio.run(asyncio.wait_for(body(), DEADLINE_S))
+    (lost,) = [r for r in caplog.records if r.message.startswith("worker_lost")]
+    assert "prefill-0 has been stuck" in lost.message
