@@ -3,7 +3,8 @@
     attend ──> fetch(layer) ──> experts ──> (shared) ──> … ──> finish
                  └ waits where the store's copy is slower than the compute
 
-Between layers the worker's loop takes messages. Owned by that loop's thread.
+Between layers the worker's loop takes messages. Owned by that loop's thread. On a GPU a layer is
+only queued: the host is ahead, spans are the host's, and it waits for the GPU when it answers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from actors.executor import Sink
@@ -21,6 +21,7 @@ from actors.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError
 from contracts.events import Stage, TaskSpan
+from kernels.device import finish
 from kernels.routing import local_index
 from models.batch import AttentionBatch, LastRows, SequenceSlice
 from models.decoder import AttentionHalf
@@ -73,6 +74,7 @@ class PrefillExecutor:
         )
         self._scheduled: ScheduledBatch | None = None
         self._run: PrefillRun | None = None
+        self._waited_s = 0.0  # by the store's account, as far as it was noted
         self._woken = threading.Event()
         self.failure: ChannelError | None = None
 
@@ -88,6 +90,8 @@ class PrefillExecutor:
         self._scheduled = scheduled
         self._run = self._begin(scheduled.number, map(slice_of, scheduled.chunks))
         self._run.last = _wanted_rows(scheduled.chunks, self._run.inputs)
+        if self._run.last is not None:
+            self._half.prepare(self._run.last.batch)  # now: it would hold a GPU up between layers
 
     def step(self, timeout_s: float) -> list[ScheduledBatch]:
         """Runs one layer, or after the last one the head; waits if there is no batch."""
@@ -117,12 +121,12 @@ class PrefillExecutor:
         """Runs a batch that nobody asked for, while no other runs; wall seconds of each layer that
         has experts. Raises ChannelError."""
         run = self._begin(-1, slices)
+        finish(self._half.device)
         times_l = []
         while run.layer < self._half.spec.num_layers:
             start_s, layer = self._clock(), run.layer
             self._layer(run)
-            if self._half.device.type == "cuda":
-                torch.cuda.synchronize(self._half.device)
+            finish(self._half.device)
             if self._half.spec.is_moe(layer):
                 times_l.append(self._clock() - start_s)
         return times_l
@@ -145,15 +149,22 @@ class PrefillExecutor:
         run.layer += 1
 
     def _add_experts(self, run: PrefillRun, routed: Routed) -> None:
-        start_s, waited_s = self._clock(), self._store.waited_s
+        start_s = self._clock()
         held = self._store.fetch(run.layer)
-        if self._store.waited_s > waited_s:
-            self._timeline.exposed_s += self._store.waited_s - waited_s
-            self._span(run, Stage.WAIT, start_s)
+        self._note_exposed(run, start_s)
         start_s = self._clock()
         run.hidden_TD.add_(expert_sums(routed, held, self._local_of_E))
+        self._store.release()
         self._span(run, Stage.EXPERT, start_s)
         self._add_shared(run, routed)
+
+    def _note_exposed(self, run: PrefillRun, start_s: float) -> None:
+        """What has been waited for copies since the last time. A GPU tells some layers later."""
+        waited_s = self._store.waited_s
+        if waited_s > self._waited_s:
+            self._timeline.exposed_s += waited_s - self._waited_s
+            self._waited_s = waited_s
+            self._span(run, Stage.WAIT, start_s)
 
     def _add_shared(self, run: PrefillRun, routed: Routed) -> None:
         start_s = self._clock()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.packed_attention import PackedPart, attend_packed, packed_part
 from kernels.rows import Keys, SequenceRows, slots_of, take
 from kernels.short_attention import ShortPart, attend_short, short_part, split_short
 from kernels.sinks import attend_with_sinks
@@ -51,6 +52,7 @@ class AttentionPlan:
     prefill: tuple[PrefillPart, ...]
     decode: tuple[DecodePart, ...]
     short: tuple[ShortPart, ...] = ()
+    packed: PackedPart | None = None  # then there are no others
 
 
 def plan_attention(
@@ -60,9 +62,13 @@ def plan_attention(
     dtype: torch.dtype,
     device: torch.device,
     short_together: bool = False,
+    packed: bool = False,
 ) -> AttentionPlan:
     """window W: position p sees p-W+1 .. p. None: all up to p. dtype: that of the queries.
-    short_together: for `ragged_attention` without sinks, which alone can do that."""
+    short_together: for `ragged_attention` without sinks, which alone can do that. packed: all in
+    one call, also without sinks, and where `packs` says so."""
+    if packed:
+        return AttentionPlan((), (), packed=packed_part(sequences, window, device))
     groups, others = split_short(sequences, window) if short_together else ([], sequences)
     cut = [
         (seq, tile_bounds(seq.start, seq.count, window, whole=device.type != "cpu"))
@@ -100,6 +106,8 @@ def ragged_attention(
 ) -> Tensor:
     """[T, H, d]. The new k and v must already be in the pool. sinks_H: a score of each head that
     counts in the softmax, with no value."""
+    if plan.packed is not None:
+        return attend_packed(q_THd, k_TGd, v_TGd, k_pool_PGd, v_pool_PGd, plan.packed, scale)
     T, H, d = q_THd.shape
     G = k_TGd.shape[1]
     out_THd = torch.empty(T, H, d, dtype=q_THd.dtype, device=q_THd.device)

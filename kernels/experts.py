@@ -30,7 +30,7 @@ class ClampedGate:
 
 def swiglu(x_TD: Tensor, gate_up: Linear, down: Linear) -> Tensor:
     """down @ (silu(gate @ x) * (up @ x)), [T, D] in x's dtype."""
-    return down(_gated(gate_up(x_TD)))
+    return down(gated(gate_up(x_TD)))
 
 
 def grouped_experts(
@@ -54,7 +54,7 @@ def grouped_experts(
         spare = rounded_up(counts[-1]) - counts[-1]
         x_ND = x_UD.index_select(0, rows_N[first : last + spare])
         h_NF2 = _per_expert(x_ND, gate_up_e, experts, counts)
-        h_NF = _gated(h_NF2) if clamped is None else _clamped(h_NF2, clamped)
+        h_NF = gated(h_NF2) if clamped is None else clamped_gated(h_NF2, clamped)
         y_ND = _per_expert(h_NF, down_e, experts, counts)[:count]
         weights_N1 = weights_N[first:last].unsqueeze(1)
         weighted_ND = y_ND.mul_(weights_N1) if y_ND.dtype is torch.float32 else y_ND * weights_N1
@@ -98,13 +98,14 @@ def _per_expert(
     return torch.cat([*pieces, last]) if pieces else last
 
 
-def _gated(h_NF2: Tensor) -> Tensor:
+def gated(h_NF2: Tensor) -> Tensor:
     """silu(gate) * up of [N, 2F], as a fresh [N, F]."""
     gate, up = h_NF2.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
 
 
-def _clamped(h_NF2: Tensor, clamped: ClampedGate) -> Tensor:
+def clamped_gated(h_NF2: Tensor, clamped: ClampedGate) -> Tensor:
+    """The same with the clamped gate."""
     gate, up = h_NF2.chunk(2, dim=-1)
     gate = gate.clamp(max=clamped.limit)
     up = up.clamp(min=-clamped.limit, max=clamped.limit)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -110,10 +111,40 @@ def _missing(rows: int) -> int:
     return rounded_up(rows) - rows if rows <= _LARGEST_PADDED else 0
 
 
-def linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> tuple[Linear, ...]:
+class Linears(Sequence[Product]):
+    """One product for each of e experts. weight_eNK: all their weights as they stand; None where
+    they were reordered, or have biases, so that each expert is a product of its own."""
+
+    def __init__(self, products: Sequence[Product], weight_eNK: Tensor | None) -> None:
+        self._products = tuple(products)
+        self.weight_eNK = weight_eNK
+
+    def __len__(self) -> int:
+        return len(self._products)
+
+    @overload
+    def __getitem__(self, expert: int) -> Product: ...
+    @overload
+    def __getitem__(self, expert: slice) -> Sequence[Product]: ...
+    def __getitem__(self, expert: int | slice) -> Product | Sequence[Product]:
+        return self._products[expert]
+
+
+def linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> Linears:
     """One `Linear` of each of e experts."""
-    biases: Sequence[Tensor | None] = [None] * len(weight_eNK) if bias_eN is None else list(bias_eN)
-    return tuple(map(Linear, weight_eNK, biases))
+    whole = bias_eN is None and _product_of(weight_eNK) is not _onednn
+    products = list(map(Linear, weight_eNK, _rows(weight_eNK, bias_eN)))
+    return Linears(products, weight_eNK if whole else None)
+
+
+def plain_linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> Linears:
+    """One `PlainLinear` of each of e experts."""
+    products = list(map(PlainLinear, weight_eNK, _rows(weight_eNK, bias_eN)))
+    return Linears(products, weight_eNK if bias_eN is None else None)
+
+
+def _rows(weight_eNK: Tensor, bias_eN: Tensor | None) -> Sequence[Tensor | None]:
+    return [None] * len(weight_eNK) if bias_eN is None else list(bias_eN)
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:

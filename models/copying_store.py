@@ -6,6 +6,7 @@
     buffer B    [2               ] [1               …     copied as soon as a buffer is free
 
 The order wraps around: when a pass ends, the next one's first layers are there or on their way.
+How a copy runs, and what waits for it: models/copy_lanes.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError, TandemError
+from models.copy_lanes import Loan, Observe, copy_lane
 from models.expert_layout import ExpertLayout
 from models.expert_loading import ExpertLayer
 from models.expert_store import ExpertBuffer, ExpertSource
@@ -24,15 +26,9 @@ from models.spec import ModelSpec
 
 _CLOSE_S = 5.0
 
-Observe = Callable[[int, float, float], None]
-"""(layer, start_s, end_s) of a copy. Called on the store's thread."""
-
 
 class CopyingStore:
-    """`copied_s`: so far, how long copies took; `waited_s` of it was not behind compute.
-
-    After an error, which the `fetch` of that layer raises, the same layer is tried again.
-    """
+    """After an error, which the `fetch` of that layer raises, the same layer is tried again."""
 
     def __init__(
         self,
@@ -44,25 +40,38 @@ class CopyingStore:
         observe: Observe | None = None,
         clock: Clock = monotonic_s,
     ) -> None:
-        """resident: by layer; all other layers with experts come from `source`."""
-        self.waited_s = self.copied_s = 0.0
+        """resident: by layer; all other layers with experts come from `source`. observe: told of
+        every copy, by either thread."""
+        self._host_waited_s = 0.0
         self._source, self._resident = source, resident
-        self._deadline_s, self._observe, self._clock = deadline_s, observe, clock
+        self._deadline_s, self._clock = deadline_s, clock
         self._order = [layer for layer in layout.spec.moe_layers if layer not in resident]
         self._next = 0  # in the order: to be copied
         self._expected = 0  # in the order: to be fetched
         buffers = min(2, len(self._order))
-        self._free = [_Loan(ExpertBuffer(layout)) for _ in range(buffers)]
-        self._filled: dict[int, _Loan] = {}
-        self._held: tuple[int, _Loan] | None = None  # what the last `fetch` returned
+        self._free = [Loan(ExpertBuffer(layout)) for _ in range(buffers)]
+        self._lane = copy_lane(layout.device, observe, clock)
+        self._queues = layout.device.type == "cuda"  # copies and compute, and the host goes on
+        self._filled: dict[int, Loan] = {}  # or to be filled by what is queued
+        self._held: tuple[int, Loan] | None = None  # what the last `fetch` returned
         self._copying: int | None = None
         self._error: BaseException | None = None
         self._closing = False
         self._changed = threading.Condition()
-        self._stream = _side_stream(layout.device)
         self._thread = threading.Thread(target=self._run, name="experts", daemon=True)
         if self._order:
             self._thread.start()
+
+    @property
+    def copied_s(self) -> float:
+        """So far, how long copies took."""
+        return self._lane.copied_s
+
+    @property
+    def waited_s(self) -> float:
+        """How much of that was not behind compute. (On a GPU the host is ahead: that it waits until
+        a copy is queued does not count.)"""
+        return self._lane.exposed_s if self._queues else self._host_waited_s
 
     @property
     def num_bytes(self) -> int:
@@ -86,8 +95,13 @@ class CopyingStore:
             self._wait(lambda: layer in self._filled or self._error is not None, layer, deadline_s)
             self._raise_error(layer)
             self._held = (layer, self._filled.pop(layer))
+            self._lane.take(self._held[1])
             self._expected = self._after(self._expected)
             return self._held[1].buffer.layer
+
+    def release(self) -> None:
+        with self._changed:
+            self._give_back()
 
     def close(self) -> None:
         """May be called twice. A copy that hangs is left to its thread, which ends with it."""
@@ -96,14 +110,18 @@ class CopyingStore:
                 return
             self._closing = True
             self._changed.notify_all()
-        self._source.close()
+        if not self._queues:
+            self._source.close()  # ends a copy that waits for a peer
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
+        self._lane.drain()
+        if self._queues:
+            self._source.close()
 
     def _give_back(self) -> None:
         if self._held is not None:
             _, loan = self._held
-            loan.used()
+            self._lane.give_back(loan)
             self._held = None
             self._free.append(loan)
             self._changed.notify_all()
@@ -128,7 +146,7 @@ class CopyingStore:
         came = self._changed.wait_for(
             lambda: ready() or self._closing, max(0.0, deadline_s - start_s)
         )
-        self.waited_s += self._clock() - start_s
+        self._host_waited_s += self._clock() - start_s
         self._check_open(layer)
         if not came:
             raise ChannelError(
@@ -174,50 +192,13 @@ class CopyingStore:
                         self._next = self._order.index(layer)
                     self._changed.notify_all()
 
-    def _copy(self, layer: int, loan: _Loan) -> BaseException | None:
+    def _copy(self, layer: int, loan: Loan) -> BaseException | None:
         """Returns what went wrong: it is raised where the layer is wanted."""
-        loan.wait_until_unused()
-        start_s = self._clock()
         try:
-            if self._stream is None:
-                self._source.copy(layer, loan.buffer)
-            else:
-                with torch.cuda.stream(self._stream):
-                    self._source.copy(layer, loan.buffer)
-                self._stream.synchronize()
+            self._lane.copy(self._source, layer, loan)
         except BaseException as error:  # noqa: BLE001  (handed over to the thread that fetches)
             return error
-        end_s = self._clock()
-        self.copied_s += end_s - start_s
-        if self._observe is not None:
-            self._observe(layer, start_s, end_s)
         return None
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    if device.type != "cuda":
-        return None
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream
-
-
-class _Loan:
-    """A buffer; on a GPU, with the event after which nothing that was queued reads it any more."""
-
-    def __init__(self, buffer: ExpertBuffer) -> None:
-        self.buffer = buffer
-        self._used: torch.cuda.Event | None = None
-
-    def used(self) -> None:
-        """The computing thread has queued all that reads it."""
-        device = self.buffer.pieces[0].device
-        if device.type == "cuda":
-            self._used = torch.cuda.current_stream(device).record_event()
-
-    def wait_until_unused(self) -> None:
-        if self._used is not None:
-            self._used.synchronize()
-            self._used = None
 
 
 def split_layers(spec: ModelSpec, resident_layers: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -15,6 +15,7 @@ from kernels.attention import plan_attention
 from kernels.experts import swiglu
 from kernels.linear import Linear
 from kernels.norm import rms_norm
+from kernels.packed_attention import packs
 from kernels.rope import cos_sin, inverse_frequencies
 from models import layout
 from models.attention import GroupedQueryAttention
@@ -102,13 +103,15 @@ class AttentionHalf:
         if batch.prepared is None:
             factor = self.spec.rope.attention_factor
             cos, sin = cos_sin(batch.positions_T, self._inv_freq, factor=factor, dtype=self.dtype)
+            plain = self.spec.latent is None and not self.spec.family.sinks
             plans = {
                 window: plan_attention(
                     batch.sequences,
                     window=window,
                     dtype=self.dtype,
                     device=self.device,
-                    short_together=self.spec.latent is None and not self.spec.family.sinks,
+                    short_together=plain,
+                    packed=plain and packs(self.dtype, self.device, self.spec.head_dim),
                 )
                 for window in self._windows
             }

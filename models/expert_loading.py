@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.experts import ClampedGate
-from kernels.linear import Product, linears
+from kernels.linear import Linears, linears
 from kernels.quantization import dequantize_mxfp4
 from models import layout
 from models.checkpoint import Checkpoint, clamped_wants, is_fused
@@ -23,8 +23,8 @@ from models.spec import ModelSpec
 class ExpertLayer:
     """Of each local expert: gate_up D -> 2F (gate rows first), down F -> D."""
 
-    gate_up: tuple[Product, ...]
-    down: tuple[Product, ...]
+    gate_up: Linears
+    down: Linears
     clamped: ClampedGate | None = None
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.linear import PlainLinear
+from kernels.linear import Linears, plain_linears
 from models.expert_layout import ExpertLayout
 from models.expert_loading import ExpertLayer, clamped_gate
 from models.moe import ExpertHalf
@@ -42,16 +42,18 @@ class ExpertBuffer:
         )
         memory = [[product.memory for product in products] for products in (gate_up, down)]
         self._tensors = [*memory, *biases]
-        self.layer = ExpertLayer(gate_up, down, clamped_gate(self._layout.spec))
+        self.layer = ExpertLayer(
+            Linears(gate_up, None), Linears(down, None), clamped_gate(self._layout.spec)
+        )
 
     def _hold_plain(self) -> None:
         tensors = self._layout.empty(self._experts)
         self._tensors = [*tensors]
         gate_up, down, *biases = tensors
-        gate_up_bias, down_bias = self._with_none(biases)
+        gate_up_bias, down_bias = biases or (None, None)
         self.layer = ExpertLayer(
-            tuple(map(PlainLinear, gate_up, gate_up_bias)),
-            tuple(map(PlainLinear, down, down_bias)),
+            plain_linears(gate_up, gate_up_bias),
+            plain_linears(down, down_bias),
             clamped_gate(self._layout.spec),
         )
 
@@ -74,12 +76,18 @@ class ExpertBuffer:
 class ExpertStore(Protocol):
     """Used by one thread. Whatever the kind: equal weights, and so equal bits."""
 
-    waited_s: float  # so far: what `fetch` has waited, time in which nothing was computed
+    @property
+    def waited_s(self) -> float:
+        """So far: time in which nothing was computed because a layer was not there yet."""
 
     def fetch(self, layer: int) -> ExpertLayer:
         """All experts of `layer`; begins to bring the next layers in. What an earlier call
         returned must not be used any more. Raises PeerError or ChannelError that names who failed;
         never waits longer than the channel's deadline."""
+
+    def release(self) -> None:
+        """What `fetch` has returned is not used any more (on a GPU: all that uses it is queued),
+        some time before the next `fetch`: attention comes first, time to copy in."""
 
     def close(self) -> None:
         """Ends threads and connections."""
@@ -95,6 +103,9 @@ class ResidentStore:
 
     def fetch(self, layer: int) -> ExpertLayer:
         return self._experts.held(layer)
+
+    def release(self) -> None:
+        """It stays."""
 
     def close(self) -> None:
         """Nothing to end."""

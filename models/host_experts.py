@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Protocol
@@ -38,25 +38,29 @@ _POLL_S = 0.1
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
-class _Parts(Protocol):
-    def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None: ...
+class Parts(Protocol):
+    def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
+        """Fills `into`, the pieces of experts [first, last)."""
 
 
 class HostSource:
-    """An ExpertSource; of parts of layers too."""
+    """An ExpertSource; of parts of layers too. pinned: memory of theirs that is, until `close`."""
 
-    def __init__(self, parts: _Parts, num_experts: int) -> None:
-        self._parts, self._num_experts = parts, num_experts
+    def __init__(self, parts: Parts, num_experts: int, pinned: Sequence[Tensor] = ()) -> None:
+        self._parts, self._num_experts, self._pinned = parts, num_experts, pinned
 
     def copy(self, layer: int, into: ExpertBuffer) -> None:
         self._parts.copy_part(layer, 0, self._num_experts, into.pieces)
 
     def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
-        """Fills `into`, the pieces of experts [first, last)."""
+        """As `Parts`."""
         self._parts.copy_part(layer, first, last, into)
 
     def close(self) -> None:
-        """The mapping goes with its last tensor."""
+        """No copy to a GPU may be under way. Mapped memory goes with its last tensor."""
+        for memory in self._pinned:
+            unpin(memory)
+        self._pinned = ()
 
 
 def open_host_source(
@@ -73,35 +77,44 @@ def open_host_source(
     mapped = CheckpointParts(checkpoint, layout, keep=True)
     on_cpu = layout.device.type == "cpu"
     can_map = on_cpu and _is_stored_as_computed(checkpoint, layout)
-    parts: _Parts = mapped
+    parts: Parts = mapped
+    pinned: list[Tensor] = []
     if layout.packed or not can_map:
         try:
             made = _make_file(checkpoint, layout, store or _default_store(), deadline_s)
-            parts = _MappedFile(made, layout)
+            memory = _mapped(made, layout)
+            pinned = [] if on_cpu else [memory]
+            parts = ExpertMemory(_layers(memory, layout), layout)
         except ResourceError as error:
             if not can_map:
                 raise
             log.warning("experts_packed_as_read reason=%s", error.message)
-    return HostSource(parts, layout.spec.num_experts)
+    return HostSource(parts, layout.spec.num_experts, pinned)
 
 
-class _MappedFile:
-    """For a GPU its pages are pinned."""
+class ExpertMemory:
+    """The experts of all layers in the node's memory. tensors: of each layer, as the layout has
+    them."""
 
-    def __init__(self, path: Path, layout: ExpertLayout) -> None:
-        pinned = layout.device.type == "cuda"
-        with path.open("r+b") as file:
-            access = mmap.ACCESS_WRITE if pinned else mmap.ACCESS_COPY  # private pages are not his
-            memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=access), dtype=torch.uint8)
-        if pinned:
-            _pin(memory, path)
+    def __init__(self, tensors: Iterable[tuple[Tensor, ...]], layout: ExpertLayout) -> None:
         self._layout = layout
-        self._tensors = dict(zip(layout.spec.moe_layers, _layers(memory, layout), strict=True))
+        self._tensors = dict(zip(layout.spec.moe_layers, tensors, strict=True))
 
     def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
         pieces = self._layout.pieces(self._tensors[layer], first, last)
         for stored, out in zip(pieces, into, strict=True):
             out.copy_(stored, non_blocking=True)
+
+
+def _mapped(path: Path, layout: ExpertLayout) -> Tensor:
+    """uint8; for a GPU its pages are pinned."""
+    pinned = layout.device.type == "cuda"
+    with path.open("r+b") as file:
+        access = mmap.ACCESS_WRITE if pinned else mmap.ACCESS_COPY  # private pages are not his
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=access), dtype=torch.uint8)
+    if pinned:
+        pin(memory, str(path))
+    return memory
 
 
 def _layers(memory: Tensor, layout: ExpertLayout) -> Iterator[tuple[Tensor, ...]]:
@@ -114,14 +127,20 @@ def _num_bytes(layout: ExpertLayout) -> int:
     return len(layout.spec.moe_layers) * layout.num_bytes(layout.spec.num_experts)
 
 
-def _pin(memory: Tensor, path: Path) -> None:
+def pin(memory: Tensor, name: str) -> None:
+    """So that a GPU copies from there by itself. Raises ResourceError."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error) != 0:
         raise ResourceError(
-            f"{path}: {memory.nbytes} bytes cannot be pinned for the GPU (CUDA error {int(error)});"
+            f"{name}: {memory.nbytes} bytes cannot be pinned for the GPU (CUDA error {int(error)});"
             " set prefill.host_store to a folder in memory, such as /dev/shm"
         )
+
+
+def unpin(memory: Tensor) -> None:
+    """Before the memory is freed: else its addresses could not be pinned again."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
 
 def _is_stored_as_computed(checkpoint: Checkpoint, layout: ExpertLayout) -> bool:

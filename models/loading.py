@@ -8,32 +8,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TextIO
+from typing import Protocol, TextIO
 
 import torch
 from torch import Tensor
 
 from contracts.clock import Clock, monotonic_s
 from kernels.linear import Linear
-from models.checkpoint import Checkpoint
 from models.layout import Wanted
 
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes to load) after each layer."""
 
 
+class TensorSource(Protocol):
+    """Checkpoint, or whatever else has a model's tensors."""
+
+    def load(self, wanted: Wanted) -> Tensor: ...
+
+    def release(self) -> None:
+        """What was loaded so far has been copied."""
+
+
 class Loader:
-    """Copies tensors of one checkpoint to `dtype` and `device`, and counts their bytes."""
+    """Copies tensors of one source to `dtype` and `device`, and counts their bytes."""
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        source: TensorSource,
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress | None,
         total_bytes: int,
     ) -> None:
-        self._checkpoint = checkpoint
+        self._source = source
         self._dtype = dtype
         self._device = device
         self._progress = progress
@@ -46,7 +54,7 @@ class Loader:
         whole = self.empty(rows, *parts[0].shape[1:], float32=parts[0].float32)
         first = 0
         for part in parts:
-            self.copy(self._checkpoint.load(part), whole[first : first + part.shape[0]])
+            self.copy(self._source.load(part), whole[first : first + part.shape[0]])
             first += part.shape[0]
         return whole
 
@@ -63,7 +71,7 @@ class Loader:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def layer_done(self) -> None:
-        self._checkpoint.release()
+        self._source.release()
         if self._progress is not None:
             self._progress(self._loaded_bytes, self._total_bytes)
 

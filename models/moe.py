@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.experts import grouped_experts
+from kernels.gpu_experts import gpu_experts, runs_on_gpu
 from kernels.routing import group_by_expert
 from models import layout
 from models.checkpoint import Checkpoint
@@ -25,9 +26,12 @@ def expert_sums(routed: Routed, held: ExpertLayer, local_of_E: Tensor) -> Tensor
 
     local_of_E [E]: index of each expert in `held`, or their number (kernels/routing.py).
     """
-    rows_N, weights_N, counts = group_by_expert(
-        routed.topk_ids_TK, routed.topk_weights_TK, local_of_E, len(held.gate_up)
-    )
+    ids_TK, weights_TK = routed.topk_ids_TK, routed.topk_weights_TK
+    if runs_on_gpu(routed.x_TD, held.gate_up, local_of_E):
+        return gpu_experts(
+            routed.x_TD, local_of_E[ids_TK], weights_TK, held.gate_up, held.down, held.clamped
+        )
+    rows_N, weights_N, counts = group_by_expert(ids_TK, weights_TK, local_of_E, len(held.gate_up))
     return grouped_experts(
         routed.x_TD, held.gate_up, held.down, rows_N, weights_N, counts, held.clamped
     )

@@ -54,6 +54,18 @@ def test_a_slow_worker_measures_a_smaller_batch_and_tells_of_the_largest(
     assert calibration.slowest_layer_s == pytest.approx(slowest_s)
 
 
+def test_a_gpu_that_takes_as_long_for_a_probe_as_for_thousands_measures_the_largest_batch() -> None:
+    class WithAFloor(SimulatedLayers):
+        def __call__(self, lengths: Sequence[int]) -> list[float]:
+            return [max(1e-3, time) for time in super().__call__(lengths)]
+
+    layers = WithAFloor(token_s=1e-7, transfer_s=0.01)
+    calibration = calibrate(layers, max_tokens=131_072, context_tokens=2048)
+    assert layers.sizes[-1] == 131_072
+    assert calibration.first_layer_s == pytest.approx(131_072e-7)
+    assert calibration.slowest_layer_s == pytest.approx(131_072e-7)
+
+
 def test_a_batch_is_never_larger_than_asked_for() -> None:
     layers = SimulatedLayers(token_s=1e-7, transfer_s=1e-6)
     calibration = calibrate(layers, max_tokens=40, context_tokens=16)

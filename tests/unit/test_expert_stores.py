@@ -111,6 +111,17 @@ def test_any_order_of_layers_gives_the_layers_asked_for(model: ModelSpec, asked:
         assert [weight_of(store.fetch(layer)) for layer in asked] == asked
 
 
+def test_a_released_buffer_is_filled_before_the_next_layer_is_asked_for(model: ModelSpec) -> None:
+    source = GatedSource()
+    with opened(model, source) as store:
+        assert weight_of(store.fetch(1)) == 1
+        source.wait_for_copies(1, 2)
+        store.release()
+        source.wait_for_copies(1, 2, 3)
+        store.release()  # nothing is held
+        assert [weight_of(store.fetch(layer)) for layer in (2, 3)] == [2, 3]
+
+
 def test_a_slow_source_is_waited_for_and_the_wait_is_counted(model: ModelSpec) -> None:
     source = GatedSource()
     source.gate.clear()

@@ -1,0 +1,115 @@
+"""The experts of a layer on a GPU that holds all of them: every (token, expert) pair in two grouped
+products, and nothing that the host must wait for.
+
+    pairs by token       t0: 3 1    t1: 1 0                      place of each pair
+    sorted by expert     0: t1 | 1: t0 t1 | 3: t0                3  1 | 2  0
+    ends of the experts  1       3     3    4
+
+A token's sum is taken by the token, over its experts in the order of choice: no atomic additions,
+and so equal bits in every run.
+
+Shapes: T tokens, D model dim, F FFN dim, e experts, K top-k, N = T * K pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.experts import ClampedGate, clamped_gated, gated
+from kernels.linear import Linears, Product
+
+PIECE_TOKENS = 32_768  # enough for the products' full rate; bounds what the pairs take of memory
+_ALIGNED_BYTES = 16  # of every row of the grouped product's operands
+_GROUPED_MAJOR = (9, 10)  # on other architectures torch's grouped product waits for the counts
+
+
+def runs_on_gpu(x_TD: Tensor, linear_e: Sequence[Product], local_of_E: Tensor) -> bool:
+    """Whether `gpu_experts` is for these: on a GPU, and no expert is held elsewhere."""
+    return x_TD.is_cuda and len(linear_e) == local_of_E.shape[0]
+
+
+def gpu_experts(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up_e: Linears,
+    down_e: Linears,
+    clamped: ClampedGate | None = None,
+) -> Tensor:
+    """[T, D] float32: each token's weighted sum over its experts ids_TK, all in [0, e).
+
+    gate_up_e: D -> 2F, down_e: F -> D. Where torch has no grouped product for them (biases, other
+    dtypes than bfloat16, odd sizes, older GPUs), each expert is a product of its own, and the host
+    waits for their counts."""
+    if clamped is None and _groups(x_TD, gate_up_e) and _groups(x_TD, down_e):
+        products = grouped_products
+    else:
+        products = single_products
+    out_TD = torch.empty(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+    for first in range(0, x_TD.shape[0], PIECE_TOKENS):
+        rows = slice(first, first + PIECE_TOKENS)
+        pairs = Pairs(ids_TK[rows], len(gate_up_e))
+        h_NF2 = products(x_TD[rows].index_select(0, pairs.rows_N), gate_up_e, pairs.ends_e)
+        h_NF = gated(h_NF2) if clamped is None else clamped_gated(h_NF2, clamped)
+        y_ND = products(h_NF, down_e, pairs.ends_e)
+        _add_up(y_ND, pairs.places_TK, weights_TK[rows], out_TD[rows])
+    return out_TD
+
+
+class Pairs:
+    """Pairs sorted by expert, and within one by token. rows_N: the token of each; ends_e int32: the
+    number of pairs of experts 0 .. e; places_TK: where each token's pairs stand."""
+
+    def __init__(self, ids_TK: Tensor, num_experts: int) -> None:
+        T, K = ids_TK.shape
+        device = ids_TK.device
+        short_N = ids_TK.to(torch.int16).flatten()  # a fourth of the digits to sort by
+        sorted_N, order_N = torch.sort(short_N, stable=True)
+        nexts_e = torch.arange(1, num_experts + 1, dtype=torch.int16, device=device)
+        self.ends_e = torch.searchsorted(sorted_N, nexts_e, out_int32=True)
+        self.rows_N = torch.div(order_N, K, rounding_mode="floor")
+        places_N = torch.arange(T * K, device=device)
+        self.places_TK = torch.empty_like(order_N).scatter_(0, order_N, places_N).view(T, K)
+
+
+def grouped_products(x_NK: Tensor, linear_e: Linears, ends_e: Tensor) -> Tensor:
+    """Each expert's product with its rows, below each other, as one kernel."""
+    assert linear_e.weight_eNK is not None
+    return functional.grouped_mm(x_NK, linear_e.weight_eNK.transpose(1, 2), offs=ends_e)
+
+
+def single_products(x_NK: Tensor, linear_e: Linears, ends_e: Tensor) -> Tensor:
+    """The same, expert by expert. Waits for ends_e."""
+    pieces, first = [], 0
+    for product, last in zip(linear_e, ends_e.tolist(), strict=True):
+        if last > first:
+            pieces.append(product(x_NK[first:last]))
+        first = last
+    return torch.cat(pieces)
+
+
+def _add_up(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:
+    out_TD.zero_()
+    for k in range(places_TK.shape[1]):
+        out_TD.addcmul_(y_ND.index_select(0, places_TK[:, k]), weights_TK[:, k : k + 1])
+
+
+def _groups(x_TD: Tensor, linear_e: Linears) -> bool:
+    weight_eNK = linear_e.weight_eNK
+    if weight_eNK is None or x_TD.dtype is not torch.bfloat16 or not x_TD.is_cuda:
+        return False
+    sizes = (size * weight_eNK.dtype.itemsize for size in weight_eNK.shape[1:])
+    aligned = all(size % _ALIGNED_BYTES == 0 for size in sizes)
+    return aligned and _has_grouped_product(x_TD.device.index)
+
+
+@functools.cache
+def _has_grouped_product(device: int) -> bool:
+    if not hasattr(functional, "grouped_mm"):  # from torch 2.10 on
+        return False
+    return torch.cuda.get_device_capability(device)[0] in _GROUPED_MAJOR

@@ -1,0 +1,187 @@
+"""How the copies of a copying store run: on its thread, or on a stream of the GPU that they go to.
+
+On a GPU the host waits for nothing: it queues the compute of layer after layer, the store's thread
+the copies, and the two streams wait for each other by events:
+
+    compute     |####1####|####2####| |####3###     before 3: until its copy is through (exposed)
+    copies      |==2==|    |=====3====| |==4==      before 4: until the compute of 2 is through
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from contracts.clock import Clock
+from models.expert_store import ExpertBuffer, ExpertSource
+
+Observe = Callable[[int, float, float], None]
+"""(layer, start_s, end_s) of a copy, on the clock."""
+
+
+@dataclasses.dataclass(slots=True)
+class Loan:
+    """A buffer; on a GPU, with the events after which what was queued no longer writes to it, or
+    reads it."""
+
+    buffer: ExpertBuffer
+    copied: torch.cuda.Event | None = None
+    used: torch.cuda.Event | None = None
+
+
+class CopyLane(Protocol):
+    """`copied_s`: so far, how long copies took. `exposed_s`: for how long the GPU waited for them,
+    beside what the host waited."""
+
+    @property
+    def copied_s(self) -> float: ...
+    @property
+    def exposed_s(self) -> float: ...
+
+    def copy(self, source: ExpertSource, layer: int, loan: Loan) -> None:
+        """Fills the buffer, or queues that. Called by the store's thread; raises what the source
+        raises."""
+
+    def take(self, loan: Loan) -> None:
+        """What is queued from here on by the calling thread reads the buffer."""
+
+    def give_back(self, loan: Loan) -> None:
+        """The calling thread has queued all that reads the buffer."""
+
+    def drain(self) -> None:
+        """Waits for what is queued, before buffers and sources are freed."""
+
+
+def copy_lane(device: torch.device, observe: Observe | None, clock: Clock) -> CopyLane:
+    """To be made after the buffers. observe: told of every copy."""
+    kind = _StreamLane if device.type == "cuda" else _HostLane
+    return kind(device, observe, clock)
+
+
+class _HostLane:
+    exposed_s = 0.0
+
+    def __init__(self, device: torch.device, observe: Observe | None, clock: Clock) -> None:
+        self.copied_s = 0.0
+        self._observe, self._clock = observe, clock
+
+    def copy(self, source: ExpertSource, layer: int, loan: Loan) -> None:
+        start_s = self._clock()
+        source.copy(layer, loan.buffer)
+        end_s = self._clock()
+        self.copied_s += end_s - start_s
+        if self._observe is not None:
+            self._observe(layer, start_s, end_s)
+
+    def take(self, loan: Loan) -> None:
+        """It is filled."""
+
+    def give_back(self, loan: Loan) -> None:
+        """It is read."""
+
+    def drain(self) -> None:
+        """Nothing is queued."""
+
+
+class _Copy(NamedTuple):
+    """anchor: an event at anchor_s on the clock."""
+
+    layer: int
+    anchor: torch.cuda.Event
+    anchor_s: float
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class _Wait(NamedTuple):
+    """The compute stream: at a layer's experts, and with them there."""
+
+    asked: torch.cuda.Event
+    began: torch.cuda.Event
+
+
+class _StreamLane:
+    """Times are the GPU's, known some time after the copy: when it is looked for them."""
+
+    def __init__(self, device: torch.device, observe: Observe | None, clock: Clock) -> None:
+        self._device, self._observe, self._clock = device, observe, clock
+        self._stream, self._idle = _stream(device), _stream(device)
+        # What had the buffers' memory before may still be at work.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._copies: deque[_Copy] = deque()
+        self._waits: deque[_Wait] = deque()
+        self._settling = threading.Lock()
+        self._copied_s = self._exposed_s = 0.0
+
+    @property
+    def copied_s(self) -> float:
+        self._settle()
+        return self._copied_s
+
+    @property
+    def exposed_s(self) -> float:
+        self._settle()
+        return self._exposed_s
+
+    def copy(self, source: ExpertSource, layer: int, loan: Loan) -> None:
+        anchor, start, end = _event(), _event(), _event()
+        anchor.record(self._idle)
+        anchor.synchronize()  # at once: nothing else is on that stream
+        anchor_s = self._clock()
+        if loan.used is not None:
+            self._stream.wait_event(loan.used)
+        start.record(self._stream)
+        with torch.cuda.stream(self._stream):
+            source.copy(layer, loan.buffer)
+        end.record(self._stream)
+        loan.copied = end
+        self._copies.append(_Copy(layer, anchor, anchor_s, start, end))
+        self._settle()
+
+    def take(self, loan: Loan) -> None:
+        compute = torch.cuda.current_stream(self._device)
+        asked, began = _event(), _event()
+        asked.record(compute)
+        if loan.copied is not None:
+            compute.wait_event(loan.copied)
+        began.record(compute)
+        self._waits.append(_Wait(asked, began))
+
+    def give_back(self, loan: Loan) -> None:
+        loan.used = torch.cuda.current_stream(self._device).record_event()
+
+    def drain(self) -> None:
+        self._stream.synchronize()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Adds the times of what is through."""
+        with self._settling:
+            while self._waits and _is_through(self._waits[0].began):
+                wait = self._waits.popleft()
+                self._exposed_s += 1e-3 * wait.asked.elapsed_time(wait.began)
+            while self._copies and _is_through(self._copies[0].end):
+                copy = self._copies.popleft()
+                self._copied_s += 1e-3 * copy.start.elapsed_time(copy.end)
+                if self._observe is not None:
+                    start_s = copy.anchor_s + 1e-3 * copy.anchor.elapsed_time(copy.start)
+                    end_s = copy.anchor_s + 1e-3 * copy.anchor.elapsed_time(copy.end)
+                    self._observe(copy.layer, start_s, end_s)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _is_through(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
