@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.model_shape import shape_of
+from benchmarks.crossing import crossing
 from benchmarks.prefill_pair import Pass
 from models.spec import ModelSpec
 from planner.request_work import flops_work
@@ -82,7 +81,7 @@ def _threshold(
         row["gathered"] for row in table.values() if row["gathered"] > _EXPOSED * row["resident"]
     ]
     floor_s = statistics.median(exposed_s) if exposed_s else float("nan")
-    measured_rows = _reaches(floor_s, [(rows, row["resident"]) for rows, row in table.items()])
+    measured_rows = crossing(floor_s, [(rows, row["resident"]) for rows, row in table.items()])
     smallest, largest = min(table), max(table)
     # There is hardly any compute beside these transfers.
     alone = [p for rounds in samples[str(smallest)]["gathered"] for p in rounds if p.gathers]
@@ -108,15 +107,6 @@ def _threshold(
         "measured_over_eq1": measured_rows / eq1_rows,
         "measured_over_calibrated": measured_rows / calibrated_rows,
     }
-
-
-def _reaches(level: float, points: Sequence[tuple[float, float]]) -> float:
-    """Where the line from point to point, and on from the last two, rises to `level`."""
-    pieces = list(itertools.pairwise(sorted(points)))
-    for (x, y), (next_x, next_y) in pieces:
-        if level <= next_y or (next_x, next_y) == pieces[-1][1]:
-            return x + (level - y) * (next_x - x) / (next_y - y)
-    return float("nan")
 
 
 def print_overlap(summary: dict[str, Any]) -> None:
