@@ -25,7 +25,7 @@ from actors.calibration import calibrate
 from actors.finisher import Finisher
 from actors.model_shape import shape_of
 from actors.prefill_executor import PrefillExecutor, PrefillParts
-from actors.scheduler import Chunk, ScheduledBatch
+from actors.scheduled_batch import Chunk, ScheduledBatch
 from actors.sequence import Sequence
 from actors.timeline import Timeline
 from benchmarks.gpu_rates import copy_bytes_per_s, gemm_flops_per_s, peak_bytes
