@@ -30,8 +30,7 @@ class Others:
         return max(0.0, spent_s / (time.monotonic() - self._started_s))
 
     def _seconds(self) -> float:
-        own_ticks = sum(_process_ticks(pid) for pid in self._ours)
-        return (_machine_ticks() - own_ticks) / TICKS_PER_S
+        return _machine_ticks() / TICKS_PER_S - cpu_seconds(self._ours)
 
 
 def wait_for_idle(ours: Sequence[int], *, limit_s: float, cores: float) -> bool:
@@ -52,6 +51,11 @@ def quietest(samples: Sequence[Any], cores: float) -> list[Any]:
     if len(quiet) >= QUIET_ROUNDS:
         return quiet
     return sorted(samples, key=lambda sample: sample.others_cores)[:QUIET_ROUNDS]
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """CPU time of these processes so far, to a clock tick (10 ms)."""
+    return sum(map(_process_ticks, pids)) / TICKS_PER_S
 
 
 def _machine_ticks() -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import shutil
 import statistics
 import tempfile
 import time
@@ -24,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from actors.local_group import LocalGroup
@@ -33,19 +31,22 @@ from benchmarks.harness import record
 from benchmarks.machine import core_rates
 from benchmarks.others import Others, quietest, wait_for_idle
 from benchmarks.padded import routing_gap
-from benchmarks.prefill_rows import PICKS, Encode, Rows, read
-from benchmarks.prefill_sides import Answer, Choice, OurPrefill, TheirPrefill
-from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
+from benchmarks.prefill_rows import PICKS, Rows, read
+from benchmarks.prefill_sides import (
+    MODELS,
+    Answer,
+    Choice,
+    RoutedPrefill,
+    TheirPrefill,
+    encoder,
+    model_folder,
+)
 from benchmarks.sides import Implementation
-from cluster.model_folder import resolve_model_folder
-from contracts.config import BUNDLED, TandemConfig
+from contracts.config import TandemConfig
 from contracts.loading import load_config
 from models.spec import read_spec
 from planner.request_work import flops_work
 
-TOKENIZER = "tokenizers/olmo_gpt-neox-dolma-v1_5.tokenizer.json"
-# A real tokenizer's vocabulary, and no other change.
-MEDIUM_WORDS = {**MEDIUM, "vocab_size": 50304, "torch_dtype": "float32"}
 EXPERTS, ATTENTION = ("eager", "grouped_mm"), ("sdpa", "eager")
 BATCH_TOKENS = (1024, 2048, 4096, 8192)
 FIRST_TOKENS = 3000  # of rows and of a batch while the implementation is chosen; then
@@ -71,7 +72,7 @@ class Bench:
     """Both sides, ready."""
 
     def __init__(
-        self, ours: OurPrefill, theirs: TheirPrefill, folder: Path, work: Any, pids: list[int]
+        self, ours: RoutedPrefill, theirs: TheirPrefill, folder: Path, work: Any, pids: list[int]
     ) -> None:
         self._sides = {"tandem": ours, "transformers": theirs}
         self._theirs = theirs
@@ -129,7 +130,7 @@ class Bench:
                 raise RuntimeError(f"{said}; at most {tolerance:g}, or a gap below {TIE:g}")
 
 
-async def timed(side: OurPrefill | TheirPrefill, rows: Rows) -> tuple[float, Answer]:
+async def timed(side: RoutedPrefill | TheirPrefill, rows: Rows) -> tuple[float, Answer]:
     started_s = time.monotonic()
     answer = await side.run(rows)
     return time.monotonic() - started_s, answer
@@ -140,8 +141,8 @@ def main() -> None:
     rates = core_rates(getattr(torch, options.dtype))
     torch.set_num_threads(os.cpu_count() or 1)
     with tempfile.TemporaryDirectory(prefix="tandem-") as scratch:
-        folder = _model(options, Path(scratch) / "model")
-        context, encode = read_spec(folder).max_context_tokens, _encoder(folder)
+        folder = model_folder(options.model, options.data, Path(scratch) / "model")
+        context, encode = read_spec(folder).max_context_tokens, encoder(folder)
         works = {name: read(PICKS[name], options.data, encode, context) for name in options.sets}
         for name in [name for name, rows in works.items() if rows is None]:
             print(f"{name}: left out, no prefix has all its rows within {context} tokens")
@@ -157,22 +158,14 @@ def main() -> None:
     summary = {name: _summary(works[name], *result, rates) for name, result in results.items()}
     _show(summary, options)
     samples = {name: [sample._asdict() for sample in result[0]] for name, result in results.items()}
-    model = MEDIUM_WORDS if options.model == "medium" else {"folder": options.model}
     name = f"prefill_beside_transformers_{options.model}_{options.dtype}"
-    record(name, options, samples, {"sets": summary, "one_core": rates._asdict()}, model)
-
-
-def _model(options: argparse.Namespace, scratch: Path) -> Path:
-    if options.model != "medium":
-        return resolve_model_folder(options.model)
-    folder = write_random_checkpoint(scratch, MEDIUM_WORDS)
-    shutil.copy(options.data / TOKENIZER, folder / "tokenizer.json")
-    return folder
-
-
-def _encoder(folder: Path) -> Encode:
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return lambda texts: [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+    record(
+        name,
+        options,
+        samples,
+        {"sets": summary, "one_core": rates._asdict()},
+        MODELS[options.model],
+    )
 
 
 def _config(options: argparse.Namespace) -> TandemConfig:
@@ -193,7 +186,7 @@ async def _measure(
 ) -> dict[str, tuple[list[Sample], str, dict[str, float]]]:
     """Per set: the rounds, what `transformers` ran, and what was tried."""
     dtype = getattr(torch, options.dtype)
-    ours, theirs = OurPrefill(group, folder, config, dtype), TheirPrefill(folder, dtype)
+    ours, theirs = RoutedPrefill(group, folder, config, dtype), TheirPrefill(folder, dtype)
     await ours.start()
     pids = [os.getpid(), *(process.pid for process in group.processes.values())]
     bench = Bench(ours, theirs, folder, flops_work(shape_of(read_spec(folder), dtype)), pids)
@@ -275,7 +268,7 @@ def _show(summary: dict[str, Any], options: argparse.Namespace) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else "")
     parser.add_argument("--data", type=Path, required=True, help="folder with classification/")
-    parser.add_argument("--model", choices=("medium", BUNDLED), default="medium")
+    parser.add_argument("--model", choices=MODELS, default="medium")
     parser.add_argument("--sets", nargs="+", choices=PICKS, default=list(PICKS))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--workers", type=int, default=2)

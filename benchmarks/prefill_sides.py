@@ -1,28 +1,52 @@
-"""The two sides of `benchmarks.prefill_beside_transformers`: rows in, logits of candidates out."""
+"""Who computes the rows of the prefill benchmarks: token ids in, logits of candidates out."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from actors.channels.handshake import Identity
 from actors.local_group import LocalGroup
 from actors.model_shape import shape_of
 from benchmarks.padded import Asked, PaddedModel
-from benchmarks.prefill_rows import Rows
+from benchmarks.prefill_rows import Encode, Rows
+from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
 from benchmarks.sides import Implementation
+from cluster.model_folder import resolve_model_folder
 from cluster.prefill_router import PrefillRouter, PrefillRouterConfig
 from cluster.rank_client import RankClient
-from contracts.config import TandemConfig
+from contracts.config import BUNDLED, TandemConfig
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority
 from models.spec import read_spec
 from planner.request_work import work_of
 from planner.saturation import SaturationConfig, reference_prompts
+
+TOKENIZER = "tokenizers/olmo_gpt-neox-dolma-v1_5.tokenizer.json"
+# A real tokenizer's vocabulary, and no other change.
+MEDIUM_WORDS: dict[str, Any] = {**MEDIUM, "vocab_size": 50304, "torch_dtype": "float32"}
+MODELS: dict[str, dict[str, Any]] = {"medium": MEDIUM_WORDS, BUNDLED: {"folder": BUNDLED}}
+
+
+def model_folder(model: str, data: Path, scratch: Path) -> Path:
+    """Of one of MODELS, with a tokenizer; made in `scratch` if need be."""
+    if model != "medium":
+        return resolve_model_folder(model)
+    folder = write_random_checkpoint(scratch, MEDIUM_WORDS)
+    shutil.copy(data / TOKENIZER, folder / "tokenizer.json")
+    return folder
+
+
+def encoder(folder: Path) -> Encode:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return lambda texts: [encoding.ids for encoding in tokenizer.encode_batch(texts)]
 
 
 class Answer(NamedTuple):
@@ -32,7 +56,7 @@ class Answer(NamedTuple):
     cached_tokens: list[int]
 
 
-class OurPrefill:
+class RoutedPrefill:
     """Prefill workers behind the router, in front of which a bulk job would stand."""
 
     def __init__(self, group: LocalGroup, folder: Path, config: TandemConfig, dtype: torch.dtype):
@@ -42,8 +66,7 @@ class OurPrefill:
             margin_fraction=prefill.margin,
             pinned=prefill.saturation,
         )
-        me = Identity(name="bench", token=group.token, epoch=None)
-        clients = [RankClient(name, at, me) for name, at in group.client_addresses.items()]
+        clients = _clients(group)
         settings = PrefillRouterConfig(
             saturation=saturation, block_tokens=config.kv.block_tokens, max_waiting=1 << 20
         )
@@ -63,14 +86,56 @@ class OurPrefill:
         return Answer(logits, [answer.usage.cached_tokens for answer in answers])
 
     async def _score(self, token_ids: list[int], candidates: list[int]) -> Scored:
-        submit = Submit(
-            request_id=0,
-            token_ids=token_ids,
-            sampling=None,
-            priority=Priority.BE,
-            candidates=candidates,
-        )
-        return await self._router.score(submit, patient=True)
+        return await self._router.score(_job(token_ids, candidates), patient=True)
+
+
+class DealtPrefill:
+    """The same workers without a router: rows go to them by turns."""
+
+    def __init__(self, group: LocalGroup) -> None:
+        self._clients = _clients(group)
+
+    async def start(self) -> None:
+        for client in self._clients:
+            client.start()
+        for client in self._clients:
+            await client.wait_until(lambda client: client.problem is None)
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+
+    async def run(self, rows: Rows) -> Answer:
+        turns = itertools.cycle(self._clients)
+        scores = [
+            self._score(client, ids, rows.candidates)
+            for client, ids in zip(turns, rows.token_ids, strict=False)
+        ]
+        answers = await asyncio.gather(*scores)
+        logits = torch.tensor([answer.candidate_logits for answer in answers])
+        return Answer(logits, [answer.usage.cached_tokens for answer in answers])
+
+    async def _score(self, client: RankClient, ids: list[int], candidates: list[int]) -> Scored:
+        stream = await client.submit(_job(ids, candidates))
+        (answer,) = await stream.next_batch()
+        if not isinstance(answer, Scored):
+            raise RuntimeError(f"{client.name} answered {answer}")
+        return answer
+
+
+def _clients(group: LocalGroup) -> list[RankClient]:
+    me = Identity(name="bench", token=group.token, epoch=None)
+    return [RankClient(name, at, me) for name, at in group.client_addresses.items()]
+
+
+def _job(token_ids: list[int], candidates: list[int]) -> Submit:
+    return Submit(
+        request_id=0,
+        token_ids=token_ids,
+        sampling=None,
+        priority=Priority.BE,
+        candidates=candidates,
+    )
 
 
 class Choice(NamedTuple):
