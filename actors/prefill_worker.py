@@ -228,7 +228,7 @@ class PrefillWorker(ServingWorker):
     def _submit(self, batch: ScheduledBatch) -> None:
         for chunk in batch.chunks:
             self._computed_flops += self._work(chunk.start, chunk.stop)
-            self._advance(chunk.sequence, chunk.start)
+            self._advance(chunk.sequence, chunk.start, chunk.stop)
         self._executor.submit(batch)
 
     def _completed(self, batch: ScheduledBatch) -> None:
@@ -240,10 +240,14 @@ class PrefillWorker(ServingWorker):
         self._log.stored(stored)
         self._log.evicted(evicted)
 
-    def _advance(self, sequence: Sequence, done_tokens: int) -> None:
-        key = log_key(sequence.key[0], sequence.submit)
+    def _advance(self, sequence: Sequence, done_tokens: int, until_tokens: int = 0) -> None:
+        key, prompt_tokens = log_key(sequence.key[0], sequence.submit), sequence.prompt_tokens
         if key in self._log:
-            self._log.progressed(key, min(done_tokens, sequence.prompt_tokens))
+            done_tokens, until_tokens = (
+                min(done_tokens, prompt_tokens),
+                min(until_tokens, prompt_tokens),
+            )
+            self._log.progressed(key, done_tokens, until_tokens)
 
     def _answers(self) -> dict[int, list[Event]]:
         """Reports go to all who read the log, before the answers that they go with."""

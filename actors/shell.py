@@ -9,6 +9,7 @@ from actors.prefill_worker import PrefillWorker
 from actors.stub_worker import StubWorker
 from contracts.errors import LaunchError
 from contracts.events import TaskSpan
+from contracts.garbage import spare_what_lives_on
 from contracts.plan import Plan
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
 
@@ -42,6 +43,7 @@ class WorkerShell:
             worker.join_planner(address)
 
     def start(self) -> None:
+        spare_what_lives_on()
         self._made.start()
 
     def status(self) -> RankStatus:

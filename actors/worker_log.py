@@ -31,7 +31,7 @@ class WorkerLog:
         self._number = -1
         self._calibration: Calibration | None = None
         self._accepted: list[Prompt] = []
-        self._progress: dict[RequestKey, int] = {}
+        self._progress: dict[RequestKey, Progress] = {}
         self._cache: dict[bytes, bool] = {}  # what became of a block last
         self._ended: list[RequestKey] = []
         self._open: set[RequestKey] = set()
@@ -61,8 +61,8 @@ class WorkerLog:
         self._open.add(prompt.key)
         self._accepted.append(prompt)
 
-    def progressed(self, key: RequestKey, done_tokens: int) -> None:
-        self._progress[key] = done_tokens
+    def progressed(self, key: RequestKey, done_tokens: int, until_tokens: int = 0) -> None:
+        self._progress[key] = Progress(key, done_tokens, until_tokens)
 
     def stored(self, digests: Iterable[bytes]) -> None:
         self._cache.update(dict.fromkeys(digests, True))
@@ -86,7 +86,7 @@ class WorkerLog:
             number=self._number,
             calibration=self._calibration,
             accepted=tuple(self._accepted),
-            progress=tuple(Progress(key, done) for key, done in self._progress.items()),
+            progress=tuple(self._progress.values()),
             stored=tuple(digest for digest, held in self._cache.items() if held),
             evicted=tuple(digest for digest, held in self._cache.items() if not held),
             ended=tuple(self._ended),

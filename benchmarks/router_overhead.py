@@ -3,7 +3,7 @@
     python -m benchmarks.router_overhead --data DATA
 
 Without: rows are dealt to the same workers by turns, over the same connections' protocol. The two
-take turns in one run, pair by pair; in each pair no row begins as any before it did. The CPU time of
+take turns in one run, pair by pair; no row begins as one of another pair does. The CPU time of
 both is what the machine's noise does not touch.
 """
 
@@ -27,6 +27,7 @@ from benchmarks.harness import record
 from benchmarks.others import cpu_seconds
 from benchmarks.prefill_rows import PICKS, Rows, read
 from benchmarks.prefill_sides import MODELS, DealtPrefill, RoutedPrefill, encoder, model_folder
+from contracts.garbage import spare_what_lives_on
 from contracts.loading import load_config
 from models.spec import read_spec
 
@@ -92,6 +93,7 @@ async def _measure(
 ) -> dict[str, list[dict[str, Run]]]:
     for side in sides.values():
         await side.start()
+    spare_what_lives_on()  # as an ingress does
     found: dict[str, list[dict[str, Run]]] = {}
     used = 0
     for name, rows in works.items():

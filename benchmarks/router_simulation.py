@@ -107,13 +107,11 @@ class Simulation:
 
     def run(self, prompts: Sequence[Prompt]) -> Outcome:
         queue, now_s = deque(prompts), 0.0
-        self._route(queue)
-        self._start_idle(now_s)
+        self._turn(queue, now_s)
         while self._ends:
             now_s, number = heapq.heappop(self._ends)
             self._router.apply(self._workers[number].finish())
-            self._route(queue)
-            self._start_idle(now_s)
+            self._turn(queue, now_s)
         if queue or any(self._router.load(n) for n in range(len(self._workers))):
             raise SystemExit("the books do not balance: requests or load are left")
         return Outcome(
@@ -125,6 +123,13 @@ class Simulation:
             largest_loads=[round(max(loads), 4) for loads in self._loads],
         )
 
+    def _turn(self, queue: deque[Prompt], now_s: float) -> None:
+        """Workers begin their next steps, and get the requests of the ones after."""
+        self._route(queue)
+        self._start_idle(now_s)
+        self._route(queue)
+        self._note_queued(len(queue) if self._backlog is None else len(self._backlog))
+
     def _route(self, queue: deque[Prompt]) -> None:
         """All that can be sent now, in whichever of the two ways."""
         if self._backlog is not None:
@@ -132,21 +137,18 @@ class Simulation:
                 self._backlog.put(queue.popleft(), self._lane)
             for prompt, decision in self._backlog.take():
                 self._send(prompt, decision)
-            self._note_loads(len(self._backlog))
             return
         while queue and (decision := self._router.route(queue[0])) is not None:
             self._send(queue.popleft(), decision)
-        self._note_loads(len(queue))
 
     def _send(self, prompt: Prompt, decision: Decision) -> None:
         self._router.apply(self._workers[decision.worker].accept(prompt))
 
-    def _note_loads(self, waiting: int) -> None:
+    def _note_queued(self, waiting: int) -> None:
         """While requests wait, every worker should be saturated, and none by more than one."""
         if waiting:
-            loads = [self._router.load(n) / self._router.threshold(n)
-                     for n in range(len(self._workers))]  # fmt: skip
-            self._loads.append(loads)
+            router, workers = self._router, range(len(self._workers))
+            self._loads.append([router.queued(n) / router.threshold(n) for n in workers])
 
     def _start_idle(self, now_s: float) -> None:
         for number, worker in enumerate(self._workers):

@@ -62,7 +62,7 @@ class SimulatedWorker:
             if self._batch and in_use > machine.cache_blocks:
                 break
             done_tokens = self._take(self._queue.popleft())
-            progress.append(Progress(prompt.key, done_tokens))
+            progress.append(Progress(prompt.key, done_tokens, prompt.prompt_tokens))
             flops += self._flops(done_tokens, prompt.prompt_tokens)
             self.cached_tokens += done_tokens
         self.flops_done += flops

@@ -25,6 +25,7 @@ from cluster.prefill_router import PrefillRouter, PrefillRouterConfig
 from cluster.rank_client import RankClient
 from cluster.rank_socket import RankClientConfig
 from contracts.config import TandemConfig
+from contracts.garbage import spare_what_lives_on
 from models.checkpoint import check_checkpoint, resolve_dtype
 from models.tokenizer import Tokenizer
 from planner.request_work import RequestWork, work_of
@@ -117,6 +118,7 @@ async def build_ingress_app(
     backend.start()
     async with asyncio.timeout(CONNECT_DEADLINE_S):
         await backend.wait_serving(PATIENCE_S)
+    spare_what_lives_on()
 
     async def extra() -> str:
         try:

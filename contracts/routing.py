@@ -60,11 +60,13 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """`done_tokens` of a prompt are in the worker's cache or computed. The first one of a request,
-    when it starts, says what was cached."""
+    """`done_tokens` of a prompt are in the worker's cache or computed, and the batch that runs goes
+    on to `until_tokens` (if that is more). The first one of a request, when it starts, says what
+    was cached."""
 
     key: RequestKey
     done_tokens: Annotated[int, Meta(ge=0)]
+    until_tokens: Annotated[int, Meta(ge=0)] = 0
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"):
@@ -87,12 +89,13 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class OpenRequest(msgspec.Struct, frozen=True, array_like=True):
-    """An accepted request that has not ended. done_tokens: as last reported, or as expected while
-    `started` is false."""
+    """An accepted request that has not ended. done_tokens, until_tokens: as last reported, or as
+    expected while `started` is false."""
 
     prompt: Prompt
     done_tokens: int
     started: bool
+    until_tokens: int = 0
 
 
 class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):

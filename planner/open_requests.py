@@ -9,19 +9,22 @@ from planner.request_work import RequestWork
 
 
 class _Open:
-    __slots__ = ("done_tokens", "prompt", "remaining", "started")
+    __slots__ = ("done_tokens", "prompt", "remaining", "started", "under_way", "until_tokens")
 
-    def __init__(self, request: OpenRequest, remaining: int) -> None:
+    def __init__(self, request: OpenRequest, remaining: int, under_way: int) -> None:
         self.prompt = request.prompt
         self.done_tokens = request.done_tokens
+        self.until_tokens = request.until_tokens
         self.started = request.started
         self.remaining = remaining
+        self.under_way = under_way
 
 
 class OpenRequests:
     """The books of one worker. At any time
 
         load        = Σ work(done, prompt)     over open requests
+        queued      = load − Σ work(done, until)   of what a running batch computes
         open_tokens = Σ prompt                 of those that have not started
                     + Σ (prompt − done)        of those that have
 
@@ -29,7 +32,7 @@ class OpenRequests:
     """
 
     def __init__(self, work: RequestWork) -> None:
-        self.load = 0
+        self.load = self.queued = 0
         self.open_tokens = 0
         self.running = self.waiting = 0
         self._work = work
@@ -48,7 +51,7 @@ class OpenRequests:
     def entries(self) -> Iterator[OpenRequest]:
         """What `add` would rebuild these books from, in order of arrival."""
         for entry in self._requests.values():
-            yield OpenRequest(entry.prompt, entry.done_tokens, entry.started)
+            yield OpenRequest(entry.prompt, entry.done_tokens, entry.started, entry.until_tokens)
 
     def prompts(self) -> list[Prompt]:
         return [entry.prompt for entry in self._requests.values()]
@@ -62,21 +65,24 @@ class OpenRequests:
         if key in self._requests:
             raise ValueError(f"request {tuple(key)} is already open on this worker")
         remaining = self._work(request.done_tokens, request.prompt.prompt_tokens)
-        entry = self._requests[key] = _Open(request, remaining)
+        under_way = self._under_way(request.done_tokens, request.until_tokens)
+        entry = self._requests[key] = _Open(request, remaining, under_way)
         self._count(entry, 1)
 
-    def advance(self, key: RequestKey, done_tokens: int) -> None:
-        """`done_tokens` are cached or computed; fewer than expected put work back."""
+    def advance(self, key: RequestKey, done_tokens: int, until_tokens: int = 0) -> None:
+        """`done_tokens` are cached or computed; fewer than expected put work back. A batch computes
+        those from there to `until_tokens` now."""
         entry = self._entry(key)
-        if done_tokens > entry.prompt.prompt_tokens:
+        if max(done_tokens, until_tokens) > entry.prompt.prompt_tokens:
             raise ValueError(
-                f"request {tuple(key)}: done_tokens={done_tokens} of a prompt of "
-                f"{entry.prompt.prompt_tokens} tokens"
+                f"request {tuple(key)}: done_tokens={done_tokens}, until_tokens={until_tokens} of "
+                f"a prompt of {entry.prompt.prompt_tokens} tokens"
             )
         self._count(entry, -1)
         entry.started = True
-        entry.done_tokens = done_tokens
+        entry.done_tokens, entry.until_tokens = done_tokens, until_tokens
         entry.remaining = self._work(done_tokens, entry.prompt.prompt_tokens)
+        entry.under_way = self._under_way(done_tokens, until_tokens)
         self._count(entry, 1)
 
     def close(self, key: RequestKey) -> Prompt:
@@ -92,8 +98,12 @@ class OpenRequests:
             raise ValueError(f"request {tuple(key)} is not open on this worker")
         return entry
 
+    def _under_way(self, done_tokens: int, until_tokens: int) -> int:
+        return self._work(done_tokens, until_tokens) if until_tokens > done_tokens else 0
+
     def _count(self, entry: _Open, sign: int) -> None:
         self.load += sign * entry.remaining
+        self.queued += sign * (entry.remaining - entry.under_way)
         self.running += sign * entry.started
         self.waiting += sign * (not entry.started)
         done_tokens = entry.done_tokens if entry.started else 0

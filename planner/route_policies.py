@@ -10,8 +10,9 @@ class Candidate(NamedTuple):
     """A worker that takes requests, and what a request would meet there.
 
     matched_blocks: leading blocks that are committed or pending. added: work that the request
-    would be; load: work of open requests; threshold: load from which on the worker is saturated
-    (one unit for all three, FLOPs or tokens). open_tokens: prompt tokens not yet computed, cached
+    would be; load: work of open requests; queued: the part of it that no running batch computes;
+    threshold: queued work from which on the worker is saturated (one unit for all four, FLOPs or
+    tokens). open_tokens: prompt tokens not yet computed, cached
     or not. waiting, running: open requests.
     """
 
@@ -19,6 +20,7 @@ class Candidate(NamedTuple):
     matched_blocks: int
     added: int
     load: int
+    queued: int
     threshold: int
     open_tokens: int
     waiting: int
@@ -60,8 +62,8 @@ def _near(candidates: Sequence[Candidate], limit: Callable[[int, int], int]) -> 
 
 
 def unsaturated(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Below the threshold: F3 of the paper."""
-    return [candidate for candidate in candidates if candidate.load < candidate.threshold]
+    """Below the threshold: F3 of the paper, for the next batch of a worker."""
+    return [candidate for candidate in candidates if candidate.queued < candidate.threshold]
 
 
 def round_robin(candidates: Sequence[Candidate], turn: int) -> Candidate:

@@ -67,8 +67,12 @@ class Router:
         """Work of its open requests and of those on their way."""
         return self._states[worker].requests.load + self._own[worker].load
 
+    def queued(self, worker: int) -> int:
+        """`load` without what its running batch computes."""
+        return self._states[worker].requests.queued + self._own[worker].queued
+
     def threshold(self, worker: int) -> int:
-        """Load from which on it is saturated."""
+        """Queued work from which on it is saturated: its next batch is full."""
         return self._thresholds[worker]
 
     @property
@@ -114,7 +118,7 @@ class Router:
 
     def is_open(self, worker: int) -> bool:
         """Present and below its threshold."""
-        return self._states[worker].present and self.load(worker) < self._thresholds[worker]
+        return self._states[worker].present and self.queued(worker) < self._thresholds[worker]
 
     def added(self, prompt: Prompt, worker: int) -> int:
         """Work that the request would be to a worker."""
@@ -197,14 +201,25 @@ class Router:
     ) -> Candidate:
         accepted, own = self._states[worker].requests, self._own[worker]
         load = accepted.load + own.load
+        queued = accepted.queued + own.queued
         open_tokens = accepted.open_tokens + own.open_tokens
         waiting = accepted.waiting + own.waiting
         if held is not None:
             load += held[worker].load
+            queued += held[worker].queued
             open_tokens += held[worker].open_tokens
             waiting += held[worker].waiting
-        tau, running = self._thresholds[worker], accepted.running
-        return Candidate(worker, matched_blocks, added, load, tau, open_tokens, waiting, running)
+        return Candidate(
+            worker=worker,
+            matched_blocks=matched_blocks,
+            added=added,
+            load=load,
+            queued=queued,
+            threshold=self._thresholds[worker],
+            open_tokens=open_tokens,
+            waiting=waiting,
+            running=accepted.running,
+        )
 
     def _match(self, worker: int, prompt: Prompt) -> int:
         committed = self._committed.match(worker, prompt.hashes)

@@ -85,7 +85,7 @@ class WorkerState:
             blocks = self.match(prompt.hashes)
             self._add(OpenRequest(prompt, usable_tokens(prompt, blocks, self._block_tokens), False))
         for progress in report.progress:
-            self.requests.advance(progress.key, progress.done_tokens)
+            self.requests.advance(progress.key, progress.done_tokens, progress.until_tokens)
 
     def _add(self, request: OpenRequest) -> None:
         self.requests.add(request)

@@ -60,7 +60,8 @@ class LoggingWorker:
         hits = 0
         while hits < len(prompt.hashes) and prompt.hashes[hits] in self.cache:
             hits += 1
-        return self.say(progress=(Progress(prompt.key, usable_tokens(prompt, hits, BLOCK)),))
+        done_tokens = usable_tokens(prompt, hits, BLOCK)
+        return self.say(progress=(Progress(prompt.key, done_tokens, prompt.prompt_tokens),))
 
     def finish(self) -> WorkerReport:
         """The first request is done, and cached as far as there is room."""

@@ -27,6 +27,7 @@ from cluster.pipelines import Pipelines
 from cluster.serve_app import APP_NAME
 from cluster.wiring import pipelines, served_model
 from contracts.errors import JobError, TandemError
+from contracts.garbage import spare_what_lives_on
 
 log = logging.getLogger("tandem.bulk")
 
@@ -86,6 +87,7 @@ class BulkRouter:
         scorer.start()
         await scorer.wait_serving(PATIENCE_S)
         limit = model.max_context_tokens
+        spare_what_lives_on()
         task = msgspec.structs.replace(self._bulk.task, max_context_tokens=limit)
         return Answering(scorer, tokenizer, msgspec.structs.replace(self._bulk, task=task))
 

@@ -38,8 +38,12 @@ class Front:
 
     def step(self, worker: int) -> None:
         if self.workers[worker].queue:
-            self.router.apply(self.workers[worker].start())
+            self.begin(worker)
             self.router.apply(self.workers[worker].finish())
+        self.send()
+
+    def begin(self, worker: int) -> None:
+        self.router.apply(self.workers[worker].start())
         self.send()
 
     def drain(self) -> None:
@@ -76,7 +80,7 @@ def test_every_request_goes_exactly_once_and_the_books_end_at_zero(
 
 @few
 @given(st.lists(token_lists, min_size=1, max_size=40), taus, st.integers(0, 30))
-def test_while_requests_wait_every_load_is_within_one_request_above_the_threshold(
+def test_while_requests_wait_every_queue_is_within_one_request_above_the_threshold(
     texts: list[list[int]], tau: int, steps: int
 ) -> None:
     front, prompts = Front(tau), prompts_of(texts)
@@ -85,9 +89,11 @@ def test_while_requests_wait_every_load_is_within_one_request_above_the_threshol
         front.backlog.put(prompt)
     front.send()
     for step in range(steps):
-        loads = [front.router.load(n) for n in range(WORKERS)]
-        assert max(loads) < tau + largest
-        assert len(front.backlog) == 0 or min(loads) >= tau
+        if step % 3 and front.workers[step % WORKERS].queue:
+            front.begin(step % WORKERS)  # the next batch's requests come while this one runs
+        queued = [front.router.queued(n) for n in range(WORKERS)]
+        assert max(queued) < tau + largest
+        assert len(front.backlog) == 0 or min(queued) >= tau
         front.step(step % WORKERS)
 
 

@@ -151,6 +151,13 @@ class Cluster(RuleBasedStateMachine):
         sent = [prompt for target, prompt in self.travelling if target == worker]
         return [prompt for prompt in [*arrived, *sent] if prompt.key.router == number]
 
+    def _queued(self, number: int, worker: int) -> int:
+        """Work that no batch computes, as far as this router has heard."""
+        opened = self.routers[number].snapshot(worker).requests
+        running = [r for r in opened if r.until_tokens > r.done_tokens]
+        under_way = sum(quadratic_work(r.done_tokens, r.until_tokens) for r in running)
+        return self.routers[number].load(worker) - under_way
+
     def _paper_choice(self, number: int, prompt: Prompt) -> Decision | None:
         """The cascade, spelled out over sets."""
         router, options = self.routers[number], []
@@ -160,7 +167,7 @@ class Cluster(RuleBasedStateMachine):
             known = known.union(*(p.hashes for p in self._unaccepted(number, worker)))
             tau = threshold(SATURATION, quadratic_work, snapshot.calibration)
             present = self.workers[worker].epoch == 0 or self.heard[number][worker] > 0
-            if present and router.load(worker) < tau:
+            if present and self._queued(number, worker) < tau:
                 blocks = _contiguous(prompt.hashes, known)
                 options.append((-blocks, router.load(worker), worker))
         if not options:

@@ -112,7 +112,7 @@ def test_a_missed_report_is_named_and_nothing_is_folded() -> None:
         ({"accepted": (sibling(0), sibling(0))}, r"request \(0, 0\) is already open"),
         (
             {"accepted": (sibling(0),), "progress": (Progress(RequestKey(0, 0), 99),)},
-            r"request \(0, 0\): done_tokens=99 of a prompt of 21 tokens",
+            r"request \(0, 0\): done_tokens=99, until_tokens=0 of a prompt of 21 tokens",
         ),
     ],
 )
