@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=slow)
             items[:] = [item for item in items if item not in slow]
     items.sort(key=lambda item: not _wants_ray(item.nodeid))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no garbage collection of a test has to look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
