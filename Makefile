@@ -3,17 +3,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint ruff types layers format clean
 demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2
 
-lint: $(VENV)/.installed
+lint: ruff types layers
+
+ruff: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed
 	$(BIN)/mypy
+
+layers: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 format: $(VENV)/.installed

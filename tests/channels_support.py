@@ -201,6 +201,7 @@ def is_foreign(fd: int, target: str) -> bool:
 def nothing_leaks() -> Iterator[None]:
     """Fails a test after which a thread, a descriptor or a file in /dev/shm is left."""
     gc.collect()
+    gc.freeze()  # so that the collection after the test looks through that test's objects only
     threads, fds, files = our_threads(), open_fds(), shm_files()
     yield
     gc.collect()

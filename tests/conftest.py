@@ -19,7 +19,9 @@ from tests.tiny_models import make_tiny_checkpoint
 torch.set_num_threads(1)  # two cores, several workers; and sums that do not depend on the machine
 
 # A busy machine is no failure; and everybody's run tries what everybody else's does.
-settings.register_profile("same everywhere", deadline=None, derandomize=True)
+# More examples of each: `--hypothesis-profile thorough`.
+settings.register_profile("same everywhere", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("same everywhere")
 
 

@@ -255,7 +255,7 @@ def fields_of(tree: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 @settings(
-    deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_whatever_one_field_holds_there_is_a_plan_or_one_line(
