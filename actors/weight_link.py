@@ -36,8 +36,9 @@ from actors.weight_wire import (
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, PeerDeadError, PeerError, PeerHungError
 
-_WAKE_BYTES = 128 << 10  # do not wake for less than this, unless it is the rest
+_WAKE_BYTES = 2 << 20  # do not wake for less than this, unless it is the rest: it costs the compute
 _MOST_TEXT_BYTES = 4096
+_MOST_PIECES = 512  # received at once; the kernel takes 1024
 
 
 def join(
@@ -166,7 +167,7 @@ class WeightLink:
 
     def _fill(self) -> None:
         """Receives straight into the tensors. Raises BlockingIOError, PeerDeadError."""
-        count = self._sock.recvmsg_into(self._into)[0]
+        count = self._sock.recvmsg_into(self._into[:_MOST_PIECES])[0]
         if not count:
             raise PeerDeadError(f"{self.peer} closed its connection", self.peer)
         self.progress_s = monotonic_s()

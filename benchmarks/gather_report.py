@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.model_shape import shape_of
-from benchmarks.crossing import crossing
-from benchmarks.prefill_pair import Pass
+from benchmarks.prefill_pair import Round
 from models.spec import ModelSpec
 from planner.request_work import flops_work
 from planner.saturation import MARGIN_FRACTION, transfer_threshold_flops
@@ -36,97 +36,137 @@ def summarise(samples: dict[str, Any], spec: ModelSpec, tokens: int) -> dict[str
     return summary
 
 
-def _overlap(samples: dict[str, list[list[Pass]]], tokens: int) -> dict[str, Any]:
-    """Of each kind: tokens/s of a worker, median and range over rounds; the share of transfer time
-    that is hidden; and its rate relative to resident, round by round."""
-    rates = {
-        mode: [tokens / statistics.mean(p.pass_s for p in passes) for passes in rounds]
-        for mode, rounds in samples.items()
-    }
-    found: dict[str, Any] = {}
+def _overlap(samples: dict[str, list[Round]], tokens: int) -> dict[str, Any]:
+    """Of each kind: tokens/s of a worker, median and range over rounds; its rate and its processor
+    time per token relative to resident, round by round; the share of transfer time hidden."""
+    resident = {found.number: found for found in samples["resident"]}
+    summary: dict[str, Any] = {}
     for mode, rounds in samples.items():
-        ratios = [
-            mine / theirs for mine, theirs in zip(rates[mode], rates["resident"], strict=True)
-        ]
-        gather_s = sum(p.gather_s for passes in rounds for p in passes)
-        wait_s = sum(p.wait_s for passes in rounds for p in passes)
-        found[mode] = {
-            "tokens_per_s": statistics.median(rates[mode]),
-            "tokens_per_s_range": [min(rates[mode]), max(rates[mode])],
-            "of_resident": statistics.median(ratios),
-            "of_resident_range": [min(ratios), max(ratios)],
+        rates = [tokens / found.pass_s for found in rounds]
+        beside = [(found, resident[found.number]) for found in rounds]
+        of_resident = [theirs.pass_s / mine.pass_s for mine, theirs in beside]
+        cpu = [_cpu_s(mine) / _cpu_s(theirs) for mine, theirs in beside]
+        gather_s = sum(p.gather_s for found in rounds for p in found.passes)
+        wait_s = sum(p.wait_s for found in rounds for p in found.passes)
+        summary[mode] = {
+            "tokens_per_s": statistics.median(rates),
+            "tokens_per_s_range": [min(rates), max(rates)],
+            "of_resident": statistics.median(of_resident),
+            "of_resident_quartiles": _quartiles(of_resident),
+            "cpu_s_per_1000_tokens": statistics.median(1e3 * _cpu_s(found) for found in rounds),
+            "cpu_of_resident": statistics.median(cpu),
+            "cpu_of_resident_quartiles": _quartiles(cpu),
             "hidden_fraction": 1 - wait_s / gather_s if gather_s else None,
         }
-    pairs = zip(rates["gathered"], rates["all_to_all"], strict=True)
-    found["gathered_over_all_to_all"] = statistics.median(a / b for a, b in pairs)
-    return found
+    if "all_to_all" in samples:
+        gathered = {found.number: found for found in samples["gathered"]}
+        summary["gathered_over_all_to_all"] = statistics.median(
+            found.pass_s / gathered[found.number].pass_s for found in samples["all_to_all"]
+        )
+    return summary
+
+
+def _cpu_s(found: Round) -> float:
+    """Per token."""
+    return found.cpu_s / found.tokens
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    """The first and the third."""
+    if len(values) < 2:
+        return [values[0], values[0]]
+    first, _, third = statistics.quantiles(values, n=4)
+    return [first, third]
 
 
 def _threshold(
-    samples: dict[str, dict[str, list[list[Pass]]]],
+    samples: dict[str, dict[str, list[Round]]],
     spec: ModelSpec,
     row_flops: int,
     calibrated_flops: float,
 ) -> dict[str, Any]:
-    """measured: the batch whose resident pass takes as long as passes do that wait for transfers,
-    whatever their size. eq1, calibrated: without their margin."""
-    table = {
-        int(rows): {
-            mode: statistics.median(p.pass_s for passes in rounds for p in passes)
-            for mode, rounds in by_mode.items()
+    """Medians over sweeps of what each says by itself: the machine's rate changes between them."""
+    by_rows = {int(rows): by_mode for rows, by_mode in samples.items()}
+    smallest = min(by_rows)
+    calibrated_rows = calibrated_flops / (1 + MARGIN_FRACTION) / row_flops
+    sweeps = []
+    for number in range(len(by_rows[smallest]["gathered"])):
+        table = {
+            rows: {mode: rounds[number].pass_s for mode, rounds in by_mode.items()}
+            for rows, by_mode in by_rows.items()
         }
-        for rows, by_mode in samples.items()
+        # There is hardly any compute beside the transfers of the smallest.
+        alone = [p for p in by_rows[smallest]["gathered"][number].passes if p.gathers]
+        transfer_s = statistics.mean(p.gather_s / p.gathers for p in alone)
+        sweeps.append(_sweep(table, transfer_s, spec, row_flops))
+    found = {name: statistics.median(sweep[name] for sweep in sweeps) for name in sweeps[0]}
+    ratios = [sweep["measured_tokens"] / sweep["eq1_tokens"] for sweep in sweeps]
+    return {
+        "pass_s": {
+            str(rows): {
+                mode: statistics.median(found.pass_s for found in rounds)
+                for mode, rounds in by_mode.items()
+            }
+            for rows, by_mode in by_rows.items()
+        },
+        **found,
+        "calibrated_tokens": calibrated_rows * ROW_TOKENS,
+        "measured_over_eq1": statistics.median(ratios),
+        "measured_over_eq1_quartiles": _quartiles(ratios),
+        "measured_over_calibrated": found["measured_tokens"] / (calibrated_rows * ROW_TOKENS),
     }
-    exposed_s = [
-        row["gathered"] for row in table.values() if row["gathered"] > _EXPOSED * row["resident"]
-    ]
+
+
+def _sweep(
+    table: dict[int, dict[str, float]], transfer_s: float, spec: ModelSpec, row_flops: int
+) -> dict[str, float]:
+    """table: seconds of a pass by rows and kind. measured: the batch whose resident pass takes as
+    long as passes do that wait for transfers, whatever their size. eq1: without its margin."""
+    passes_s = [(row["resident"], row["gathered"]) for row in table.values()]
+    exposed_s = [theirs for mine, theirs in passes_s if theirs > _EXPOSED * mine]
     floor_s = statistics.median(exposed_s) if exposed_s else float("nan")
-    measured_rows = crossing(floor_s, [(rows, row["resident"]) for rows, row in table.items()])
-    smallest, largest = min(table), max(table)
-    # There is hardly any compute beside these transfers.
-    alone = [p for rounds in samples[str(smallest)]["gathered"] for p in rounds if p.gathers]
-    transfer_s = statistics.median(p.gather_s / p.gathers for p in alone)
+    resident = statistics.linear_regression(list(table), [mine for mine, _ in passes_s])
+    largest = max(table)
     # Of the last layer only the rows whose logits are wanted are computed: one of each 512.
     computed = (spec.num_layers - 1) / spec.num_layers
-    flops_per_s = computed * largest * row_flops / table[largest]["resident"]
+    pass_s = resident.intercept + resident.slope * largest
+    flops_per_s = computed * largest * row_flops / pass_s
     eq1_flops = transfer_threshold_flops(
         transfer_s=transfer_s,
         layers=len(spec.moe_layers),
         flops_per_s=flops_per_s,
         margin_fraction=0.0,
     )
-    calibrated_rows = calibrated_flops / (1 + MARGIN_FRACTION) / row_flops
-    eq1_rows = eq1_flops / row_flops
     return {
-        "pass_s": {str(rows): row for rows, row in table.items()},
         "transfer_s": transfer_s,
         "flops_per_s": flops_per_s,
-        "measured_tokens": measured_rows * ROW_TOKENS,
-        "eq1_tokens": eq1_rows * ROW_TOKENS,
-        "calibrated_tokens": calibrated_rows * ROW_TOKENS,
-        "measured_over_eq1": measured_rows / eq1_rows,
-        "measured_over_calibrated": measured_rows / calibrated_rows,
+        "measured_tokens": (floor_s - resident.intercept) / resident.slope * ROW_TOKENS,
+        "eq1_tokens": eq1_flops / row_flops * ROW_TOKENS,
     }
 
 
 def print_overlap(summary: dict[str, Any]) -> None:
     table = Table(title="Above the threshold, per worker")
-    for heading in ("experts", "tokens/s", "range", "of resident", "transfers hidden"):
+    for heading in ("experts", "tokens/s", "of resident", "CPU time of resident's", "hidden"):
         table.add_column(heading, justify="left" if heading == "experts" else "right")
     for mode, row in summary.items():
         if not isinstance(row, dict):
             continue
         hidden = row["hidden_fraction"]
-        low, high = row["tokens_per_s_range"]
         table.add_row(
             mode,
             f"{row['tokens_per_s']:.0f}",
-            f"{low:.0f} to {high:.0f}",
-            f"{row['of_resident']:.3f}",
+            *(_with_quartiles(row, name) for name in ("of_resident", "cpu_of_resident")),
             "" if hidden is None else f"{hidden:.1%}",
         )
     Console(width=100).print(table)
-    print(f"gathered over DP+EP: {summary['gathered_over_all_to_all']:.2f}")
+    if "gathered_over_all_to_all" in summary:
+        print(f"gathered over DP+EP: {summary['gathered_over_all_to_all']:.2f}")
+
+
+def _with_quartiles(row: dict[str, Any], name: str) -> str:
+    first, third = row[f"{name}_quartiles"]
+    return f"{row[name]:.3f} ({first:.3f} to {third:.3f})"
 
 
 def print_threshold(summary: dict[str, Any]) -> None:
@@ -142,6 +182,7 @@ def print_threshold(summary: dict[str, Any]) -> None:
         f"threshold in tokens: measured {summary['measured_tokens']:.0f}, Eq. 1 "
         f"{summary['eq1_tokens']:.0f}, calibrated {summary['calibrated_tokens']:.0f}"
     )
+    print(f"measured over Eq. 1, by sweep: {_with_quartiles(summary, 'measured_over_eq1')}")
 
 
 def print_filling(summary: dict[str, dict[str, float]]) -> None:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import statistics
 from collections.abc import Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from actors.process import RankProcess
@@ -27,18 +29,32 @@ _HEAD_START_S = 0.05
 _CALL_S = 30.0
 _SILENCE_S = 20.0  # times are measured here, not faults
 _ATTEMPTS = 4
-_TRANSFERS = (Stage.GATHER, Stage.A2E, Stage.E2A)  # of no batch, or numbered by passes in lockstep
+_COPIES = (Stage.GATHER, Stage.HOST_COPY)
+_TRANSFERS = (*_COPIES, Stage.A2E, Stage.E2A)  # of no batch, or numbered by passes in lockstep
 
 
 class Pass(NamedTuple):
-    """One batch on one worker. gathers: transfers that ended within it, gather_s in all. wait_s: in
-    which experts were waited for."""
+    """One batch on one worker. gathers: copies of a layer's experts that ended within it, gather_s
+    in all. wait_s: in which experts were waited for."""
 
     tokens: int
     pass_s: float
     wait_s: float
     gather_s: float
     gathers: int
+
+
+class Round(NamedTuple):
+    """Batches on both workers at once. cpu_s: of their processes, for `tokens` in all."""
+
+    number: int
+    passes: list[Pass]
+    cpu_s: float
+    tokens: int
+
+    @property
+    def pass_s(self) -> float:
+        return statistics.mean(found.pass_s for found in self.passes)
 
 
 class Pair:
@@ -113,12 +129,13 @@ class Pair:
             raise RuntimeError(f"the request failed: {event}")
         raise RuntimeError("the request ended without an answer")
 
-    async def run(self, rows: Sequence[list[int]], batches: int) -> list[Pass]:
+    async def run(self, number: int, rows: Sequence[list[int]], batches: int) -> Round:
         """`batches` times the rows, as batches, on both workers at once; the passes that were just
         that. Raises RuntimeError if there were none."""
         tokens = sum(map(len, rows))
         for _ in range(_ATTEMPTS):
-            await asyncio.gather(*(self._work(worker, rows, batches) for worker in (0, 1)))
+            works = (self._work(worker, rows, batches) for worker in (0, 1))
+            cpu_s = sum(await asyncio.gather(*works))
             passes = [
                 found
                 for process in self.processes
@@ -126,15 +143,24 @@ class Pair:
             ]
             exact = [found for found in passes if found.tokens == tokens]
             if len(exact) >= len(passes) - 1 > 0:
-                return exact
+                return Round(number, exact, cpu_s, 2 * batches * tokens)
         raise RuntimeError(f"no batches of {tokens} tokens, but {[p.tokens for p in passes]}")
 
-    async def _work(self, worker: int, rows: Sequence[list[int]], batches: int) -> None:
-        """A row is sent ahead: while the worker is busy with it, the others all arrive."""
+    def _cpu_s(self, worker: int) -> float:
+        """That its process has used so far, in the kernel too."""
+        used = psutil.Process(self.processes[worker].pid).cpu_times()
+        return used.user + used.system
+
+    async def _work(self, worker: int, rows: Sequence[list[int]], batches: int) -> float:
+        """The batches' processor time. A row is sent ahead: while the worker is busy with it, the
+        others all arrive."""
         ahead = asyncio.create_task(self.score(worker, rows[0]))
         await asyncio.sleep(_HEAD_START_S)
-        await asyncio.gather(*(self.score(worker, ids) for _ in range(batches) for ids in rows))
+        scores = asyncio.gather(*(self.score(worker, ids) for _ in range(batches) for ids in rows))
         await ahead
+        before_s = self._cpu_s(worker)
+        await scores
+        return self._cpu_s(worker) - before_s
 
 
 def passes_of(spans: Sequence[TaskSpan], last: int) -> list[Pass]:
@@ -146,7 +172,7 @@ def passes_of(spans: Sequence[TaskSpan], last: int) -> list[Pass]:
 def _pass(spans: Sequence[TaskSpan], number: int) -> Pass:
     mine = [s for s in spans if s.batch == number and s.stage not in _TRANSFERS]
     start_s, end_s = min(s.start_s for s in mine), max(s.end_s for s in mine)
-    gathers = [s for s in spans if s.stage is Stage.GATHER and start_s < s.end_s <= end_s]
+    gathers = [s for s in spans if s.stage in _COPIES and start_s < s.end_s <= end_s]
     return Pass(
         tokens=max(s.tokens for s in mine),
         pass_s=end_s - start_s,
