@@ -21,15 +21,21 @@ than it computes twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from contracts.routing import Prompt, RequestKey
+from planner.block_heads import BlockHeads, Head, heads_of
 from planner.line import Lane, Line
 from planner.open_requests import OpenRequests
 from planner.promises import Promises
 from planner.request_work import RequestWork
-from planner.route_policies import Policy, prefix_while_busy, prefix_within_round
+from planner.route_policies import (
+    Candidate,
+    Policy,
+    prefix_while_busy,
+    prefix_within_round,
+)
 from planner.router import Decision, Router
 
 
@@ -55,6 +61,7 @@ class Backlog:
     ) -> None:
         workers = router.config.workers
         self._router = router
+        self._work = work
         self._policies = {
             Lane.FIRST: policy,
             Lane.REST: patient_policy,
@@ -65,13 +72,19 @@ class Backlog:
         self._home: dict[RequestKey, int] = {}
         self._homeless: dict[RequestKey, tuple[Prompt, Lane]] = {}  # while no worker is present
         self._promises = Promises()
+        self._heads = BlockHeads()
 
     def __len__(self) -> int:
         return len(self._home) + len(self._homeless)
 
-    def put(self, prompt: Prompt, lane: Lane = Lane.FIRST) -> None:
-        """Gives a request a home. `take` says when it goes."""
+    def put(self, prompt: Prompt, lane: Lane = Lane.FIRST, token_ids: Sequence[int] = ()) -> None:
+        """Gives a request a home. `take` says when it goes. token_ids: of the prompt, where workers
+        share parts of blocks."""
         candidates = self._router.candidates(prompt, self._promises, self._held)
+        blocks = max((candidate.matched_blocks for candidate in candidates), default=0)
+        heads = self._heads_after(blocks, prompt, token_ids)
+        if shared := self._heads.shared_tokens(heads):
+            candidates = [self._saving(c, blocks, shared) for c in candidates]
         chosen = self._policies[lane](candidates, len(self)) if candidates else None
         if chosen is None:
             self._homeless[prompt.key] = prompt, lane
@@ -82,6 +95,20 @@ class Backlog:
         self._promises.add(worker, prompt.hashes)
         self._lines[worker].add(prompt, lane)
         self._home[prompt.key] = worker
+        self._heads.note(worker, heads)
+
+    def _heads_after(self, blocks: int, prompt: Prompt, token_ids: Sequence[int]) -> list[Head]:
+        block_tokens = self._router.config.block_tokens
+        tokens = token_ids[blocks * block_tokens : (blocks + 1) * block_tokens]
+        return heads_of(prompt.hashes[blocks - 1] if blocks else b"", tokens)
+
+    def _saving(self, candidate: Candidate, blocks: int, shared: dict[int, int]) -> Candidate:
+        """With the work that it saves inside the block after the first ones, if it has those."""
+        tokens = shared.get(candidate.worker, 0)
+        if not tokens or candidate.matched_blocks != blocks:
+            return candidate
+        start = blocks * self._router.config.block_tokens
+        return candidate._replace(saved=self._work(start, start + tokens))
 
     def take(self) -> list[Release]:
         """Requests that go now, already booked with the router. Ask after each `put` and report."""

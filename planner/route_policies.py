@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+LOAD_FOR_SAVED = 8  # load that a request may meet more of, for each unit of work that it saves
+
 
 class Candidate(NamedTuple):
     """A worker that takes requests, and what a request would meet there.
 
     matched_blocks: leading blocks that are committed or pending. added: work that the request
     would be; load: work of open requests; queued: the part of it that no running batch computes;
-    threshold: queued work from which on the worker is saturated (one unit for all four, FLOPs or
-    tokens). open_tokens: prompt tokens not yet computed, cached
-    or not. waiting, running: open requests.
+    threshold: queued work from which on the worker is saturated; saved: work of the tokens after
+    the matched blocks that the worker has in a block which begins like theirs (one unit for all
+    five, FLOPs or tokens). open_tokens: prompt tokens not yet computed, cached or not. waiting,
+    running: open requests.
     """
 
     worker: int
@@ -25,6 +28,7 @@ class Candidate(NamedTuple):
     open_tokens: int
     waiting: int
     running: int
+    saved: int = 0
 
 
 Policy = Callable[[Sequence[Candidate], int], Candidate | None]
@@ -88,7 +92,8 @@ def least_finish(candidates: Sequence[Candidate], turn: int) -> Candidate:
 
 
 def _by_match_then_load(candidate: Candidate) -> tuple[int, int, int]:
-    return -candidate.matched_blocks, candidate.load, candidate.worker
+    load = candidate.load - LOAD_FOR_SAVED * candidate.saved
+    return -candidate.matched_blocks, load, candidate.worker
 
 
 def _by_finish(candidate: Candidate) -> tuple[int, int, int]:

@@ -1,0 +1,75 @@
+"""Siblings that part inside a block: who shares how much, and that they meet."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contracts.block_hash import chain_hashes
+from contracts.routing import Prompt, RequestKey
+from planner.backlog import Backlog
+from planner.block_heads import REMEMBERED, STEP_TOKENS, BlockHeads, heads_of
+from planner.line import Lane
+from planner.router import Router, RouterConfig
+from planner.saturation import SaturationConfig
+from tests.routing import quadratic_work
+
+WORKERS = 3
+BLOCK = 16
+blocks = st.lists(st.integers(0, 1), max_size=BLOCK)
+parents = st.sampled_from([b"", b"parent"])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, WORKERS - 1), parents, blocks), max_size=12), parents, blocks
+)
+def test_shared_tokens_are_those_of_the_most_similar_block_in_steps(
+    noted: list[tuple[int, bytes, list[int]]], parent: bytes, tokens: list[int]
+) -> None:
+    heads = BlockHeads()
+    expected: dict[int, int] = {}
+    for worker, other, block in noted:
+        heads.note(worker, heads_of(other, block))
+        if other == parent:
+            pairs = zip(tokens, block, strict=False)
+            common = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+            common = min(len(tokens), len(block)) if common is None else common
+            expected[worker] = max(expected.get(worker, 0), common - common % STEP_TOKENS)
+    expected = {worker: common for worker, common in expected.items() if common}
+    assert heads.shared_tokens(heads_of(parent, tokens)) == expected
+
+
+def test_the_latest_heads_are_remembered() -> None:
+    heads = BlockHeads()
+    for number in range(REMEMBERED + 1):
+        heads.note(0, heads_of(b"", [number] * STEP_TOKENS))
+    shared = [heads.shared_tokens(heads_of(b"", [n] * STEP_TOKENS)) for n in (0, 1, REMEMBERED)]
+    assert shared == [{}, {0: STEP_TOKENS}, {0: STEP_TOKENS}]
+
+
+def homes(rows: list[list[int]], *, with_tokens: bool) -> list[int]:
+    saturation = SaturationConfig(fallback_prompts=(1,), pinned=1 << 40)
+    config = RouterConfig(workers=WORKERS, saturation=saturation, block_tokens=BLOCK)
+    router = Router(config, quadratic_work)
+    backlog = Backlog(router, quadratic_work)
+    found = []
+    for number, tokens in enumerate(rows):
+        hashes = tuple(chain_hashes(tokens, BLOCK))
+        prompt = Prompt(RequestKey(0, number), len(tokens), hashes)
+        backlog.put(prompt, Lane.LATER, tokens if with_tokens else ())
+        found += [release.decision.worker for release in backlog.take()]
+    return found
+
+
+def test_siblings_that_part_inside_a_block_have_one_home_and_pairs_have_several() -> None:
+    rows = [[n // 2] * 8 + [1000 + n] * (12 + n % 3) for n in range(60)]
+    apart, together = (homes(rows, with_tokens=known) for known in (False, True))
+    assert any(one != other for one, other in zip(apart[::2], apart[1::2], strict=True))
+    assert together[::2] == together[1::2]
+    assert min(together.count(worker) for worker in range(WORKERS)) >= 12
+
+
+def test_a_few_tokens_in_common_do_not_keep_long_prompts_together() -> None:
+    rows = [[7] * 12 + [1000 + number] * 388 for number in range(2 * WORKERS)]
+    found = homes(rows, with_tokens=True)
+    assert [found.count(worker) for worker in range(WORKERS)] == [2] * WORKERS
