@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.experts import ClampedGate, clamped_gated, gated
+from kernels import passes
+from kernels.experts import ClampedGate, clamped_gated
 from kernels.linear import Linears, Product
 
 PIECE_TOKENS = 32_768  # enough for the products' full rate; bounds what the pairs take of memory
@@ -55,9 +56,9 @@ def gpu_experts(
         rows = slice(first, first + PIECE_TOKENS)
         pairs = Pairs(ids_TK[rows], len(gate_up_e))
         h_NF2 = products(x_TD[rows].index_select(0, pairs.rows_N), gate_up_e, pairs.ends_e)
-        h_NF = gated(h_NF2) if clamped is None else clamped_gated(h_NF2, clamped)
+        h_NF = passes.gated(h_NF2) if clamped is None else clamped_gated(h_NF2, clamped)
         y_ND = products(h_NF, down_e, pairs.ends_e)
-        _add_up(y_ND, pairs.places_TK, weights_TK[rows], out_TD[rows])
+        passes.add_up(y_ND, pairs.places_TK, weights_TK[rows], out_TD[rows])
     return out_TD
 
 
@@ -91,12 +92,6 @@ def single_products(x_NK: Tensor, linear_e: Linears, ends_e: Tensor) -> Tensor:
             pieces.append(product(x_NK[first:last]))
         first = last
     return torch.cat(pieces)
-
-
-def _add_up(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:
-    out_TD.zero_()
-    for k in range(places_TK.shape[1]):
-        out_TD.addcmul_(y_ND.index_select(0, places_TK[:, k]), weights_TK[:, k : k + 1])
 
 
 def _groups(x_TD: Tensor, linear_e: Linears) -> bool:

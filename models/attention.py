@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import ragged_attention
-from kernels.norm import rms_norm
-from kernels.rope import apply_rope
+from kernels.passes import norm_and_turn
 from models.batch import AttentionBatch, LastPrepared, Prepared
 from models.kv_pool import KvPool
 from models.layout import attention_tensors
@@ -76,6 +75,5 @@ class GroupedQueryAttention:
 
     def _turned(self, x_THd: Tensor, heads: slice, prepared: Prepared) -> Tensor:
         """Queries or keys of `heads` (query heads, then KV heads), normed and in their places."""
-        if self._qk_norm_Hd is not None:
-            x_THd = rms_norm(x_THd, self._qk_norm_Hd[heads], self._eps)
-        return apply_rope(x_THd, prepared.cos, prepared.sin)
+        weight_Hd = None if self._qk_norm_Hd is None else self._qk_norm_Hd[heads]
+        return norm_and_turn(x_THd, weight_Hd, self._eps, prepared.cos, prepared.sin)

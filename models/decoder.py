@@ -14,8 +14,8 @@ from torch.nn import functional
 from kernels.attention import plan_attention
 from kernels.experts import swiglu
 from kernels.linear import Linear
-from kernels.norm import rms_norm
 from kernels.packed_attention import packs
+from kernels.passes import rms_norm
 from kernels.rope import cos_sin, inverse_frequencies
 from models import layout
 from models.attention import GroupedQueryAttention

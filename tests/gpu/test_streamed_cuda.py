@@ -12,11 +12,15 @@ import pytest
 import torch
 
 from benchmarks import streamed_on_gpu
+from kernels import passes
 from kernels.attention import plan_attention, ragged_attention
+from kernels.experts import gated
 from kernels.gpu_experts import gpu_experts
 from kernels.linear import linears
+from kernels.norm import rms_norm
 from kernels.packed_attention import packs
 from kernels.reference import attention_reference, experts_reference
+from kernels.rope import apply_rope
 from kernels.routing import softmax_top_k
 from kernels.rows import SequenceRows
 from models.batch import AttentionBatch, SequenceSlice
@@ -42,6 +46,27 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
 ]
+
+
+def test_fused_passes_are_torchs_operations_but_for_rounding() -> None:
+    pytest.importorskip("triton")
+    assert passes._triton_kernels() is not None  # else the log says why
+    T, H, d, D = 300, 36, 128, 2048
+    x_TD = torch.randn(T, D, device=GPU).bfloat16()
+    weight_D = torch.randn(D, device=GPU).bfloat16()
+    qkv = torch.randn(T, H + 4, d, device=GPU).bfloat16()
+    weight_Hd, angles = qkv[0, :H].contiguous(), torch.randn(T, 1, d // 2, device=GPU)
+    turn = angles.cos().bfloat16(), angles.sin().bfloat16()
+    normed = rms_norm(qkv[:, :H], weight_Hd, 1e-6)
+    pairs = [
+        (passes.rms_norm(x_TD, weight_D, 1e-6), rms_norm(x_TD, weight_D, 1e-6)),
+        (passes.norm_and_turn(qkv[:, :H], weight_Hd, 1e-6, *turn), apply_rope(normed, *turn)),
+        (passes.norm_and_turn(qkv[:, :H], None, 1e-6, *turn), apply_rope(qkv[:, :H], *turn)),
+        (passes.gated(x_TD), gated(x_TD)),
+    ]
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, atol=5e-2, rtol=2e-2)
+        assert (found == expected).float().mean() > 0.98
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -7,11 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import gpu_experts, reference
+from kernels import gpu_experts, passes, reference
 from kernels.experts import ClampedGate
 from kernels.gpu_experts import Pairs, grouped_products, runs_on_gpu, single_products
 from kernels.linear import linears, plain_linears
+from kernels.norm import rms_norm
 from kernels.packed_attention import packed_part
+from kernels.rope import apply_rope
 from kernels.routing import local_index, softmax_top_k
 from kernels.rows import SequenceRows
 
@@ -96,3 +98,21 @@ def test_a_packed_batch_names_every_sequences_rows_and_keys() -> None:
     assert isinstance(part.keys, torch.Tensor)
     assert part.keys.tolist() == [32, 33, 34, 7, 8, 9, 20, 21, 22]
     assert packed_part(sequences[:1], None, CPU).keys is None  # the fresh rows
+
+
+def test_passes_are_torchs_own_operations_where_triton_has_no_gpu() -> None:
+    generator = torch.Generator().manual_seed(4)
+    x_THd = torch.randn(5, 7, 8, generator=generator)
+    weight_Hd, angles = x_THd[0, 1:], torch.randn(5, 1, 4, generator=generator)
+    turn = angles.cos(), angles.sin()
+    expected = apply_rope(rms_norm(x_THd[:, 1:], weight_Hd, 1e-6), *turn)
+    assert torch.equal(passes.norm_and_turn(x_THd[:, 1:], weight_Hd, 1e-6, *turn), expected)
+    expected = apply_rope(x_THd, *turn)
+    assert torch.equal(passes.norm_and_turn(x_THd, None, 1e-6, *turn), expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_fused_kernels_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    passes._triton_kernels.cache_clear()
+    assert passes._triton_kernels() is None
+    assert "fused_kernels_off reason=" in caplog.text

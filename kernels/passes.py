@@ -1,0 +1,107 @@
+"""Passes over all activations of a batch, between the products: each as one kernel on GPUs for
+which triton can build them, else as torch's operations. Results are the same but for the last bit.
+
+Shapes: T tokens, H heads, d head dim, D model dim, F FFN dim, N (token, expert) pairs, K top-k.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from kernels import experts, norm, rope
+
+log = logging.getLogger(__name__)
+
+_TRIED = (5, 6, 16)  # T, H, d of the trial
+_TOLERANCE = 0.1  # of values of order 1 to 10 in bfloat16
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = False) -> Tensor:
+    """As kernels/norm.py."""
+    fused = _fused(x)
+    if fused is None or not x.is_contiguous():
+        return norm.rms_norm(x, weight_D, eps, round_once=round_once)
+    out: Tensor = fused.rms_norm(x, weight_D, eps, round_once)
+    return out
+
+
+def norm_and_turn(
+    x_THd: Tensor, weight_Hd: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """A new tensor: each head normed by its weight (None: as it is), then turned by rope."""
+    fused = _fused(x_THd)
+    if fused is None or x_THd.stride()[1:] != (x_THd.shape[2], 1):
+        normed = x_THd if weight_Hd is None else norm.rms_norm(x_THd, weight_Hd, eps)
+        return rope.apply_rope(normed, cos, sin)
+    out_THd: Tensor = fused.norm_and_turn(x_THd, weight_Hd, eps, cos, sin)
+    return out_THd
+
+
+def gated(h_NF2: Tensor) -> Tensor:
+    """silu(gate) * up of [N, 2F], as a fresh [N, F]."""
+    fused = _fused(h_NF2)
+    if fused is None:
+        return experts.gated(h_NF2)
+    out_NF: Tensor = fused.gated(h_NF2)
+    return out_NF
+
+
+def add_up(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:
+    """Fills out_TD float32: of each token, the weighted sum of the rows places_TK of y, in order of
+    k."""
+    fused = _fused(y_ND)
+    if fused is not None:
+        fused.weighted_sums(y_ND, places_TK, weights_TK.contiguous(), out_TD)
+        return
+    out_TD.zero_()
+    for k in range(places_TK.shape[1]):
+        out_TD.addcmul_(y_ND.index_select(0, places_TK[:, k]), weights_TK[:, k : k + 1])
+
+
+def _fused(x: Tensor) -> ModuleType | None:
+    usable = x.is_cuda and x.dtype is torch.bfloat16 and x.numel() > 0
+    return _triton_kernels() if usable else None
+
+
+@functools.cache
+def _triton_kernels() -> ModuleType | None:
+    """kernels/triton_kernels.py, once it has been tried here; None where that fails."""
+    try:
+        kernels = importlib.import_module("kernels.triton_kernels")
+        _try(kernels)
+    except Exception as error:  # noqa: BLE001  (no triton, no compiler, a wrong result: do without)
+        log.warning("fused_kernels_off reason=%s: %s", type(error).__name__, error)
+        return None
+    return kernels
+
+
+def _try(kernels: ModuleType) -> None:
+    """Raises AssertionError where a result is not torch's."""
+    T, H, d = _TRIED
+    x_THd, other_THd = (torch.randn(T, H, d, device="cuda").bfloat16() for _ in range(2))
+    weight_Hd = x_THd[0].contiguous()
+    angles = torch.randn(T, 1, d // 2, device="cuda")
+    turn = angles.cos().bfloat16(), angles.sin().bfloat16()
+    places_TK = torch.randperm(T * H, device="cuda").view(T, H)
+    weights_TK = torch.rand(T, H, device="cuda")
+    y_ND, weight_D = other_THd.view(T * H, d), weight_Hd[0]
+    found_TD, sums_TD = (torch.empty(T, d, device="cuda") for _ in range(2))
+    kernels.weighted_sums(y_ND, places_TK, weights_TK, found_TD)
+    torch.sum(y_ND[places_TK].float() * weights_TK.unsqueeze(2), 1, out=sums_TD)
+    pairs = [
+        (kernels.rms_norm(x_THd, weight_D, 1e-6, False), norm.rms_norm(x_THd, weight_D, 1e-6)),
+        (
+            kernels.norm_and_turn(x_THd[:, 1:], weight_Hd[1:], 1e-6, *turn),
+            rope.apply_rope(norm.rms_norm(x_THd[:, 1:], weight_Hd[1:], 1e-6), *turn),
+        ),
+        (kernels.gated(y_ND), experts.gated(y_ND)),
+        (found_TD, sums_TD),
+    ]
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, atol=_TOLERANCE, rtol=_TOLERANCE)

@@ -1,0 +1,140 @@
+"""The passes over activations that a GPU spends its memory's bandwidth on, each one kernel, where
+torch takes three to ten. They round where kernels/norm.py, rope.py and experts.py do.
+
+Imported only where triton is there (kernels/passes.py). Shapes: T tokens, H heads, d head dim, D
+model dim, F FFN dim, N (token, expert) pairs, K top-k.
+"""
+
+# mypy: disable-error-code="untyped-decorator, misc, no-untyped-call, no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_HEADS = 16  # of one program
+
+
+@triton.jit
+def _norm(x_ptr, w_ptr, out_ptr, D, eps, ONCE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * D
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at + i, mask=i < D, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + i, mask=i < D, other=0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x) / D + eps)
+    if not ONCE:
+        y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + at + i, (y * w).to(out_ptr.dtype.element_ty), mask=i < D)
+
+
+@triton.jit
+def _turn(
+    x_ptr,
+    w_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    token_stride,
+    H,
+    half,
+    eps,
+    NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    i = tl.arange(0, BLOCK)[None, :]
+    there = (h < H) & (i < half)
+    kind = out_ptr.dtype.element_ty
+    at = h * 2 * half + i
+    first = tl.load(x_ptr + t * token_stride + at, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + t * token_stride + at + half, mask=there, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        scale = tl.rsqrt(squares / (2 * half) + eps)[:, None]
+        w_first = tl.load(w_ptr + at, mask=there, other=0.0).to(tl.float32)
+        w_second = tl.load(w_ptr + at + half, mask=there, other=0.0).to(tl.float32)
+        first = (first * scale).to(kind).to(tl.float32)
+        second = (second * scale).to(kind).to(tl.float32)
+        first = (first * w_first).to(kind).to(tl.float32)
+        second = (second * w_second).to(kind).to(tl.float32)
+    cos = tl.load(cos_ptr + t * half + i, mask=i < half, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + t * half + i, mask=i < half, other=0.0).to(tl.float32)
+    turned_first = (first * cos).to(kind).to(tl.float32) - second * sin
+    turned_second = (second * cos).to(kind).to(tl.float32) + first * sin
+    out = out_ptr + t * H * 2 * half + at
+    tl.store(out, turned_first.to(kind), mask=there)
+    tl.store(out + half, turned_second.to(kind), mask=there)
+
+
+@triton.jit
+def _gate(h_ptr, out_ptr, F, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    kind = out_ptr.dtype.element_ty
+    gate = tl.load(h_ptr + n * 2 * F + i, mask=i < F, other=0.0).to(tl.float32)
+    up = tl.load(h_ptr + n * 2 * F + F + i, mask=i < F, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    tl.store(out_ptr + n * F + i, (silu * up).to(kind), mask=i < F)
+
+
+@triton.jit
+def _sum(y_ptr, places_ptr, weights_ptr, out_ptr, D, K: tl.constexpr, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for k in tl.static_range(K):
+        place = tl.load(places_ptr + t * K + k)
+        weight = tl.load(weights_ptr + t * K + k)
+        total += weight * tl.load(y_ptr + place * D + i, mask=i < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + t * D + i, total, mask=i < D)
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, round_once: bool) -> Tensor:
+    """x: contiguous."""
+    out, D = torch.empty_like(x), x.shape[-1]
+    _norm[(x.numel() // D,)](
+        x, weight_D, out, D, eps, ONCE=round_once, BLOCK=triton.next_power_of_2(D)
+    )
+    return out
+
+
+def norm_and_turn(
+    x_THd: Tensor, weight_Hd: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """RMS norm of each head (weight None: none), then rope. Tokens of x may be apart."""
+    T, H, d = x_THd.shape
+    out_THd = torch.empty((T, H, d), dtype=x_THd.dtype, device=x_THd.device)
+    _turn[(T, triton.cdiv(H, _HEADS))](
+        x_THd,
+        x_THd if weight_Hd is None else weight_Hd,
+        cos,
+        sin,
+        out_THd,
+        x_THd.stride(0),
+        H,
+        d // 2,
+        eps,
+        NORM=weight_Hd is not None,
+        HEADS=_HEADS,
+        BLOCK=triton.next_power_of_2(d // 2),
+    )
+    return out_THd
+
+
+def gated(h_NF2: Tensor) -> Tensor:
+    """silu(gate) * up, [N, F]. h: contiguous."""
+    N, F = h_NF2.shape[0], h_NF2.shape[1] // 2
+    out_NF = torch.empty(N, F, dtype=h_NF2.dtype, device=h_NF2.device)
+    _gate[(N,)](h_NF2, out_NF, F, BLOCK=triton.next_power_of_2(F))
+    return out_NF
+
+
+def weighted_sums(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:
+    """out_TD float32: the sum of K rows of y, each by its weight. All contiguous."""
+    T, K = places_TK.shape
+    D = y_ND.shape[1]
+    _sum[(T,)](y_ND, places_TK, weights_TK, out_TD, D, K=K, BLOCK=triton.next_power_of_2(D))
