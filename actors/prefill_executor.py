@@ -4,7 +4,7 @@
                  └ waits where the store's copy is slower than the compute
 
 Between layers the worker's loop takes messages. Owned by that loop's thread. On a GPU a layer is
-only queued: the host is ahead, spans are the host's, and it waits for the GPU when it answers.
+only queued: the host is some layers ahead, and spans are the host's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from actors.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError
 from contracts.events import Stage, TaskSpan
-from kernels.device import finish
+from kernels.device import Pace, finish
 from kernels.routing import local_index
 from models.batch import AttentionBatch, LastRows, SequenceSlice
 from models.decoder import AttentionHalf
@@ -29,6 +29,8 @@ from models.expert_store import ExpertStore
 from models.kv_pool import KvPool
 from models.moe import expert_sums
 from models.router import Routed
+
+_LAYERS_AHEAD = 3
 
 
 class PrefillParts(NamedTuple):
@@ -75,6 +77,7 @@ class PrefillExecutor:
         self._scheduled: ScheduledBatch | None = None
         self._run: PrefillRun | None = None
         self._waited_s = 0.0  # by the store's account, as far as it was noted
+        self._pace = Pace(parts.half.device, _LAYERS_AHEAD)
         self._woken = threading.Event()
         self.failure: ChannelError | None = None
 
@@ -103,6 +106,7 @@ class PrefillExecutor:
         try:
             if run.layer < self._half.spec.num_layers:
                 self._layer(run)
+                self._pace.step()
                 return []
         except ChannelError as error:
             self.failure = error

@@ -119,7 +119,8 @@ class Bench:
         self.config = shape_of_options(options)
         self.model = random_model(self.config, self.dtype, self.device)
         self.spec = self.model.layout.spec
-        blocks = -(-options.max_tokens // BLOCK_TOKENS) + 1
+        self.most_rows = max(1, options.max_tokens // options.row_tokens)
+        blocks = (self.most_rows + 1) * -(-options.row_tokens // BLOCK_TOKENS) + 1
         kv = KvPool(self.spec, blocks, BLOCK_TOKENS, self.dtype, self.device, one_layer=True)
         self.copying = CopyingStore(
             self.model.host,
@@ -135,9 +136,10 @@ class Bench:
         self.work = flops_work(shape_of(self.spec, self.dtype))
 
     def rows(self, tokens: int, *, seed: int) -> list[list[int]]:
-        """Of `row_tokens` each, in all about `tokens`; at least one."""
+        """Of `row_tokens` each, in all about `tokens`; at least one, at most `most_rows`."""
         length = self.options.row_tokens
-        return random_rows([length] * max(1, round(tokens / length)), self.spec.vocab_size, seed)
+        count = min(self.most_rows, max(1, round(tokens / length)))
+        return random_rows([length] * count, self.spec.vocab_size, seed)
 
     def check(self) -> None:
         """Outputs before times: equal bits."""
@@ -248,7 +250,7 @@ def _rounds(
                 str(sum(map(len, rows))), {name: [] for name in bench.workers}
             )
             for name in sorted(bench.workers, reverse=bool(number % 2)):
-                turn = bench.turn(name, rows, options.passes)
+                turn = bench.turn(name, rows, options.passes if number else 0)
                 if number:
                     by_variant[name].append(turn._asdict())
         print(f"round {number} of {options.rounds} done", flush=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 
 
@@ -10,3 +12,22 @@ def finish(device: torch.device) -> None:
     streams go on. Nothing to wait for on a CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+class Pace:
+    """Keeps the thread that queues work at most `ahead` steps ahead of a GPU: enough to keep that
+    busy, and so few that the thread still turns to other things while it computes."""
+
+    def __init__(self, device: torch.device, ahead: int) -> None:
+        self._device, self._ahead = device, ahead
+        self._steps: deque[torch.cuda.Event] = deque()
+
+    def step(self) -> None:
+        """The work of a step is queued."""
+        if self._device.type != "cuda":
+            return
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._steps.append(event)
+        if len(self._steps) > self._ahead:
+            self._steps.popleft().synchronize()  # type: ignore[no-untyped-call]

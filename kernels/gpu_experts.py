@@ -55,7 +55,7 @@ def gpu_experts(
     for first in range(0, x_TD.shape[0], PIECE_TOKENS):
         rows = slice(first, first + PIECE_TOKENS)
         pairs = Pairs(ids_TK[rows], len(gate_up_e))
-        h_NF2 = products(x_TD[rows].index_select(0, pairs.rows_N), gate_up_e, pairs.ends_e)
+        h_NF2 = products(passes.rows_of(x_TD[rows], pairs.rows_N), gate_up_e, pairs.ends_e)
         h_NF = passes.gated(h_NF2) if clamped is None else clamped_gated(h_NF2, clamped)
         y_ND = products(h_NF, down_e, pairs.ends_e)
         passes.add_up(y_ND, pairs.places_TK, weights_TK[rows], out_TD[rows])

@@ -52,6 +52,15 @@ def gated(h_NF2: Tensor) -> Tensor:
     return out_NF
 
 
+def rows_of(x_TD: Tensor, rows_N: Tensor) -> Tensor:
+    """x[rows], a new tensor [N, D]."""
+    fused = _fused(x_TD)
+    if fused is None or not x_TD.is_contiguous():
+        return x_TD.index_select(0, rows_N)
+    out_ND: Tensor = fused.rows_of(x_TD, rows_N)
+    return out_ND
+
+
 def add_up(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:
     """Fills out_TD float32: of each token, the weighted sum of the rows places_TK of y, in order of
     k."""
@@ -101,6 +110,7 @@ def _try(kernels: ModuleType) -> None:
             rope.apply_rope(norm.rms_norm(x_THd[:, 1:], weight_Hd[1:], 1e-6), *turn),
         ),
         (kernels.gated(y_ND), experts.gated(y_ND)),
+        (kernels.rows_of(y_ND, places_TK[0]), y_ND[places_TK[0]]),
         (found_TD, sums_TD),
     ]
     for found, expected in pairs:

@@ -93,6 +93,14 @@ def _sum(y_ptr, places_ptr, weights_ptr, out_ptr, D, K: tl.constexpr, BLOCK: tl.
     tl.store(out_ptr + t * D + i, total, mask=i < D)
 
 
+@triton.jit
+def _take(x_ptr, rows_ptr, out_ptr, D, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + n)
+    tl.store(out_ptr + n * D + i, tl.load(x_ptr + row * D + i, mask=i < D), mask=i < D)
+
+
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, round_once: bool) -> Tensor:
     """x: contiguous."""
     out, D = torch.empty_like(x), x.shape[-1]
@@ -131,6 +139,14 @@ def gated(h_NF2: Tensor) -> Tensor:
     out_NF = torch.empty(N, F, dtype=h_NF2.dtype, device=h_NF2.device)
     _gate[(N,)](h_NF2, out_NF, F, BLOCK=triton.next_power_of_2(F))
     return out_NF
+
+
+def rows_of(x_TD: Tensor, rows_N: Tensor) -> Tensor:
+    """x[rows], [N, D]. x: contiguous."""
+    N, D = rows_N.shape[0], x_TD.shape[1]
+    out_ND = torch.empty(N, D, dtype=x_TD.dtype, device=x_TD.device)
+    _take[(N,)](x_TD, rows_N, out_ND, D, BLOCK=triton.next_power_of_2(D))
+    return out_ND
 
 
 def weighted_sums(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:

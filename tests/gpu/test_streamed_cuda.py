@@ -57,12 +57,14 @@ def test_fused_passes_are_torchs_operations_but_for_rounding() -> None:
     qkv = torch.randn(T, H + 4, d, device=GPU).bfloat16()
     weight_Hd, angles = qkv[0, :H].contiguous(), torch.randn(T, 1, d // 2, device=GPU)
     turn = angles.cos().bfloat16(), angles.sin().bfloat16()
+    rows_N = torch.randint(T, (900,), device=GPU)
     normed = rms_norm(qkv[:, :H], weight_Hd, 1e-6)
     pairs = [
         (passes.rms_norm(x_TD, weight_D, 1e-6), rms_norm(x_TD, weight_D, 1e-6)),
         (passes.norm_and_turn(qkv[:, :H], weight_Hd, 1e-6, *turn), apply_rope(normed, *turn)),
         (passes.norm_and_turn(qkv[:, :H], None, 1e-6, *turn), apply_rope(qkv[:, :H], *turn)),
         (passes.gated(x_TD), gated(x_TD)),
+        (passes.rows_of(x_TD, rows_N), x_TD[rows_N]),
     ]
     for found, expected in pairs:
         torch.testing.assert_close(found, expected, atol=5e-2, rtol=2e-2)
