@@ -49,7 +49,7 @@ log = logging.getLogger("tandem.worker")
 
 STATE_PERIOD_S = 0.05
 IDLE_POLL_S = 0.1
-CHECK_PERIOD_S = 10.0
+CHECK_AFTER_S = 10.0  # so long after the last request that none is likely to wait for it
 NOBODY = -1  # no client has this number
 
 
@@ -95,7 +95,7 @@ class ServingWorker:
         self._watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s)
         self._reason = ""  # why this rank cannot serve; empty: it can
         self._last_state_s = 0.0
-        self._checked_s = monotonic_s()
+        self._busy_s: float | None = None  # when there was last a request, unless checked since
         self._started_s = 0.0
         self._computed_tokens = 0
         self._half = self._load_half()
@@ -288,10 +288,12 @@ class ServingWorker:
         self._check_when_idle()
 
     def _check_when_idle(self) -> None:
-        """Holds the KV books against themselves, now and then, when there is nothing to do."""
-        now_s = monotonic_s()
-        if len(self._scheduler) == 0 and now_s - self._checked_s > CHECK_PERIOD_S:
-            self._checked_s = now_s
+        """Holds the KV books against themselves once nothing has come for a while. It takes as long
+        as a layer or more."""
+        if len(self._scheduler):
+            self._busy_s = monotonic_s()
+        elif self._busy_s is not None and monotonic_s() - self._busy_s > CHECK_AFTER_S:
+            self._busy_s = None
             self._blocks.check([])
 
     def _take(self, received: FromClient) -> None:
