@@ -8,8 +8,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +30,7 @@ from actors.channels.base import (
 from actors.channels.factory import make_endpoint
 from contracts.clock import Clock, monotonic_s
 from contracts.config import ChannelConfig
+from tests.fork_server import ForkedProcess
 
 TOKEN = b"a token of 32 random bytes......"
 DEADLINE_S = 20.0
@@ -133,18 +132,12 @@ class Peer:
     def __init__(self, end: Endpoint, backend: str, role: str, **options: Any) -> None:
         address = end.listen()
         options |= {"backend": backend, "role": role, "address": address, "token": TOKEN.hex()}
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "channels_peer.py"), json.dumps(options)],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            text=True,
-        )
+        self.process = ForkedProcess("tests.channels_peer", json.dumps(options))
         joined = wait_for(end, PeerJoined, deadline_s=60.0)
         assert joined[0].peer == "peer"
 
     def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        return self.process.stdout.readline().decode().strip()
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -152,7 +145,7 @@ class Peer:
     def end(self) -> None:
         self.process.kill()
         self.process.wait(10)
-        assert self.process.stdout is not None
+        self.process.stdin.close()
         self.process.stdout.close()
 
 
@@ -198,7 +191,7 @@ def is_foreign(fd: int, target: str) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def nothing_leaks() -> Iterator[None]:
+def nothing_leaks(forked_processes: None) -> Iterator[None]:
     """Fails a test after which a thread, a descriptor or a file in /dev/shm is left."""
     gc.collect()
     gc.freeze()  # so that the collection after the test looks through that test's objects only

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.fork_server import fork_server
 from tests.tiny_models import make_tiny_checkpoint
 
 torch.set_num_threads(1)  # two cores, several workers; and sums that do not depend on the machine
@@ -54,6 +55,13 @@ class _ByFile(LoadScopeScheduling):
 
 def _wants_ray(nodeid: str) -> bool:
     return nodeid.startswith(("tests/ray/", "tests/net/"))
+
+
+@pytest.fixture(scope="session")
+def forked_processes() -> Iterator[None]:
+    """For tests that start processes with `tests.fork_server`."""
+    yield fork_server().start()
+    fork_server().close()
 
 
 @pytest.fixture(scope="session")

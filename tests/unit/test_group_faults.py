@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import actors.process
 from actors.channels.handshake import Identity, initiate
 from actors.channels.listener import dial
 from actors.local_group import LocalGroup
@@ -36,6 +37,7 @@ from contracts.worker import RankStatus
 from models.local import LocalModel
 from models.moe import ExpertHalf
 from tests.channels_support import nothing_leaks  # noqa: F401
+from tests.fork_server import start_forked
 from tests.group_harness import (
     DEADLINE_S,
     Priority,
@@ -57,6 +59,11 @@ def deep(tiny_checkpoint: Checkpoints) -> Path:
     return tiny_checkpoint(
         "qwen3_moe", num_hidden_layers=24, num_experts=8, max_position_embeddings=8192
     )
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_forked(forked_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_forked(monkeypatch, actors.process)
 
 
 def tokens(seed: int, count: int) -> list[int]:

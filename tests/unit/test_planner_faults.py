@@ -10,14 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
+import actors.process
 from actors.local_group import LocalGroup
 from contracts.clock import monotonic_s
 from contracts.errors import CheckpointError, LaunchError, TandemError
 from contracts.worker import RankStatus
+from tests.fork_server import start_forked
 from tests.group_harness import DEADLINE_S, RankConnection, greedy, group_config
 from tests.simulated_group import hardware
 
 Checkpoints = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_forked(forked_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_forked(monkeypatch, actors.process)
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
