@@ -39,9 +39,9 @@ class LocalGroup:
         groups = config.groups
         self.token = secrets.token_bytes(TOKEN_BYTES)
         formation = Formation(config, model_folder, self.token, 1, backend, hardware)
-        attention = [Seat(device, "127.0.0.1", groups.attention_ranks)] * groups.attention_ranks
-        expert = [Seat(device, "127.0.0.1", groups.attention_ranks)] * groups.expert_ranks
-        prefill = [Seat(device, "127.0.0.1", groups.prefill_ranks)] * groups.prefill_ranks
+        seat = Seat(device, "127.0.0.1", groups.attention_ranks + groups.prefill_ranks)
+        attention, expert = [seat] * groups.attention_ranks, [seat] * groups.expert_ranks
+        prefill = [seat] * groups.prefill_ranks
         planners = [Seat("cpu", "127.0.0.1", 1)] if planner else []
         self._specs = make_specs(formation, attention, expert, planners, prefill)
         self._timeout_s = groups.ready_timeout_s

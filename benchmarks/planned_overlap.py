@@ -35,9 +35,11 @@ from benchmarks.random_checkpoint import MEDIUM, MEDIUM_SHARED, write_random_che
 from benchmarks.two_nodes import ADDRESS, ENVIRONMENT, TwoNodes, ray_nodes, two_namespaces
 from cluster.gantt import draw_gantt
 from cluster.launch import RunningGroup, launch_group
+from cluster.placement import kv_ranks, place_ranks
 from cluster.rank_client import RankClient
 from cluster.ray_session import ray_session
 from contracts.loading import load_config
+from contracts.worker import Group
 from models.checkpoint import resolve_dtype
 from models.spec import read_spec
 
@@ -167,7 +169,9 @@ def spread_group(path: Path, dtype: str) -> Iterator[RunningGroup]:
         ],
     )
     with ray_session(config, ENVIRONMENT, show_rank_logs=False):
-        group = launch_group(config, str(path), secrets.token_bytes(32))
+        placed = place_ranks(config, (Group.ATTENTION, Group.EXPERT))
+        token = secrets.token_bytes(32)
+        group = launch_group(config, str(path), token, placed, kv_ranks([placed]))
         try:
             if os.cpu_count() == len(group.ready):
                 for core, ready in enumerate(group.ready):

@@ -7,14 +7,22 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import ray
+from ray.util.placement_group import remove_placement_group
 
 from cluster.codec import Directory
 from cluster.launch import RunningGroup, launch_group
-from cluster.placement import check_resources, rank_requests, resolve_device
+from cluster.placement import (
+    Placed,
+    check_resources,
+    kv_ranks,
+    place_ranks,
+    rank_requests,
+    resolve_device,
+)
 from cluster.prefill_group import PrefillGroup, launch_prefill
 from contracts.config import TandemConfig
 from contracts.events import TaskSpan
-from contracts.worker import RankStatus
+from contracts.worker import Group, RankStatus
 
 TOKEN_BYTES = 32
 
@@ -72,11 +80,33 @@ def launch(config: TandemConfig, model_folder: str) -> Deployment:
     available = ray.cluster_resources()
     check_resources(rank_requests(config, resolve_device(config, available)), available)
     token = secrets.token_bytes(TOKEN_BYTES)
-    groups, asked = config.groups, (config, model_folder, token)
+    group_place, prefill_place = _place(config)
+    with_kv = kv_ranks([one for one in (group_place, prefill_place) if one is not None])
     with ThreadPoolExecutor(2) as threads:  # each loads for most of the time
-        group = threads.submit(launch_group, *asked) if groups.attention_ranks else None
-        prefill = threads.submit(launch_prefill, *asked) if groups.prefill_ranks else None
+        group = prefill = None
+        if group_place is not None:
+            asked = (config, model_folder, token, group_place, with_kv)
+            group = threads.submit(launch_group, *asked)
+        if prefill_place is not None:
+            asked = (config, model_folder, token, prefill_place, with_kv)
+            prefill = threads.submit(launch_prefill, *asked)
     return Deployment(token, *_both(group, prefill))
+
+
+def _place(config: TandemConfig) -> tuple[Placed | None, Placed | None]:
+    """Room for either pipeline that is wanted; each must know of the other's ranks, which share
+    its nodes' memory. Raises ResourceError; no room is taken then."""
+    group = prefill = None
+    if config.groups.attention_ranks:
+        group = place_ranks(config, (Group.ATTENTION, Group.EXPERT))
+    try:
+        if config.groups.prefill_ranks:
+            prefill = place_ranks(config, (Group.PREFILL,))
+    except BaseException:
+        if group is not None:
+            remove_placement_group(group.placement)
+        raise
+    return group, prefill
 
 
 def _both(

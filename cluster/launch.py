@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
@@ -10,17 +11,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from actors.remote import RayRank
 from actors.rendezvous import Formation, form_group, make_specs
 from cluster.hardware import load_hardware
-from cluster.placement import (
-    RankRequest,
-    check_resources,
-    node_of,
-    place,
-    rank_requests,
-    resolve_backend,
-    resolve_device,
-    seat_ranks,
-    start_rank,
-)
+from cluster.placement import Placed, resolve_backend, seat_ranks, start_rank
 from cluster.rank_calls import expositions, recorded_spans, statuses, stop_all
 from contracts.config import TandemConfig
 from contracts.events import TaskSpan
@@ -78,29 +69,29 @@ class RunningGroup:
 
 
 def launch_group(
-    config: TandemConfig, model_folder: str, token: bytes, *, epoch: int = 1
+    config: TandemConfig,
+    model_folder: str,
+    token: bytes,
+    placed: Placed,
+    with_kv: Counter[str],
+    *,
+    epoch: int = 1,
 ) -> RunningGroup:
-    """Places, starts and joins the ranks on the Ray cluster that this process is connected to.
+    """Starts and joins the ranks on the Ray cluster that this process is connected to, where they
+    are `placed`. with_kv: as `seat_ranks` takes it.
 
-    Raises ConfigError for a hardware file that cannot be used, ResourceError if the cluster lacks
-    what is asked for, the first error of a rank, or LaunchError at groups.ready_timeout_s; nothing
-    is left running then.
+    Raises ConfigError for a hardware file that cannot be used, the first error of a rank, or
+    LaunchError at groups.ready_timeout_s; nothing is left running then, and no place is taken.
     """
-    name = config.planner.hardware
-    hardware = load_hardware(name) if config.planner.enabled and name else None
-    device = resolve_device(config, ray.cluster_resources())
-    requests = rank_requests(config, device, (Group.ATTENTION, Group.EXPERT))
-    check_resources(requests, ray.cluster_resources())
-    if config.planner.enabled:
-        requests.append(RankRequest(Group.PLANNER, 0, {}))  # it computes now and then only
-    placement = place(requests, config.groups)
+    placement = placed.placement
     ranks: list[RayRank] = []
     try:
-        ranks = [start_rank(request, placement, i) for i, request in enumerate(requests)]
-        nodes = [node_of(placement, i) for i in range(len(ranks))]
-        backend = resolve_backend(config, device, [node.host for node in nodes])
+        name = config.planner.hardware
+        hardware = load_hardware(name) if config.planner.enabled and name else None
+        ranks = [start_rank(request, placement, i) for i, request in enumerate(placed.requests)]
+        backend = resolve_backend(config, placed.device, [node.host for node in placed.nodes])
         formation = Formation(config, model_folder, token, epoch, backend, hardware)
-        seats = seat_ranks(requests, nodes, device)
+        seats = seat_ranks(placed, with_kv)
         first = config.groups.attention_ranks
         last = first + config.groups.expert_ranks
         specs = make_specs(formation, seats[:first], seats[first:last], seats[last:])

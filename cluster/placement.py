@@ -141,10 +141,11 @@ def start_rank(request: RankRequest, placement: PlacementGroup, bundle: int) -> 
 
 
 class Node(NamedTuple):
-    """A node of the Ray cluster, and the address at which others reach it."""
+    """A node of the Ray cluster: its address, and where a rank on it listens."""
 
     id: str
     host: str
+    listen_host: str
 
     @property
     def is_ours(self) -> bool:
@@ -152,18 +153,15 @@ class Node(NamedTuple):
         here: str = ray.get_runtime_context().get_node_id()
         return self.id == here
 
-    @property
-    def listen_host(self) -> str:
-        """Where a rank there listens: with one node only, nobody outside needs to reach it."""
-        return "127.0.0.1" if len(ray.nodes()) == 1 else self.host
-
 
 def node_of(placement: PlacementGroup, bundle: int) -> Node:
     """Where the bundle is, which has been placed."""
     table: dict[str, Any] = ray.util.placement_group_table(placement)
-    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    nodes = ray.nodes()
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
     id = table["bundles_to_node_id"][bundle]
-    return Node(id, address[id])
+    alone = len(nodes) == 1  # then nobody outside needs to reach a rank
+    return Node(id, address[id], "127.0.0.1" if alone else address[id])
 
 
 def is_placed(placement: PlacementGroup) -> bool:
@@ -172,13 +170,48 @@ def is_placed(placement: PlacementGroup) -> bool:
     return bool(table["state"] == "CREATED")
 
 
-def seat_ranks(requests: Sequence[RankRequest], nodes: Sequence[Node], device: str) -> list[Seat]:
-    """Where each rank runs. Attention ranks and prefill workers share a node's memory for KV."""
-    with_kv = Counter(
+class Placed(NamedTuple):
+    """Ranks with a node for each. Bundle i of the placement group is request i's."""
+
+    requests: list[RankRequest]
+    placement: PlacementGroup
+    device: str
+    nodes: list[Node]
+
+
+def place_ranks(config: TandemConfig, wanted: Sequence[Group]) -> Placed:
+    """Takes room for the ranks of these groups, and for the planner beside attention ranks. Raises
+    ResourceError."""
+    device = resolve_device(config, ray.cluster_resources())
+    requests = rank_requests(config, device, wanted)
+    check_resources(requests, ray.cluster_resources())
+    if Group.ATTENTION in wanted and config.planner.enabled:
+        requests.append(RankRequest(Group.PLANNER, 0, {}))  # it computes now and then only
+    placement = place(requests, config.groups)
+    nodes = [node_of(placement, bundle) for bundle in range(len(requests))]
+    return Placed(requests, placement, device, nodes)
+
+
+def kv_ranks(placed: Sequence[Placed]) -> Counter[str]:
+    """How many ranks keep KV on each node, by its id: attention ranks and prefill workers."""
+    return Counter(
         node.id
-        for request, node in zip(requests, nodes, strict=True)
+        for one in placed
+        for request, node in zip(one.requests, one.nodes, strict=True)
         if request.group in (Group.ATTENTION, Group.PREFILL)
     )
+
+
+def seat_ranks(placed: Placed, with_kv: Counter[str]) -> list[Seat]:
+    """Where each rank runs. with_kv: the ranks of all pipelines that share a node's memory, unless
+    each has a GPU of its own."""
     # Ray shows each actor its own GPU only: it is number 0 there.
-    name = "cuda:0" if device == "cuda" else "cpu"
-    return [Seat(name, node.listen_host, max(1, with_kv[node.id])) for node in nodes]
+    name = "cuda:0" if placed.device == "cuda" else "cpu"
+    return [
+        Seat(
+            name,
+            node.listen_host,
+            1 if request.resources.get("GPU", 0) >= 1 else max(1, with_kv[node.id]),
+        )
+        for request, node in zip(placed.requests, placed.nodes, strict=True)
+    ]

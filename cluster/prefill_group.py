@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -26,14 +27,11 @@ from actors.rendezvous import Formation, channel_addresses, form_group, make_spe
 from actors.telemetry import Telemetry
 from cluster.placement import (
     Node,
+    Placed,
     RankRequest,
-    check_resources,
     is_placed,
     node_of,
-    place,
-    rank_requests,
     resolve_backend,
-    resolve_device,
     seat_ranks,
     start_rank,
 )
@@ -183,8 +181,8 @@ class PrefillGroup:
                 self._start_again(member)
                 return
             except Exception as error:  # noqa: BLE001 - whatever it is, it is told and tried again
-                log.error("worker_not_replaced name=%s error=%s", member.ready.name, error)
-                member.problem = str(error)
+                if not self._closing.is_set():
+                    log.error("worker_not_replaced name=%s error=%s", member.ready.name, error)
             self._closing.wait(retry_s)
             retry_s = min(2 * retry_s, MAX_RETRY_S)
 
@@ -231,7 +229,7 @@ class PrefillGroup:
         """Where its process has started. While no node has room for it, it waits; else raises
         TimeoutError after groups.ready_timeout_s."""
         started, timeout_s = rank.started(), self._config.groups.ready_timeout_s
-        end_s, lacks = time.monotonic() + timeout_s, ""
+        end_s, told = time.monotonic() + timeout_s, False
         while not self._closing.is_set() and time.monotonic() < end_s:
             try:
                 started.result(PLACE_PERIOD_S)
@@ -240,10 +238,9 @@ class PrefillGroup:
                 if is_placed(self._placement):
                     continue
             end_s = time.monotonic() + timeout_s
-            if not lacks:
-                lacks = f"no node has room for {self._requests[member.spec.rank].resources}"
-                log.error("worker_has_no_node name=%s reason=%s", member.ready.name, lacks)
-                member.problem = f"{lacks}; lost because: {member.problem}"
+            if not told:
+                told, needs = True, self._requests[member.spec.rank].resources
+                log.error("worker_has_no_node name=%s needs=%s", member.ready.name, needs)
         raise TimeoutError
 
     def _count(self, ready: RankReady) -> None:
@@ -254,24 +251,26 @@ class PrefillGroup:
 
 
 def launch_prefill(
-    config: TandemConfig, model_folder: str, token: bytes, *, epoch: int = 1
+    config: TandemConfig,
+    model_folder: str,
+    token: bytes,
+    placed: Placed,
+    with_kv: Counter[str],
+    *,
+    epoch: int = 1,
 ) -> PrefillGroup:
-    """Places, starts and joins groups.prefill_ranks workers on the Ray cluster that this process
-    is connected to. Raises as `launch.launch_group`."""
-    device = resolve_device(config, ray.cluster_resources())
-    requests = rank_requests(config, device, (Group.PREFILL,))
-    check_resources(requests, ray.cluster_resources())
-    placement = place(requests, config.groups)
+    """Starts and joins groups.prefill_ranks workers on the Ray cluster that this process is
+    connected to. Raises as `launch.launch_group`."""
+    requests, placement = placed.requests, placed.placement
     ranks: list[RayRank] = []
     try:
         ranks = [start_rank(request, placement, i) for i, request in enumerate(requests)]
-        nodes = [node_of(placement, i) for i in range(len(ranks))]
-        backend = resolve_backend(config, device, [node.host for node in nodes])
+        backend = resolve_backend(config, placed.device, [node.host for node in placed.nodes])
         formation = Formation(config, model_folder, token, epoch, backend)
-        specs = make_specs(formation, (), (), prefill=seat_ranks(requests, nodes, device))
+        specs = make_specs(formation, (), (), prefill=seat_ranks(placed, with_kv))
         ready = form_group(specs, ranks, timeout_s=config.groups.ready_timeout_s)
         log.info("prefill_ready epoch=%d backend=%s workers=%d", epoch, backend, len(ranks))
-        members = [Member(*each) for each in zip(specs, ranks, ready, nodes, strict=True)]
+        members = [Member(*each) for each in zip(specs, ranks, ready, placed.nodes, strict=True)]
         return PrefillGroup(requests, placement, members, formation)
     except BaseException:
         for rank in ranks:

@@ -100,7 +100,8 @@ class ChannelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class KvConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """block_tokens is part of the block hash: all ranks must agree. pool_tokens None: chosen from
-    the free memory (memory_fraction of it, shared by the ranks of a node). share_partial_blocks
+    the free memory (memory_fraction of it, shared by the ranks of a node, of both pipelines; a
+    GPU's, where each rank has its own). share_partial_blocks
     False: prefixes are shared by whole blocks only."""
 
     block_tokens: Count = 16

@@ -21,7 +21,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One rank, or the planner. `device`: "cpu" or "cuda:N". `backend`: the resolved backend of
     channels.
 
-    `ranks_on_node`: attention ranks that share this node's memory (for the size of the KV pool).
+    `ranks_on_node`: attention ranks and prefill workers that share this device's memory (for the
+    size of the KV pool).
     `hardware`: what the planner starts from.
     """
 

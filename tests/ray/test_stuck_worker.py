@@ -19,11 +19,13 @@ from actors.shell import WorkerShell
 from actors.stub_worker import StubWorker
 from cluster.codec import Directory
 from cluster.model_folder import resolve_model_folder
+from cluster.placement import kv_ranks, place_ranks
 from cluster.prefill_group import PrefillGroup, launch_prefill
 from cluster.ray_session import ray_session
 from cluster.wiring import pipelines, rank_clients
 from contracts.loading import load_config
 from contracts.messages import Failed, Submit
+from contracts.worker import Group
 
 pytestmark = pytest.mark.ray
 
@@ -55,7 +57,9 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[PrefillGroup]:
     with ray_session(CONFIG, {}, show_rank_logs=False), contextlib.ExitStack() as stack:
         monkeypatch.setattr(cluster.placement, "RemoteWorker", ray.remote(HangingShell))
         folder = str(resolve_model_folder(CONFIG.model.path))
-        group = launch_prefill(CONFIG, folder, secrets.token_bytes(32))
+        placed = place_ranks(CONFIG, (Group.PREFILL,))
+        token = secrets.token_bytes(32)
+        group = launch_prefill(CONFIG, folder, token, placed, kv_ranks([placed]))
         stack.callback(group.close)
         yield group
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from actors.rendezvous import Formation, Seat, form_group, make_specs
-from cluster.placement import check_resources, rank_requests, resolve_backend, resolve_device
+from cluster.placement import (
+    Node,
+    Placed,
+    check_resources,
+    kv_ranks,
+    rank_requests,
+    resolve_backend,
+    resolve_device,
+    seat_ranks,
+)
 from cluster.ray_session import check_cores, cluster_address
 from contracts.config import TandemConfig
 from contracts.errors import (
@@ -20,6 +30,8 @@ from contracts.errors import (
 )
 from contracts.loading import load_config
 from contracts.worker import Group, RankReady, WorkerSpec
+
+PIPELINES = ("attention", "expert", "prefill")
 
 
 def test_auto_takes_gpus_only_where_there_is_one_for_each_rank() -> None:
@@ -50,6 +62,34 @@ def test_each_rank_asks_for_its_share_and_for_the_resources_of_its_group() -> No
     ]
     assert [r.resources for r in requests] == [{"CPU": 0.5}, {"CPU": 0.5}, {"CPU": 0.5, "eg": 1}]
     assert rank_requests(config, "cuda")[0].resources["GPU"] == 1
+
+
+def placed(config: TandemConfig, groups: Sequence[Group], nodes: str, device: str) -> Placed:
+    requests = rank_requests(config, device, groups)
+    return Placed(requests, None, device, [Node(id, f"at-{id}", f"at-{id}") for id in nodes])
+
+
+def test_a_nodes_memory_for_kv_is_shared_by_all_its_ranks_of_both_pipelines() -> None:
+    config = load_config(None, [f"groups.{kind}_ranks=2" for kind in PIPELINES])
+    generating = placed(config, (Group.ATTENTION, Group.EXPERT), "aabb", "cpu")
+    prefilling = placed(config, (Group.PREFILL,), "ac", "cpu")
+    with_kv = kv_ranks([generating, prefilling])
+    attention = [seat.ranks_on_node for seat in seat_ranks(generating, with_kv)[:2]]
+    assert attention == [3, 3]
+    assert [seat.ranks_on_node for seat in seat_ranks(prefilling, with_kv)] == [3, 1]
+    assert [seat.host for seat in seat_ranks(prefilling, with_kv)] == ["at-a", "at-c"]
+
+
+def test_a_rank_with_a_gpu_of_its_own_shares_its_memory_with_nobody() -> None:
+    for backend, shares in (("nccl", 1), ("ipc", 4)):
+        ranks = [f"groups.{kind}_ranks=2" for kind in PIPELINES]
+        config = load_config(None, [*ranks, f"channel.backend={backend}"])
+        both = [
+            placed(config, (Group.ATTENTION, Group.EXPERT), "aaaa", "cuda"),
+            placed(config, (Group.PREFILL,), "aa", "cuda"),
+        ]
+        seats = [seat for one in both for seat in seat_ranks(one, kv_ranks(both))]
+        assert {(seat.device, seat.ranks_on_node) for seat in seats} == {("cuda:0", shares)}
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def member() -> tuple[Member, SilentRank]:
         backend="shm",
     )
     ready = RankReady(name="prefill-0", pid=1, channel_address="")
-    return Member(spec, rank, ready, Node("a", "10.0.0.1")), rank
+    return Member(spec, rank, ready, Node("a", "10.0.0.1", "10.0.0.1")), rank
 
 
 def test_a_worker_that_answers_is_asked_again_and_kept() -> None:
