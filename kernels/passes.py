@@ -74,8 +74,10 @@ def add_up(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Tensor) 
 
 
 def _fused(x: Tensor) -> ModuleType | None:
-    usable = x.is_cuda and x.dtype is torch.bfloat16 and x.numel() > 0
-    return _triton_kernels() if usable else None
+    if not x.is_cuda or x.dtype is not torch.bfloat16 or x.numel() == 0:
+        return None
+    here = x.device.index == torch.cuda.current_device()  # triton launches nowhere else
+    return _triton_kernels() if here else None
 
 
 @functools.cache

@@ -130,8 +130,7 @@ class _StreamLane:
 
     def copy(self, source: ExpertSource, layer: int, loan: Loan) -> None:
         anchor, start, end = _event(), _event(), _event()
-        anchor.record(self._idle)
-        anchor.synchronize()  # at once: nothing else is on that stream
+        anchor.record(self._idle)  # passes at once: nothing else is on that stream
         anchor_s = self._clock()
         if loan.used is not None:
             self._stream.wait_event(loan.used)
