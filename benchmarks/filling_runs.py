@@ -1,4 +1,8 @@
-"""Requests that come one by one to a worker below its threshold, under the three policies."""
+"""Requests that come one by one to a worker below its threshold, under the three policies.
+
+Blocks of requests: within each the policies take turns with the same arrivals, the next block has
+others. One policy runs twice: how far that is from itself, no difference to another one means.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +16,39 @@ import torch
 from benchmarks.prefill_pair import Pair
 from benchmarks.two_nodes import TwoNodes
 
-POLICIES = ("never", "always", "choose")
+RUNS = {"never": "never", "always": "always", "choose": "choose", "again": "never"}
+"""Names of a block's runs, and the policy of each."""
+BLOCK_REQUESTS = 16
 MEGABITS_PER_S = 1600.0  # so that a pass over a short model takes about 0.2 s, however small
 LAYERS = 4
 MAX_WAIT_S = 0.1
 TOKENS = 128
 # requests a second on average, and how many come at once
 POINTS = ((0.7, 1), (3.0, 1), (3.0, 4), (8.0, 1))
-_LEARNING = 12  # requests ahead of those that count
 
 
 async def filling_part(
     nodes: TwoNodes, path: Path, requests: int
-) -> dict[str, dict[str, list[float]]]:
-    """Turnarounds in seconds, by point and policy: the same arrivals under each."""
+) -> dict[str, dict[str, list[list[float]]]]:
+    """Turnarounds in seconds, by point, run and block. One block ahead of `requests` does not
+    count: the worker has not seen any yet."""
     nodes.limit_rate(MEGABITS_PER_S)
     pairs: dict[str, Pair] = {}
-    samples: dict[str, dict[str, list[float]]] = {}
+    samples: dict[str, dict[str, list[list[float]]]] = {}
     try:
-        for policy in POLICIES:
+        for policy in dict.fromkeys(RUNS.values()):
             pairs[policy] = await Pair.start(
                 nodes, path, 2048, experts="gathered", fill=policy, max_wait_s=MAX_WAIT_S
             )
         for rate_per_s, at_once in POINTS:
             label = f"{rate_per_s:g}/s in groups of {at_once}"
-            arrivals_s = _arrivals(rate_per_s, at_once, requests + _LEARNING)
-            samples[label] = {}
-            for policy, pair in pairs.items():
-                turnarounds = await _serve(pair, arrivals_s)
-                samples[label][policy] = turnarounds[_LEARNING:]
+            samples[label] = {run: [] for run in RUNS}
+            for block in range(-(-requests // BLOCK_REQUESTS) + 1):
+                arrivals_s = arrivals(rate_per_s, at_once, BLOCK_REQUESTS, seed=block)
+                for run in list(RUNS)[:: -1 if block % 2 else 1]:
+                    turnarounds = await _serve(pairs[RUNS[run]], arrivals_s)
+                    if block:
+                        samples[label][run].append(turnarounds)
             print(f"measured: {label}", flush=True)
     finally:
         for pair in pairs.values():
@@ -48,9 +56,9 @@ async def filling_part(
     return samples
 
 
-def _arrivals(rate_per_s: float, at_once: int, count: int) -> list[float]:
+def arrivals(rate_per_s: float, at_once: int, count: int, *, seed: int) -> list[float]:
     """Groups come as a Poisson process; those of a group 20 ms apart."""
-    rng, now_s, arrivals_s = random.Random(1), 0.0, list[float]()
+    rng, now_s, arrivals_s = random.Random(seed), 0.0, list[float]()
     while len(arrivals_s) < count:
         now_s += rng.expovariate(rate_per_s / at_once)
         arrivals_s += [now_s + 0.02 * number for number in range(at_once)]

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.filling_report import print_filling
 from benchmarks.filling_runs import LAYERS, filling_part
-from benchmarks.gather_report import print_filling, print_overlap, print_threshold, summarise
+from benchmarks.gather_report import print_overlap, print_threshold, summarise
 from benchmarks.harness import record
 from benchmarks.prefill_pair import Pair, Round
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
@@ -59,7 +60,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=24, help="of the overlap part")
     parser.add_argument("--sweeps", type=int, default=10, help="of the threshold part")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--requests", type=int, default=40, help="per point of the filling part")
+    parser.add_argument("--requests", type=int, default=96, help="per point of the filling part")
     parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.model_shape import shape_of
+from benchmarks.filling_report import summarise_filling
 from benchmarks.prefill_pair import Round
 from models.spec import ModelSpec
 from planner.request_work import flops_work
@@ -29,10 +30,7 @@ def summarise(samples: dict[str, Any], spec: ModelSpec, tokens: int) -> dict[str
         calibrated = statistics.median(samples["calibrated"]["saturation_flops"])
         summary["threshold"] = _threshold(samples["threshold"], spec, row_flops, calibrated)
     if "filling" in samples:
-        summary["filling"] = {
-            label: {policy: statistics.mean(found) for policy, found in by_policy.items()}
-            for label, by_policy in samples["filling"].items()
-        }
+        summary["filling"] = summarise_filling(samples["filling"])
     return summary
 
 
@@ -183,14 +181,3 @@ def print_threshold(summary: dict[str, Any]) -> None:
         f"{summary['eq1_tokens']:.0f}, calibrated {summary['calibrated_tokens']:.0f}"
     )
     print(f"measured over Eq. 1, by sweep: {_with_quartiles(summary, 'measured_over_eq1')}")
-
-
-def print_filling(summary: dict[str, dict[str, float]]) -> None:
-    table = Table(title="Below the threshold: mean turnaround, ms")
-    for heading in ("requests", "never held", "always held", "chosen", "over the better"):
-        table.add_column(heading, justify="left" if heading == "requests" else "right")
-    for label, row in summary.items():
-        better = min(row["never"], row["always"])
-        cells = (f"{1e3 * row[policy]:.0f}" for policy in ("never", "always", "choose"))
-        table.add_row(label, *cells, f"{row['choose'] / better:.3f}")
-    Console(width=100).print(table)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
-from collections import deque
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulated_filling import SimulatedFilling
 from planner.filling import WINDOW_REQUESTS, Filling, FillLimits, PassTimes
 
 REQUESTS = 8 * WINDOW_REQUESTS
@@ -41,46 +40,10 @@ def _arrivals(
                 yield now_s, flops
 
 
-class Worker:
-    """Runs batches as `policy` says: "never" or "always" held, or as a `Filling` chooses."""
-
-    def __init__(self, policy: str, limits: FillLimits, times: PassTimes) -> None:
-        self.policy, self.limits, self.times = policy, limits, times
-        self.filling = Filling(limits, times)
-
-    def due_s(self, now_s: float, oldest_s: float, flops: float) -> float:
-        if self.policy == "choose":
-            return self.filling.due_s(now_s, oldest_s, flops)
-        if self.policy == "never" or flops >= self.times.full_flops:
-            return now_s
-        return oldest_s + self.limits.max_wait_s
-
-    def turnarounds(self, requests: list[tuple[float, float]]) -> list[float]:
-        coming, queue, now_s, taken = deque(requests), deque[tuple[float, float]](), 0.0, []
-        while coming or queue:
-            if not queue:
-                now_s = max(now_s, coming[0][0])
-            while coming and coming[0][0] <= now_s:
-                queue.append(coming.popleft())
-                self.filling.arrived(*queue[-1])
-            due_s = self.due_s(now_s, queue[0][0], sum(flops for _, flops in queue))
-            if due_s > now_s:
-                now_s = min(due_s, coming[0][0] if coming else math.inf)
-                continue
-            batch, flops = [queue.popleft()], 0.0
-            flops = batch[0][1]
-            while queue and flops + queue[0][1] <= self.limits.max_flops:
-                batch.append(queue.popleft())
-                flops += batch[-1][1]
-            now_s += self.times.pass_s(flops)
-            taken += [now_s - arrived_s for arrived_s, _ in batch]
-        return taken
-
-
 def mean_s(policy: str, requests: list[tuple[float, float]], max_wait_s: float) -> float:
     """After the first requests, from which there is nothing to learn yet."""
     limits = FillLimits(max_wait_s=max_wait_s, max_flops=4 * TIMES.full_flops)
-    settled = Worker(policy, limits, TIMES).turnarounds(requests)[WINDOW_REQUESTS:]
+    settled = SimulatedFilling(policy, limits, TIMES).turnarounds(requests)[WINDOW_REQUESTS:]
     return sum(settled) / len(settled)
 
 
