@@ -412,7 +412,11 @@ def test_weights_that_cannot_load_are_named_and_nothing_is_left(
     assert all(is_gone(process.pid) for process in group.processes.values())
 
 
-def test_a_pool_larger_than_memory_is_named_and_nothing_is_left(deep: Path) -> None:
+def test_a_pool_larger_than_memory_is_named_and_nothing_is_left(
+    deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ranks that are started as everywhere but in these tests."""
+    monkeypatch.undo()
     config = group_config(1, 1, kv={"pool_tokens": 1 << 40})
     group = LocalGroup(str(deep), config)
     with pytest.raises(ResourceError, match=r"attention-0.*kv\.pool_tokens"):
