@@ -202,7 +202,7 @@ class PrefillRouter:
         ticket.worker = None
         ticket.attempts += 1
         self._tickets[key] = ticket
-        self._backlog.put(ticket.prompt, ticket.lane)
+        self._backlog.put(ticket.prompt, ticket.lane, ticket.submit.token_ids)
         self._on_change()
 
     def _reroute(self, ticket: Ticket, reason: str) -> None:
