@@ -53,8 +53,11 @@ class RayNode(NamedTuple):
         return _running(psutil.Process(self.started.pid), words)
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes at once."""
-        _end(self.started, psutil.Process(self.started.pid))
+        """SIGKILL to all of its processes; does not wait for their end."""
+        process = psutil.Process(self.started.pid)
+        for one in (*process.children(recursive=True), process):
+            with contextlib.suppress(psutil.Error):
+                one.kill()
 
 
 @contextmanager
@@ -75,7 +78,7 @@ def ray_node(
         yield node
     finally:
         if node.started.poll() is None:
-            node.kill()
+            _end(node.started, psutil.Process(node.started.pid))
 
 
 @contextmanager

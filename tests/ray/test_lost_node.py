@@ -24,7 +24,7 @@ from tests.ray.test_bulk import DEADLINE_S, bulk, ended, wait_rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
-ROWS = 6000
+ROWS = 10_000
 QUICK = {  # Ray itself otherwise takes 15 s to see that a node's processes are gone
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
@@ -33,11 +33,12 @@ QUICK = {  # Ray itself otherwise takes 15 s to see that a node's processes are 
 
 
 class Cluster(NamedTuple):
-    """url: of the server."""
+    """url: of the server. nodes: what is entered there ends after the server."""
 
     head: RayHead
     other: RayNode
     url: str
+    nodes: contextlib.ExitStack
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         other = stack.enter_context(ray_node(head, 2, resources=ROOM))
         server = start_server(head, options, tmp_path_factory.mktemp("server"), *ON_EACH, *listen)
         try:
-            yield Cluster(head, other, f"http://127.0.0.1:{port}")
+            yield Cluster(head, other, f"http://127.0.0.1:{port}", stack)
         finally:
             server.send_signal(signal.SIGINT)
             try:
@@ -87,15 +88,15 @@ def test_a_job_survives_a_node_and_its_worker_comes_back_on_the_next(
     write_rows(source, ROWS, seed=0, data=None)
     done = RowsDone(output)
     with ended(bulk(cluster.head, "--output", output, source=source)) as job:
-        wait_rows(done, 500, job)
+        wait_rows(done, 1, job)
         cluster.other.kill()
         assert done.count() < ROWS
         assert "127.0.0.2" in wait_line(job, "goes on without: prefill-")
+        assert httpx.get(f"{cluster.url}/health", timeout=DEADLINE_S).status_code == 503
+        third = cluster.nodes.enter_context(ray_node(cluster.head, 3, resources=ROOM))
         _, errors = job.communicate(timeout=DEADLINE_S)
     assert job.returncode == 0, errors
     assert check(output, ROWS)["rows_ok"] == ROWS
-    assert httpx.get(f"{cluster.url}/health", timeout=DEADLINE_S).status_code == 503
-    with ray_node(cluster.head, 3, resources=ROOM) as third:
-        wait_healthy(cluster.url)
-        (worker,) = third.running("ray::WorkerShell")
-        assert "127.0.0.3" in listens_at(worker)
+    wait_healthy(cluster.url)
+    (worker,) = third.running("ray::WorkerShell")
+    assert "127.0.0.3" in listens_at(worker)
