@@ -175,7 +175,10 @@ class PrefillRouter:
         hashes = tuple(chain_hashes(submit.token_ids, self._config.block_tokens))
         ticket = Ticket(submit, hashes, lane_of(submit, patient=patient), self._reroute)
         self._waiting[class_of(submit)] += 1
-        self._line_up(ticket)
+        if self._line_up(ticket):  # of many that come at once: a worker need not wait for the last
+            self._dispatch()
+            for peer in self._peers:
+                peer.client.flush()
         return ticket
 
     def _refusal(self, patient: bool) -> NotReadyError | OverloadError | None:
@@ -195,15 +198,17 @@ class PrefillRouter:
 
     # ---- a request's way
 
-    def _line_up(self, ticket: Ticket) -> None:
-        """Into the backlog, under a new key: the log of a worker that has lost it names the old."""
+    def _line_up(self, ticket: Ticket) -> bool:
+        """Into the backlog, under a new key: the log of a worker that has lost it names the old.
+        Returns whether that makes a full batch for a worker that has none."""
         key = RequestKey(self.number, next(self._numbers))
         ticket.prompt = Prompt(key, len(ticket.submit.token_ids), ticket.hashes)
         ticket.worker = None
         ticket.attempts += 1
         self._tickets[key] = ticket
-        self._backlog.put(ticket.prompt, ticket.lane, ticket.submit.token_ids)
+        full = self._backlog.put(ticket.prompt, ticket.lane, ticket.submit.token_ids)
         self._on_change()
+        return full
 
     def _reroute(self, ticket: Ticket, reason: str) -> None:
         """Its worker is lost, or says that it cannot work."""

@@ -140,6 +140,11 @@ class RankClient:
         self._socket.send(msgspec.structs.replace(submit, request_id=request_id))
         return self._socket
 
+    def flush(self) -> None:
+        """Sends now what would go out at the end of this turn of the event loop."""
+        if self._socket is not None:
+            self._socket.flush()
+
     def cancel(self, request_id: int) -> None:
         known = self._sinks.pop(request_id, None)
         if known is not None and self._socket is not None:

@@ -80,13 +80,13 @@ class RankSocket:
     def send(self, message: ToRank) -> None:
         """Goes out with all others of this turn of the event loop: one system call for them."""
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self.flush)
         body = self._encoder.encode(message)
         self._unsent += len(body).to_bytes(4, "little") + body
 
     async def drain(self) -> None:
         """Sends at once, and waits while the socket is full. Raises OSError."""
-        self._flush()
+        self.flush()
         await self._writer.drain()
 
     def abort(self) -> None:
@@ -137,7 +137,8 @@ class RankSocket:
                 self._writer.transport.abort()
                 return PeerHungError(f"{self.name} has been silent for {silent_s:.1f} s", self.name)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Sends at once."""
         unsent, self._unsent = self._unsent, bytearray()
         if unsent:
             self._writer.write(unsent)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.packed_attention import PackedPart, attend_packed, packed_part
-from kernels.rows import Keys, SequenceRows, slots_of, take
+from kernels.rows import Keys, SequenceRows, padded_slots, take
 from kernels.short_attention import ShortPart, attend_short, short_part, split_short
 from kernels.sinks import attend_with_sinks
 from kernels.tiles import Masks, Tile, attend_tiles, tile_bounds
@@ -179,9 +179,7 @@ def _decode_part(
     only = newest[0]
     if len(group) == 1 and isinstance(only, slice):
         return DecodePart(rows_B, only, width, None)
-    slots_BS = torch.zeros(len(group), width, dtype=torch.int64)
-    for row, keys in enumerate(newest):
-        slots_BS[row, : widths[row]] = slots_of(keys)
+    slots_BS = padded_slots(newest, width)
     mask = None
     if min(widths) < width:
         hidden_BS = torch.arange(width) >= torch.tensor(widths).unsqueeze(1)

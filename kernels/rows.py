@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,5 +34,12 @@ def take(pool_PGd: Tensor, keys: Keys) -> Tensor:
     return pool_PGd[keys] if isinstance(keys, slice) else pool_PGd.index_select(0, keys)
 
 
-def slots_of(keys: Keys) -> Tensor:
-    return torch.arange(keys.start, keys.stop) if isinstance(keys, slice) else keys
+def padded_slots(keys_B: Sequence[Keys], width: int) -> Tensor:
+    """[B, width] int64, on the CPU: each one's slots, then zeros."""
+    slots_BS = np.zeros((len(keys_B), width), dtype=np.int64)
+    for slots_S, keys in zip(slots_BS, keys_B, strict=True):
+        if isinstance(keys, slice):
+            slots_S[: keys.stop - keys.start] = np.arange(keys.start, keys.stop)
+        else:
+            slots_S[: len(keys)] = keys.numpy(force=True)
+    return torch.from_numpy(slots_BS)

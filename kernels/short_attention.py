@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.rows import SequenceRows, slots_of
+from kernels.rows import SequenceRows, padded_slots
 
 _SHORT_SCORES = 1 << 14  # of one head: from there on a call of its own costs little
 _MIN_FILL = 0.75  # of queries, and of keys
@@ -83,18 +83,16 @@ def short_part(
     """dtype: that of the queries."""
     B, Q = len(group), max(seq.count for seq in group)
     S = max(seq.context for seq in group)
-    rows_BQ = torch.zeros(B, Q, dtype=torch.int64)
-    slots_BS = torch.zeros(B, S, dtype=torch.int64)
-    for place, seq in enumerate(group):
-        rows_BQ[place, : seq.count] = torch.arange(seq.first, seq.first + seq.count)
-        slots_BS[place, : seq.context] = slots_of(seq.slots_S)
-    counts = torch.tensor([seq.count for seq in group]).unsqueeze(1)
-    places_N = (torch.arange(Q) < counts).flatten().nonzero().squeeze(1)
+    firsts_B1 = torch.tensor([seq.first for seq in group]).unsqueeze(1)
+    counts_B1 = torch.tensor([seq.count for seq in group]).unsqueeze(1)
+    there_BQ = torch.arange(Q) < counts_B1
+    rows_BQ = (firsts_B1 + torch.arange(Q)).where(there_BQ, 0)
+    places_N = there_BQ.flatten().nonzero().squeeze(1)
     return ShortPart(
         rows_N=rows_BQ.flatten()[places_N].to(device),
         places_N=places_N.to(device),
         padded_rows=rows_BQ.flatten().to(device),
-        keys=slots_BS.flatten().to(device),
+        keys=padded_slots([seq.slots_S for seq in group], S).flatten().to(device),
         sequences=B,
         mask=_mask([seq.start for seq in group], Q, S, dtype, device),
     )

@@ -11,6 +11,7 @@ Shapes: T new tokens of all sequences, B sequences, S context of one.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import AttentionPlan
-from kernels.rows import Keys, SequenceRows
+from kernels.rows import SequenceRows
 
 
 class BlockCopy(NamedTuple):
@@ -108,12 +109,11 @@ class AttentionBatch:
         positions, slots, sequences = [], [], []
         for piece in slices:
             count = len(piece.token_ids)
-            slots_S = _context_slots(piece, block_tokens)
+            run, slots_S = _context_slots(piece, block_tokens)
             positions.append(np.arange(piece.start, piece.start + count))
             slots.append(slots_S[piece.start :])
-            sequences.append(
-                SequenceRows(len(token_ids), count, piece.start, _keys(slots_S, device))
-            )
+            keys = torch.from_numpy(slots_S).to(device) if run is None else run
+            sequences.append(SequenceRows(len(token_ids), count, piece.start, keys))
             token_ids.extend(piece.token_ids)
         last_rows = [seq.first + seq.count - 1 for seq in sequences]
         return AttentionBatch(
@@ -144,8 +144,8 @@ class LastRows(NamedTuple):
 
 def _context_slots(
     piece: SequenceSlice, block_tokens: int
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The pool slots of positions 0 .. start+count-1."""
+) -> tuple[slice | None, np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    """The pool slots of positions 0 .. start+count-1, as a slice too where they are consecutive."""
     context = piece.start + len(piece.token_ids)
     num_blocks = -(-context // block_tokens)
     if not piece.token_ids or piece.start < 0:
@@ -155,9 +155,12 @@ def _context_slots(
             f"block_table has {len(piece.block_table)} blocks of {block_tokens} tokens,"
             f" the context of {context} tokens needs {num_blocks}"
         )
-    blocks = np.asarray(piece.block_table[:num_blocks], dtype=np.int64)
-    slots = blocks[:, None] * block_tokens + np.arange(block_tokens)
-    return slots.reshape(-1)[:context]
+    blocks = piece.block_table[:num_blocks]
+    if all(map(operator.eq, blocks, range(blocks[0], blocks[0] + num_blocks))):
+        first = blocks[0] * block_tokens
+        return slice(first, first + context), np.arange(first, first + context)
+    firsts = np.asarray(blocks, dtype=np.int64)[:, None] * block_tokens
+    return None, (firsts + np.arange(block_tokens)).reshape(-1)[:context]
 
 
 def _slot_copies(
@@ -174,13 +177,6 @@ def _slot_copies(
         torch.tensor(sources, dtype=torch.int64, device=device),
         torch.tensor(targets, dtype=torch.int64, device=device),
     )
-
-
-def _keys(slots_S: np.ndarray[tuple[int], np.dtype[np.int64]], device: torch.device) -> Keys:
-    first, last = int(slots_S[0]), int(slots_S[-1])
-    if last - first == len(slots_S) - 1 and bool((np.diff(slots_S) == 1).all()):
-        return slice(first, last + 1)
-    return torch.from_numpy(slots_S).to(device)
 
 
 def _joined(

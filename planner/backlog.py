@@ -77,9 +77,9 @@ class Backlog:
     def __len__(self) -> int:
         return len(self._home) + len(self._homeless)
 
-    def put(self, prompt: Prompt, lane: Lane = Lane.FIRST, token_ids: Sequence[int] = ()) -> None:
-        """Gives a request a home. `take` says when it goes. token_ids: of the prompt, where workers
-        share parts of blocks."""
+    def put(self, prompt: Prompt, lane: Lane = Lane.FIRST, token_ids: Sequence[int] = ()) -> bool:
+        """Gives a request a home. `take` says when it goes; True: at once, a full batch is held for
+        a worker that has none. token_ids: of the prompt, where workers share parts of blocks."""
         candidates = self._router.candidates(prompt, self._promises, self._held)
         blocks = max((candidate.matched_blocks for candidate in candidates), default=0)
         heads = self._heads_after(blocks, prompt, token_ids)
@@ -88,7 +88,7 @@ class Backlog:
         chosen = self._policies[lane](candidates, len(self)) if candidates else None
         if chosen is None:
             self._homeless[prompt.key] = prompt, lane
-            return
+            return False
         worker = chosen.worker
         cached_tokens = self._router.cached_tokens(prompt, chosen.matched_blocks)
         self._held[worker].open(prompt, cached_tokens)
@@ -96,6 +96,9 @@ class Backlog:
         self._lines[worker].add(prompt, lane)
         self._home[prompt.key] = worker
         self._heads.note(worker, heads)
+        router, held = self._router, self._held[worker].load
+        full = router.queued(worker) + held >= router.threshold(worker)
+        return full and router.is_open(worker)
 
     def _heads_after(self, blocks: int, prompt: Prompt, token_ids: Sequence[int]) -> list[Head]:
         block_tokens = self._router.config.block_tokens

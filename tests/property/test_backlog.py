@@ -213,3 +213,13 @@ def test_what_somebody_waits_for_is_taken_over_from_behind_best_effort_siblings(
     front.backlog.put(waited_for)
     front.step(1)
     assert front.sent[WORKERS:] == [waited_for]
+
+
+def test_a_batch_that_is_full_for_a_dry_worker_is_said_at_once() -> None:
+    front = Front(tau=3 * quadratic_work(0, BLOCK) - 1)
+    prompts = prompts_of([[number] * BLOCK for number in range(9 * WORKERS)])
+    said = [number for number, prompt in enumerate(prompts) if front.backlog.put(prompt)]
+    assert said == list(range(2 * WORKERS, 9 * WORKERS))  # from the third one of each on
+    front.send()
+    assert len(front.backlog) == 6 * WORKERS
+    assert not front.backlog.put(prompt_of([99] * BLOCK, 99))  # saturated: it waits with the others
