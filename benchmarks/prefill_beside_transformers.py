@@ -31,7 +31,7 @@ from benchmarks.harness import record
 from benchmarks.machine import core_rates
 from benchmarks.others import Others, quietest, wait_for_idle
 from benchmarks.padded import routing_gap
-from benchmarks.prefill_rows import PICKS, Rows, read
+from benchmarks.prefill_rows import PICKS, Pick, Rows, read
 from benchmarks.prefill_sides import (
     MODELS,
     Answer,
@@ -143,7 +143,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-") as scratch:
         folder = model_folder(options.model, options.data, Path(scratch) / "model")
         context, encode = read_spec(folder).max_context_tokens, encoder(folder)
-        works = {name: read(PICKS[name], options.data, encode, context) for name in options.sets}
+        picks = {name: _pick(PICKS[name], options.rows) for name in options.sets}
+        works = {name: read(pick, options.data, encode, context) for name, pick in picks.items()}
         for name in [name for name, rows in works.items() if rows is None]:
             print(f"{name}: left out, no prefix has all its rows within {context} tokens")
             del works[name]
@@ -166,6 +167,10 @@ def main() -> None:
         {"sets": summary, "one_core": rates._asdict()},
         MODELS[options.model],
     )
+
+
+def _pick(pick: Pick, rows: int | None) -> Pick:
+    return pick._replace(rows=rows) if pick.rows and rows is not None else pick
 
 
 def _config(options: argparse.Namespace) -> TandemConfig:
@@ -272,6 +277,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sets", nargs="+", choices=PICKS, default=list(PICKS))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rows", type=int, help="of sets whose rows share nothing")
     parser.add_argument("--tokens", type=int, default=None, help="of each set, about (all)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")

@@ -11,7 +11,9 @@ held for them*, and waits there until its home is below the threshold:
     w1      sent sent | held held held held held held         (home full: the request would be
     w2      sent sent sent | held held                         done a tau later than at best)
 
-A worker that runs dry takes over from the end of the line with the most work.
+What is held beyond that goes while its home still runs a batch, so that the next one is there when
+that ends; but for the last threshold of requests that nobody waits for one by one: a worker that
+runs dry takes over from the end of the line with the most work.
 
 A line has lanes (planner/line.py): small requests need not wait for the whole of a large one. Of
 requests that are not the first of their client's, and of best-effort ones, the last to be done
@@ -96,9 +98,8 @@ class Backlog:
         self._lines[worker].add(prompt, lane)
         self._home[prompt.key] = worker
         self._heads.note(worker, heads)
-        router, held = self._router, self._held[worker].load
-        full = router.queued(worker) + held >= router.threshold(worker)
-        return full and router.is_open(worker)
+        full = self._work_at(worker) >= self._router.threshold(worker)
+        return full and self._router.is_open(worker) and not self._is_busy(worker)
 
     def _heads_after(self, blocks: int, prompt: Prompt, token_ids: Sequence[int]) -> list[Head]:
         block_tokens = self._router.config.block_tokens
@@ -117,8 +118,11 @@ class Backlog:
         """Requests that go now, already booked with the router. Ask after each `put` and report."""
         released = []
         for worker, line in enumerate(self._lines):
-            while line and self._router.is_open(worker):
-                released.append(self._release(line.first(), worker))
+            while self._router.is_open(worker):
+                key = line.first(urgent=self._is_tail(worker))
+                if key is None:
+                    break
+                released.append(self._release(key, worker))
         for worker in range(len(self._lines)):  # nobody takes over what its home can start now
             while self._home and self._router.is_open(worker):
                 key = self._to_take_over(worker)
@@ -127,13 +131,22 @@ class Backlog:
                 released.append(self._release(key, worker))
         return released
 
+    def _is_busy(self, worker: int) -> bool:
+        """With a batch, or enough for one."""
+        return self._router.load(worker) >= self._router.threshold(worker)
+
+    def _is_tail(self, worker: int) -> bool:
+        """Whether what is held for a busy worker is less than a batch: it is not sent ahead, for a
+        worker that is done sooner can take it over."""
+        return self._is_busy(worker) and self._held[worker].load < self._router.threshold(worker)
+
     def _to_take_over(self, worker: int) -> RequestKey | None:
         """What a dry worker runs of what is held for others: from the end of a line, that of the
         worker with the most work first."""
-        homes = [home for home, line in enumerate(self._lines) if line]
+        busy, homes = self._is_busy(worker), [n for n, line in enumerate(self._lines) if line]
         for home in sorted(homes, key=self._work_at, reverse=True):
             for lane, key in self._lines[home].last():
-                if lane is Lane.FIRST or self._pays(worker, home, key):
+                if lane is Lane.FIRST or (not busy and self._pays(worker, home, key)):
                     return key
         return None
 

@@ -44,11 +44,11 @@ class Line:
     def prompt(self, key: RequestKey) -> Prompt:
         return self._lanes[self._lane_of[key]][key]
 
-    def first(self) -> RequestKey:
-        """Whose turn it is. The line is not empty."""
+    def first(self, *, urgent: bool = False) -> RequestKey | None:
+        """Whose turn it is. urgent: of the lane FIRST alone."""
         other = Lane.REST if self._turn is Lane.FIRST else Lane.FIRST
-        lane = next(lane for lane in (self._turn, other, Lane.LATER) if self._lanes[lane])
-        return next(iter(self._lanes[lane]))
+        lanes = (Lane.FIRST,) if urgent else (self._turn, other, Lane.LATER)
+        return next((key for lane in lanes for key in self._lanes[lane]), None)
 
     def last(self) -> Iterator[tuple[Lane, RequestKey]]:
         """The last one of each lane that has any, first of all who would wait longest."""

@@ -223,3 +223,21 @@ def test_a_batch_that_is_full_for_a_dry_worker_is_said_at_once() -> None:
     front.send()
     assert len(front.backlog) == 6 * WORKERS
     assert not front.backlog.put(prompt_of([99] * BLOCK, 99))  # saturated: it waits with the others
+
+
+def test_somebody_who_waits_is_sent_ahead_and_a_tail_is_not() -> None:
+    one = quadratic_work(0, BLOCK)
+    front = Front(tau=2 * one)
+    texts = [[number] * BLOCK for number in range(3 * WORKERS)]
+    for prompt in prompts_of(texts):
+        front.backlog.put(prompt, Lane.LATER)
+    front.send()
+    front.begin(0)
+    assert front.router.queued(0) == one
+    assert len(front.backlog) == WORKERS  # a tail of one each
+    front.backlog.put(prompt_of([90] * BLOCK, 90), Lane.FIRST)
+    front.send()
+    assert front.sent[-1].key.number == 90
+    assert len(front.backlog) == WORKERS
+    front.drain()
+    assert len(front.backlog) == 0
