@@ -184,8 +184,8 @@ def watch(
             plan.pop(0)
         if time.monotonic() - said_s > 10:
             said_s = time.monotonic()
-            left = (options.rows - done) * now_s / done if done else float("nan")
-            print(f"  {now_s:6.1f} s: {done:,} rows, about {left:.0f} s left", flush=True)
+            left = f", about {(options.rows - done) * now_s / done:.0f} s left" if done else ""
+            print(f"  {now_s:6.1f} s: {done:,} rows{left}", flush=True)
         time.sleep(POLL_S)
 
 
