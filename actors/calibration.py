@@ -55,17 +55,26 @@ def calibrate(time_layers: TimeLayers, *, max_tokens: int, context_tokens: int) 
     )
 
 
-def product_flops_per_s(dtype: torch.dtype, device: torch.device, clock: Clock) -> float:
-    """FLOPs per second of a large product of matrices: what a model's can be held against."""
+def product_flops_per_s(
+    dtype: torch.dtype,
+    device: torch.device,
+    clock: Clock,
+    *,
+    rounds: int = _ROUNDS,
+    products: int = 1,
+) -> float:
+    """FLOPs per second of a large product of matrices: what a model's can be held against. The best
+    of `rounds`, each of so many products in a row."""
     size = _PRODUCT if device.type == "cpu" else _GPU_PRODUCT
     # Random: a GPU takes less power for ones, and so less time.
     x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = Linear(weight)
     best_s = float("inf")
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         finish(device)
         start_s = clock()
-        product(x)
+        for _ in range(products):
+            product(x)
         finish(device)
         best_s = min(best_s, clock() - start_s)
-    return 2.0 * size**3 / best_s
+    return 2.0 * size**3 * products / best_s

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from actors.calibration import calibrate
+from actors.calibration import calibrate, product_flops_per_s
 from actors.finisher import Finisher
 from actors.model_shape import shape_of
 from actors.prefill_executor import PrefillExecutor, PrefillParts
 from actors.scheduled_batch import Chunk, ScheduledBatch
 from actors.sequence import Sequence
 from actors.timeline import Timeline
-from benchmarks.gpu_rates import copy_bytes_per_s, gemm_flops_per_s, peak_bytes
+from benchmarks.gpu_rates import copy_bytes_per_s, peak_bytes
 from benchmarks.harness import record
 from benchmarks.random_in_memory import QWEN3_30B_A3B, SMALL, RandomModel, random_model
 from benchmarks.streamed_report import show, summarise
@@ -206,7 +206,8 @@ def shape_of_options(options: argparse.Namespace) -> dict[str, Any]:
 def _measure(options: argparse.Namespace) -> None:
     started_s = time.monotonic()
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    rates = {"gemm_flops_per_s": gemm_flops_per_s(device, dtype)}
+    gemm_flops_per_s = product_flops_per_s(dtype, device, monotonic_s, rounds=10, products=8)
+    rates = {"gemm_flops_per_s": gemm_flops_per_s}
     print(f"GEMM: {rates['gemm_flops_per_s'] / 1e12:.2f} TFLOP/s", flush=True)
     bench = Bench(options)
     try:
