@@ -151,8 +151,10 @@ class PeerSource:
     def close(self) -> None:
         self._closing.set()
         self._introduced.set()
-        if self._redial_thread is not None:
-            self._redial_thread.join(self._config.deadline_s)
+        with self._lock:  # after it none is started
+            redial_thread = self._redial_thread
+        if redial_thread is not None:
+            redial_thread.join(self._config.deadline_s)
         self._server.close()
         with self._lock:
             links = [*self._links.values(), *self._arrived.values()]
@@ -232,10 +234,10 @@ class PeerSource:
 
     def _do_without(self, peer: str, error: ChannelError) -> None:
         self._lost[peer] = error.message
-        if self._closing.is_set():
-            return
-        log.warning("weights_from_fallback peer=%s reason=%s", peer, error.message)
         with self._lock:
+            if self._closing.is_set():
+                return
+            log.warning("weights_from_fallback peer=%s reason=%s", peer, error.message)
             if self._redial_thread is None:
                 self._redial_thread = threading.Thread(
                     target=self._redial, name=f"{self.name}-redial", daemon=True

@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 _END_TIMEOUT_S = 30.0
+_ATTEMPTS = 3
 
 
 class RayHead(NamedTuple):
@@ -74,11 +75,10 @@ def ray_node(
     }
     node = RayNode(_start(options))
     try:
-        _wait_started(node.started)
         yield node
     finally:
         if node.started.poll() is None:
-            _end(node.started, psutil.Process(node.started.pid))
+            _end(node.started)
 
 
 @contextmanager
@@ -107,13 +107,11 @@ def ray_head(
             "resources": json.dumps(resources or {}),
         }
         head = _start(options, "--head", environment=environment)
-        process = psutil.Process(head.pid)
         try:
-            _wait_started(head)
             url = f"http://127.0.0.1:{dashboard_port}" if dashboard else ""
-            yield RayHead(f"127.0.0.1:{port}", url, process)
+            yield RayHead(f"127.0.0.1:{port}", url, psutil.Process(head.pid))
         finally:
-            _end(head, process)
+            _end(head)
 
 
 def _running(node: psutil.Process, words: Sequence[str]) -> list[psutil.Process]:
@@ -129,6 +127,19 @@ def _running(node: psutil.Process, words: Sequence[str]) -> list[psutil.Process]
 def _start(
     options: Mapping[str, object], *flags: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
+    """Once it runs. Tried again: on a busy machine Ray's own start-up deadlines pass."""
+    for _ in range(_ATTEMPTS):
+        started = _launch(options, *flags, environment=environment)
+        said = _said_until_started(started)
+        if not said:
+            return started
+        _end(started)
+    raise RuntimeError(f"ray start failed, {_ATTEMPTS} times: {said[-2000:]}")
+
+
+def _launch(
+    options: Mapping[str, object], *flags: str, environment: Mapping[str, str] | None
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
             *(str(BIN / "ray"), "start", "--block", *flags),
@@ -142,24 +153,26 @@ def _start(
     )
 
 
-def _wait_started(head: subprocess.Popen[str]) -> None:
-    assert head.stdout is not None
+def _said_until_started(process: subprocess.Popen[str]) -> str:
+    """Empty once it runs; all of its output if it ended."""
+    assert process.stdout is not None
     said = []
-    for line in head.stdout:
+    for line in process.stdout:
         said.append(line)
         if "--block" in line:  # "... this command will now block forever"
-            return
-    raise RuntimeError(f"ray start failed: {''.join(said)[-2000:]}")
+            return ""
+    return "".join(said) or "it said nothing"
 
 
-def _end(head: subprocess.Popen[str], process: psutil.Process) -> None:
+def _end(started: subprocess.Popen[str]) -> None:
     """`ray stop` would end other people's clusters too."""
-    started = process.children(recursive=True)
-    for child in started:
-        with contextlib.suppress(psutil.Error):
-            child.kill()
-    head.kill()
-    head.wait(_END_TIMEOUT_S)
-    psutil.wait_procs(started, timeout=_END_TIMEOUT_S)
-    if head.stdout is not None:
-        head.stdout.close()
+    with contextlib.suppress(psutil.Error):
+        children = psutil.Process(started.pid).children(recursive=True)
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        started.kill()
+        psutil.wait_procs(children, timeout=_END_TIMEOUT_S)
+    started.wait(_END_TIMEOUT_S)
+    if started.stdout is not None:
+        started.stdout.close()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 
+import psutil
 import ray
 
 from contracts.config import TandemConfig
@@ -16,6 +18,8 @@ from contracts.errors import LaunchError, ResourceError
 
 OBJECT_STORE_BYTES = 256 << 20  # nothing large goes through it
 PROBE_TIMEOUT_S = 3.0
+START_ATTEMPTS = 3
+KILL_DEADLINE_S = 10.0
 _HTTP2_SETTINGS = b"\x04"  # the type of the frame that either side sends first
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0" * 5
 LOCAL_ENVIRONMENT = {
@@ -24,6 +28,8 @@ LOCAL_ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
+
+log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -45,9 +51,8 @@ def ray_session(
             ray.shutdown()
         return
     check_cores(config)
-    folder = tempfile.mkdtemp(prefix="tandem-", dir="/tmp" if os.path.isdir("/tmp") else None)
+    folder = _start_local(show_rank_logs)
     try:
-        _start_local(folder, show_rank_logs)
         yield
     finally:
         ray.shutdown()
@@ -101,22 +106,48 @@ def check_cores(config: TandemConfig) -> None:
         )
 
 
-def _start_local(folder: str, show_rank_logs: bool) -> None:
-    """Raises LaunchError."""
+def _start_local(show_rank_logs: bool) -> str:
+    """The folder of a cluster that this process now is connected to. Raises LaunchError.
+
+    Tried again where Ray gives up: its raylet ends if its agents take more than a fixed 15 s to
+    start, and `ray.init` says after 30 s that it "timed out".
+    """
     for name, value in LOCAL_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=show_rank_logs,
-            logging_level="ERROR",
-            _temp_dir=folder,
-            _node_ip_address="127.0.0.1",
-        )
-    except Exception as error:  # noqa: BLE001 - what Ray raises if one of its processes is late
-        first = str(error).strip().partition("\n")[0]
-        raise LaunchError(
-            f"the local Ray cluster did not start: {first} [on an overloaded machine: start again]"
-        ) from None
+    for attempt in range(1, START_ATTEMPTS + 1):
+        folder = tempfile.mkdtemp(prefix="tandem-", dir="/tmp" if os.path.isdir("/tmp") else None)
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=show_rank_logs,
+                logging_level="ERROR",
+                _temp_dir=folder,
+                _node_ip_address="127.0.0.1",
+            )
+        except BaseException as error:
+            ray.shutdown()
+            _kill_started(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            if not isinstance(error, Exception):  # an interrupt
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            log.warning("local_ray_failed attempt=%d reason=%s", attempt, reason)
+        else:
+            return folder
+    raise LaunchError(
+        f"the local Ray cluster did not start, {START_ATTEMPTS} times: {reason} "
+        "[on an overloaded machine: start again]"
+    )
+
+
+def _kill_started(folder: str) -> None:
+    """Ends what a failed start has left: Ray itself would do so when this process ends."""
+    left = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(folder in word for word in process.cmdline()):
+                process.kill()
+                left.append(process)
+    psutil.wait_procs(left, timeout=KILL_DEADLINE_S)

@@ -19,7 +19,6 @@ from cluster.placement import (
     resolve_device,
     seat_ranks,
 )
-from cluster.ray_session import check_cores, cluster_address
 from contracts.config import TandemConfig
 from contracts.errors import (
     ChannelError,
@@ -113,19 +112,6 @@ def test_resources_that_the_cluster_could_never_give_are_named(
 def test_exactly_enough_is_enough() -> None:
     config = load_config(None, ["groups.cpus_per_rank=0.1", "groups.expert_ranks=9"])
     check_resources(rank_requests(config, "cpu"), {"CPU": 1.0})
-
-
-def test_the_ray_address_of_the_configuration_goes_before_that_of_the_environment() -> None:
-    there = {"RAY_ADDRESS": "b:1"}
-    assert cluster_address(TandemConfig(), {}) is None
-    assert cluster_address(TandemConfig(), there) == "b:1"
-    assert cluster_address(load_config(None, ["groups.address='a:1'"]), there) == "a:1"
-    assert cluster_address(load_config(None, ["groups.address=local"]), there) is None
-    assert cluster_address(TandemConfig(), {"RAY_ADDRESS": ""}) is None
-
-
-def test_ranks_without_cpus_fit_any_machine() -> None:
-    check_cores(load_config(None, ["groups.cpus_per_rank=0", "groups.expert_ranks=999"]))
 
 
 # --- formation
