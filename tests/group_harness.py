@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +33,7 @@ from contracts.routing import WorkerReport, WorkerSnapshot
 from contracts.worker import Group
 
 DEADLINE_S = 30.0
+ANSWER_DEADLINE_S = 120.0
 
 
 def group_config(attention_ranks: int = 1, expert_ranks: int = 1, **sections: Any) -> TandemConfig:
@@ -199,10 +200,20 @@ class RankConnection:
                 kept.append(event)
         return kept
 
+    def read_until(self, holds: Callable[[], bool]) -> None:
+        """Reads on until it holds; a rank's heartbeats alone would keep a reader for ever."""
+        end_s = monotonic_s() + ANSWER_DEADLINE_S
+        while not holds():
+            assert monotonic_s() < end_s, f"{self.state}, {self.events}"
+            self.read()
+
+    def wait_begun(self, request_id: int) -> None:
+        """Returns once there is something about the request."""
+        self.read_until(lambda: bool(self.events[request_id]))
+
     def wait(self, *request_ids: int) -> None:
         """Returns once each of the requests has ended."""
-        while not all(self._ended(request_id) for request_id in request_ids):
-            self.read()
+        self.read_until(lambda: all(map(self._ended, request_ids)))
 
     def scored(self, request_id: int) -> Scored:
         self.wait(request_id)

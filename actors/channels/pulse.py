@@ -3,16 +3,20 @@
 Each link has a second socket that carries nothing but heartbeats. So a rank in a three-second GEMM
 still beats, no heartbeat waits behind a payload, and a payload under way on a slow link (whose
 bytes count as life, see `Heart.heard`) accuses nobody. Silence is judged here, after the sockets
-are drained, and only over time during which this process itself was running. An endpoint whose
-owner's loop is stuck sends no heartbeats: its peers then lose it as one that hangs.
+are drained, and only over time during which this process itself was running. A silent process of
+this machine that is neither stopped nor gone gets longer: on a busy machine it waits for a core. An
+endpoint whose owner's loop is stuck sends no heartbeats: its peers then lose it as one that hangs.
 """
 
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
+
+import psutil
 
 from actors.loop_watch import LoopWatch
 from contracts.clock import Clock, monotonic_s
@@ -21,6 +25,9 @@ from contracts.errors import PeerDeadError, PeerError, PeerHungError
 
 _MIN_WAIT_S = 0.01
 _BEAT = b"\x01"
+_STARVED = 4  # as long as silence_s, so often
+_HALTED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class Heart:
@@ -32,7 +39,16 @@ class Heart:
         self.heard_s = now_s
         self.gone = False  # the other end was closed; the data socket will say so too
         self._sock = sock
+        self._process = _process_behind(sock)
         self._lock = threading.Lock()
+
+    @property
+    def may_starve(self) -> bool:
+        """Whether the peer is a process of this machine that is neither stopped nor gone."""
+        try:
+            return self._process is not None and self._process.status() not in _HALTED
+        except psutil.Error:
+            return False
 
     def heard(self, now_s: float) -> None:
         """Notes a sign of life that came another way."""
@@ -154,18 +170,34 @@ class Pulse(Generic[L]):
             if error is not None:
                 self.remove(link)
                 self._lost(link, error)
-            wait_s = min(wait_s, link.heart.heard_s + self._config.silence_s - now_s)
+            left_s = link.heart.heard_s + self._config.silence_s - now_s
+            if left_s > 0.0:
+                wait_s = min(wait_s, left_s)
         return max(wait_s, _MIN_WAIT_S)
 
     def _judge(self, link: L, now_s: float) -> PeerError | None:
         peer, silence_s = link.peer, self._config.silence_s
-        if now_s - link.heart.heard_s >= silence_s:
+        silent_s = now_s - link.heart.heard_s
+        if silent_s >= silence_s:
             if link.heart.gone:
                 return PeerDeadError(f"{peer} closed its connection", peer)
-            return PeerHungError(f"{peer} has been silent for {silence_s:g} s", peer)
+            if silent_s >= _STARVED * silence_s or not link.heart.may_starve:
+                return PeerHungError(f"{peer} has been silent for {silent_s:.1f} s", peer)
         blocked_s = link.blocked_since_s
         if blocked_s is not None and now_s - blocked_s >= self._config.deadline_s:
             return PeerHungError(
                 f"{peer} has taken nothing for {self._config.deadline_s:g} s", peer
             )
+        return None
+
+
+def _process_behind(sock: socket.socket) -> psutil.Process | None:
+    """Who made the other end of a Unix socket; None if that is not known."""
+    if sock.family != socket.AF_UNIX:
+        return None
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid = _CREDENTIALS.unpack(credentials)[0]
+    try:
+        return psutil.Process(pid) if pid > 0 else None  # 0: of another namespace
+    except psutil.Error:
         return None

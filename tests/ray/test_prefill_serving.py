@@ -41,6 +41,7 @@ class Server:
                 "model.dtype=float32",
                 "groups.prefill_ranks=2",
                 "kv.pool_tokens=16384",
+                "groups.ready_timeout_s=100",  # sooner than pytest's, and says what is missing
                 f"http.port={free_port()}",
             ],
         )

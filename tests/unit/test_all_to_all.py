@@ -139,7 +139,7 @@ def test_a_peer_that_leaves_in_the_middle_of_a_pass_is_named_at_once(
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe")
     with ExitStack() as stack:
-        workers = make_workers(stack, folder, 2, "tcp", silence_s=1.0)
+        workers = make_workers(stack, folder, 2, "tcp")
         run_all(workers, [[[5, 6], [7]]])
         errors: list[PeerError] = []
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +23,19 @@ from contracts.errors import PeerDeadError, PeerError, PeerHungError
 from tests.channels_support import nothing_leaks  # noqa: F401
 
 CONFIG = ChannelConfig(backend="tcp", heartbeat_s=0.2, silence_s=1.5, deadline_s=5.0, stuck_s=6.0)
+
+
+DIAL = """
+import socket, sys, time
+sock = socket.socket(socket.AF_UNIX)
+for _ in range(200):
+    try:
+        sock.connect(sys.argv[1])
+        break
+    except OSError:
+        time.sleep(0.05)
+time.sleep(60)
+"""
 
 
 class FakeLink:
@@ -33,8 +52,8 @@ class FakeLink:
 class Ward:
     """One link under a Pulse whose thread never runs; `tick` is called by hand."""
 
-    def __init__(self) -> None:
-        self.other, sock = socket.socketpair()
+    def __init__(self, ends: tuple[socket.socket, socket.socket]) -> None:
+        self.other, sock = ends
         self.clock = ManualClock()
         self.link = FakeLink(sock)
         self.lost: list[PeerError] = []
@@ -49,12 +68,25 @@ class Ward:
         self.pulse.tick(stopped_s)
 
 
-@pytest.fixture
-def ward() -> Iterator[Ward]:
-    ward = Ward()
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends that do not know each other's process."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        dialled = socket.create_connection(server.getsockname())
+        return dialled, server.accept()[0]
+
+
+@contextmanager
+def warded(ends: tuple[socket.socket, socket.socket]) -> Iterator[Ward]:
+    ward = Ward(ends)
     yield ward
     ward.other.close()
     ward.link.heart.close()
+
+
+@pytest.fixture
+def ward() -> Iterator[Ward]:
+    with warded(tcp_pair()) as ward:
+        yield ward
 
 
 def test_silence_for_the_limit_is_a_hung_peer_told_once(ward: Ward) -> None:
@@ -65,7 +97,32 @@ def test_silence_for_the_limit_is_a_hung_peer_told_once(ward: Ward) -> None:
     (error,) = ward.lost
     assert isinstance(error, PeerHungError)
     assert error.peer == "expert-3"
-    assert "1.5 s" in str(error)
+    assert "1.6 s" in str(error)
+
+
+def test_a_process_of_this_machine_that_may_wait_for_a_core_is_given_longer() -> None:
+    with warded(socket.socketpair()) as ward:
+        ward.tick(4 * CONFIG.silence_s - 0.1)
+        assert not ward.lost
+        ward.tick(0.2)
+        assert "6.1 s" in str(ward.lost[0])
+
+
+def test_a_stopped_process_of_this_machine_is_not(tmp_path: Path) -> None:
+    path = str(tmp_path / "sock")
+    with (
+        socket.socket(socket.AF_UNIX) as server,
+        subprocess.Popen([sys.executable, "-c", DIAL, path]) as peer,
+    ):
+        server.bind(path)
+        server.listen()
+        with warded((socket.socket(), server.accept()[0])) as ward:
+            peer.send_signal(signal.SIGSTOP)
+            while ward.link.heart.may_starve:  # the signal is on its way
+                time.sleep(0.01)
+            ward.tick(CONFIG.silence_s)
+            assert isinstance(ward.lost[0], PeerHungError)
+        peer.kill()
 
 
 def test_heartbeats_that_wait_in_the_socket_are_read_before_silence_is_judged(ward: Ward) -> None:

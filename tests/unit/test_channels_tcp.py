@@ -62,9 +62,9 @@ def test_a_send_without_progress_for_the_deadline_is_a_hung_peer() -> None:
 
 
 def test_heartbeats_pass_while_a_large_payload_waits_to_be_read() -> None:
-    with with_peer("tcp", "echo", silence_s=1.5, heartbeat_s=0.1) as (main, _):
+    with with_peer("tcp", "echo", silence_s=3.0, heartbeat_s=0.1) as (main, _):
         send(main, "peer", [torch.ones(64 << 20)], header())  # 256 MiB there and back
-        time.sleep(2.5)  # longer than silence_s: the answer fills the sockets
+        time.sleep(4.0)  # longer than silence_s: the answer fills the sockets
         packet = first_packet(main)
         assert packet.tensors[0].numel() == 64 << 20
         packet.release()

@@ -80,16 +80,15 @@ def is_gone(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def process_group(
-    folder: Path, attention_ranks: int, expert_ranks: int, backend: str
-) -> Iterator[LocalGroup]:
-    """A LocalGroup; afterwards no process and no socket of it is left."""
+def process_group(folder: Path, backend: str, fault: signal.Signals) -> Iterator[LocalGroup]:
+    """Two attention and two expert ranks; afterwards no process and no socket of them is left."""
     config = group_config(
-        attention_ranks,
-        expert_ranks,
+        2,
+        2,
         kv={"pool_tokens": 16 * 1024},
         schedule={"max_batch_sequences": 2},  # so that others wait
-        channel={"silence_s": ChannelConfig().silence_s},  # as in production
+        # As in production, where silence is all there is to see.
+        channel={"silence_s": ChannelConfig().silence_s} if fault is signal.SIGSTOP else {},
     )
     with LocalGroup(str(folder), config, backend=backend) as group:
         pids = [process.pid for process in group.processes.values()]
@@ -107,22 +106,22 @@ def clients_of(group: LocalGroup) -> list[RankConnection]:
 def fill(client: RankConnection) -> list[int]:
     """A generation and a long scoring in a batch that runs, one of each that waits for it."""
     running = client.submit(tokens(1, 20), sampling=greedy(4000))
-    while not any(isinstance(event, Tokens) for event in client.events[running]):
-        client.read()
+    client.wait_begun(running)
+    assert isinstance(client.events[running][0], Tokens)
     long = client.submit(tokens(2, LONG_TOKENS), candidates=[5])
     waiting = client.submit(tokens(3, 30), sampling=greedy(10), priority=Priority.BE)
     scoring = client.submit(tokens(4, 50), score_from=10)
-    while client.state is None or (client.state.running, client.state.waiting) != (2, 2):
-        client.read()
+    client.read_until(
+        lambda: client.state is not None and (client.state.running, client.state.waiting) == (2, 2)
+    )
     return [running, long, waiting, scoring]
 
 
 def wait_until_free(client: RankConnection) -> None:
     """Returns once no KV block of the rank is in use: it tells so with its state."""
-    end_s = time.monotonic() + DEADLINE_S
-    while client.state is None or client.state.free_blocks != client.state.total_blocks:
-        assert time.monotonic() < end_s, f"blocks still in use: {client.state}"
-        client.read()
+    client.read_until(
+        lambda: client.state is not None and client.state.free_blocks == client.state.total_blocks
+    )
 
 
 def read_to_the_end(client: RankConnection) -> None:
@@ -148,7 +147,7 @@ def status_of(group: LocalGroup, name: str) -> RankStatus:
 def test_every_request_fails_within_two_seconds_of_the_loss_of_an_expert_rank(
     deep: Path, fault: signal.Signals, backend: str, record_property: Callable[[str, object], None]
 ) -> None:
-    with process_group(deep, 2, 2, backend) as group:
+    with process_group(deep, backend, fault) as group:
         clients = clients_of(group)
         requests = [fill(client) for client in clients]
         group.processes["expert-1"].send_signal(fault)
@@ -197,8 +196,7 @@ def test_an_expert_rank_that_ends_takes_no_thread_and_no_descriptor_with_it(deep
             for client in (first, second)
         ]
         for client, request in running:
-            while not client.events[request]:
-                client.read()
+            client.wait_begun(request)
         group.experts[1].stop()
         for client, request in running:
             assert "expert-1" in client.failed(request).message
@@ -223,7 +221,7 @@ def test_an_unforeseen_error_in_an_expert_rank_is_told_by_its_name(
 def test_an_expert_rank_whose_loop_hangs_is_told_by_its_name_though_its_threads_live(
     deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = group_config(1, 2, channel={"stuck_s": 2.0, "silence_s": 3.0})
+    config = group_config(1, 2, channel={"stuck_s": 2.0, "silence_s": 1.5})
     with ThreadGroup(deep, config) as group, group.client() as client:
         half, released = group.experts[1]._half, threading.Event()
 
@@ -249,12 +247,11 @@ def test_the_other_attention_rank_goes_on_with_right_answers_when_one_is_killed(
     prompts = [tokens(seed, 30 + seed) for seed in range(3)]
     local = LocalModel.load(deep, dtype="float32")
     expected = [local.greedy(prompt, 24) for prompt in prompts]
-    with process_group(deep, 2, 2, "shm") as group:
+    with process_group(deep, "shm", signal.SIGKILL) as group:
         doomed, other = clients_of(group)
         fill(doomed)
         requests = [other.submit(prompt, sampling=greedy(24)) for prompt in prompts]
-        while not other.events[requests[0]]:
-            other.read()
+        other.wait_begun(requests[0])
         group.processes["attention-0"].send_signal(signal.SIGKILL)
         assert [other.generated(request)[0] for request in requests] == expected
         again = [other.submit(prompt, sampling=greedy(24)) for prompt in prompts]
@@ -299,8 +296,7 @@ def test_a_client_that_leaves_frees_its_blocks_and_changes_nobodys_answer(deep: 
         leaver = group.client()
         requests = [stays.submit(prompt, sampling=greedy(20)) for prompt in prompts]
         leaving = [leaver.submit(prompt, sampling=greedy(5000)) for prompt in prompts]
-        while not leaver.events[leaving[1]]:
-            leaver.read()
+        leaver.wait_begun(leaving[1])
         leaver.close()
         assert [stays.generated(request)[0] for request in requests] == expected
         wait_until_free(stays)
@@ -329,13 +325,11 @@ def test_the_same_request_id_twice_is_refused_and_the_rank_lives_on(deep: Path) 
     config = group_config(1, 1)
     with ThreadGroup(deep, config) as group, group.client() as client, group.client() as other:
         first = client.submit(tokens(1, 400), sampling=greedy(5000))
-        while not client.events[first]:
-            client.read()
+        client.wait_begun(first)
         client._next_id -= 1
         again = client.submit(tokens(2, 400), sampling=greedy(5000))
         assert again == first
-        while not any(isinstance(event, Failed) for event in client.events[first]):
-            client.read()
+        client.read_until(lambda: any(isinstance(one, Failed) for one in client.events[first]))
         (failed,) = [event for event in client.events[first] if isinstance(event, Failed)]
         assert failed.status == 400
         assert "request_id" in failed.message
@@ -479,8 +473,7 @@ def test_failures_are_events_too(deep: Path) -> None:
     """A rank that stops says so to everyone who waits."""
     with ThreadGroup(deep, group_config(1, 1)) as group, group.client() as client:
         request = client.submit(tokens(1, 20), sampling=greedy(5000))
-        while not client.events[request]:
-            client.read()
+        client.wait_begun(request)
         group.attention[0].stop()
         failed = client.failed(request)
         assert isinstance(failed, Failed)

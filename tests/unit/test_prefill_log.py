@@ -37,8 +37,7 @@ def router_of(connection: RankConnection) -> Router:
 
 def heard(connection: RankConnection, number: int) -> None:
     """Reads up to that report."""
-    while not connection.log or connection.log[-1].number < number:
-        connection.read()
+    connection.read_until(lambda: bool(connection.log) and connection.log[-1].number >= number)
 
 
 def test_all_clients_hear_every_report_and_a_late_one_begins_with_a_snapshot(

@@ -80,8 +80,7 @@ def test_the_snapshot_comes_first_and_every_client_hears_every_report(stub: Stub
         key = RequestKey(3, 1)
         client.scored(client.submit(list(range(9)), candidates=[1], key=key))
         client.scored(client.submit(list(range(9)), candidates=[1]))
-        while folded(listener).number < folded(client).number:
-            listener.read()
+        listener.read_until(lambda: folded(listener).number >= folded(client).number)
         assert isinstance(client.log[0], WorkerSnapshot)
         assert isinstance(listener.log[0], WorkerSnapshot)
         assert folded(client).snapshot(1) == folded(listener).snapshot(1)
