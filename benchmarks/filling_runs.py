@@ -19,6 +19,7 @@ from benchmarks.two_nodes import TwoNodes
 RUNS = {"never": "never", "always": "always", "choose": "choose", "again": "never"}
 """Names of a block's runs, and the policy of each."""
 BLOCK_REQUESTS = 16
+RUN_S = 300.0  # of a point's runs each: where few requests come, no more than in that time
 MEGABITS_PER_S = 1600.0  # so that a pass over a short model takes about 0.2 s, however small
 LAYERS = 4
 MAX_WAIT_S = 0.1
@@ -30,8 +31,8 @@ POINTS = ((0.7, 1), (3.0, 1), (3.0, 4), (8.0, 1))
 async def filling_part(
     nodes: TwoNodes, path: Path, requests: int
 ) -> dict[str, dict[str, list[list[float]]]]:
-    """Turnarounds in seconds, by point, run and block. One block ahead of `requests` does not
-    count: the worker has not seen any yet."""
+    """Turnarounds in seconds, by point, run and block; at most `requests` each. One block ahead of
+    them does not count: the worker has not seen any yet."""
     nodes.limit_rate(MEGABITS_PER_S)
     pairs: dict[str, Pair] = {}
     samples: dict[str, dict[str, list[list[float]]]] = {}
@@ -43,7 +44,8 @@ async def filling_part(
         for rate_per_s, at_once in POINTS:
             label = f"{rate_per_s:g}/s in groups of {at_once}"
             samples[label] = {run: [] for run in RUNS}
-            for block in range(-(-requests // BLOCK_REQUESTS) + 1):
+            counted = min(requests, round(rate_per_s * RUN_S))
+            for block in range(-(-counted // BLOCK_REQUESTS) + 1):
                 arrivals_s = arrivals(rate_per_s, at_once, BLOCK_REQUESTS, seed=block)
                 for run in list(RUNS)[:: -1 if block % 2 else 1]:
                     turnarounds = await _serve(pairs[RUNS[run]], arrivals_s)

@@ -60,7 +60,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=24, help="of the overlap part")
     parser.add_argument("--sweeps", type=int, default=10, help="of the threshold part")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--requests", type=int, default=96, help="per point of the filling part")
+    parser.add_argument(
+        "--requests", type=int, default=96, help="per point of the filling part, at most"
+    )
     parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
