@@ -76,8 +76,9 @@ class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class ChannelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """backend "auto" follows placement: nccl between GPUs, ipc on one GPU, shm on one node, tcp.
 
-    A peer that is silent for silence_s (its heartbeat comes every heartbeat_s) counts as hung. A
-    rank whose loop is in one step (a layer, or less) for stuck_s ends its heartbeats.
+    A peer that is silent for silence_s (its heartbeat comes every heartbeat_s) counts as hung; over
+    shm after four times as long, unless its process is stopped. A rank whose loop is in one step (a
+    layer, or less) for stuck_s ends its heartbeats.
     deadline_s bounds connecting, handshakes and a blocked send. For spin_s after a payload a
     waiting rank looks again and again instead of sleeping: to wake a core costs more than a short
     wait (None: SPIN_S where a node has a core for each rank, else 0).

@@ -25,7 +25,7 @@ from contracts.errors import PeerDeadError, PeerError, PeerHungError
 
 _MIN_WAIT_S = 0.01
 _BEAT = b"\x01"
-_STARVED = 4  # as long as silence_s, so often
+_STARVED = 4  # times silence_s: what a process is given that may wait for a core
 _HALTED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
