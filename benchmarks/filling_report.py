@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from typing import Any
 
@@ -21,19 +20,23 @@ SIMULATED_RUNS = 100
 
 
 def summarise_filling(samples: dict[str, dict[str, list[list[float]]]]) -> dict[str, Any]:
-    """By point: mean turnarounds in seconds; the choice over the better policy and never over never
-    again, of all requests together and as the range of blocks' ratios; the same, simulated."""
+    """By point: a block's mean turnaround in seconds, of the median block, and of all requests; the
+    choice over the policy that is better in its median block, and never again over never, as
+    quartiles of the ratios within a block; the same, simulated.
+
+    Medians, since a machine that stands still for seconds does so for one policy of one block.
+    """
     found: dict[str, Any] = {}
     for (rate_per_s, at_once), (label, blocks) in zip(POINTS, samples.items(), strict=True):
-        means = {run: statistics.mean(itertools.chain(*parts)) for run, parts in blocks.items()}
-        better = min("never", "always", key=means.__getitem__)
+        means = {run: [statistics.mean(block) for block in parts] for run, parts in blocks.items()}
+        medians = {run: statistics.median(parts) for run, parts in means.items()}
+        better = min("never", "always", key=medians.__getitem__)
         requests = sum(map(len, blocks["never"]))
         found[label] = {
-            "means_s": means,
-            "chosen": means["choose"] / means[better],
-            "chosen_blocks": _ratios(blocks["choose"], blocks[better]),
-            "again": means["again"] / means["never"],
-            "again_blocks": _ratios(blocks["again"], blocks["never"]),
+            "block_medians_s": medians,
+            "means_s": {run: statistics.mean(parts) for run, parts in means.items()},
+            "chosen_quartiles": _quartiles(means["choose"], means[better]),
+            "again_quartiles": _quartiles(means["again"], means["never"]),
             "simulated": simulated(rate_per_s, at_once, requests),
         }
     return found
@@ -53,13 +56,14 @@ def simulated(rate_per_s: float, at_once: int, requests: int) -> dict[str, dict[
 
 
 def print_filling(summary: dict[str, Any]) -> None:
-    table = Table(title="Below the threshold: mean turnaround, ms")
-    for heading in ("requests", "never held", "always held", "chosen", "over the better (blocks)",
-                    "never again over never (blocks)"):  # fmt: skip
+    table = Table(title="Below the threshold: mean turnaround of the median block, ms")
+    for heading in ("requests", "never held", "always held", "chosen", "over the better",
+                    "never again over never"):  # fmt: skip
         table.add_column(heading, justify="left" if heading == "requests" else "right")
     for label, row in summary.items():
-        cells = (f"{1e3 * row['means_s'][run]:.0f}" for run in ("never", "always", "choose"))
-        ratios = (f"{row[key]:.3f} ({_range(row[f'{key}_blocks'])})" for key in ("chosen", "again"))
+        medians_s = row["block_medians_s"]
+        cells = (f"{1e3 * medians_s[run]:.0f}" for run in ("never", "always", "choose"))
+        ratios = (_shown(row[f"{key}_quartiles"]) for key in ("chosen", "again"))
         table.add_row(label, *cells, *ratios)
     Console(width=120).print(table)
     table = Table(title="The same, simulated: medians (10th to 90th percentile) of 100 runs")
@@ -73,10 +77,12 @@ def print_filling(summary: dict[str, Any]) -> None:
     Console(width=120).print(table)
 
 
-def _ratios(blocks: list[list[float]], others: list[list[float]]) -> list[float]:
-    pairs = zip(blocks, others, strict=True)
-    return sorted(statistics.mean(block) / statistics.mean(other) for block, other in pairs)
+def _quartiles(means_s: list[float], others_s: list[float]) -> list[float]:
+    """Of the blocks' ratios."""
+    ratios = [mean / other for mean, other in zip(means_s, others_s, strict=True)]
+    return statistics.quantiles(ratios, n=4, method="inclusive")
 
 
-def _range(ratios: list[float]) -> str:
-    return f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+def _shown(quartiles: list[float]) -> str:
+    low, median, high = quartiles
+    return f"{median:.3f} ({low:.2f} to {high:.2f})"
