@@ -96,6 +96,7 @@ class AttentionStage:
         self._shape = shape
         self._learns = cost is None
         self._fitted_sizes = 0
+        self._added = 0  # since the last fit
         self._samples: dict[Bucket, deque[_AttentionSample]] = {}
         self._correction: OnlineLinear | None = None
 
@@ -145,16 +146,19 @@ class AttentionStage:
         return work
 
     def _learn(self, times: MicroBatchTimes) -> None:
-        """Keeps some times of each size; fits when there are enough more sizes than last time."""
+        """Keeps some times of each size; fits when there are enough more sizes than last time, or
+        enough more times if that fit said nothing: traffic may be of few sizes for ever."""
         bucket = bucket_of(times.batch)
         if bucket not in self._samples and len(self._samples) == _MAX_SIZES:
             self._samples.pop(next(iter(self._samples)))
         samples = self._samples.setdefault(bucket, deque(maxlen=_PER_SIZE))
         samples.append(_AttentionSample(self._work(times.batch), times.attention_ms))
         sizes, count = len(self._samples), sum(map(len, self._samples.values()))
-        wanted = max(COLD_SIZES, math.ceil(_MORE_SIZES * self._fitted_sizes))
-        if sizes >= wanted and count >= COLD_SAMPLES:
-            self._fitted_sizes = sizes
+        self._added += 1
+        again = self.cost is None and self._added >= COLD_SAMPLES
+        wanted = COLD_SIZES if again else math.ceil(_MORE_SIZES * self._fitted_sizes)
+        if sizes >= max(COLD_SIZES, wanted) and count >= COLD_SAMPLES:
+            self._fitted_sizes, self._added = sizes, 0
             self._fit([sample for kept in self._samples.values() for sample in kept])
 
     def _fit(self, samples: Sequence[_AttentionSample]) -> None:

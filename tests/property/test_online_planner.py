@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.plan import Plan
-from contracts.planning import Batch
+from contracts.planning import Batch, MicroBatchTimes
 from planner.batch_plan import NewTokens, plan_batch
 from planner.buckets import STEPS_PER_OCTAVE, bucket_of
 from planner.fit_plan import MORE_TOKENS, fit_plan
 from planner.online import LEAST_GAIN, REPORTS_BETWEEN, NoPlanError, OnlinePlanner
-from planner.online_models import OnlineModels
+from planner.online_models import AttentionStage, OnlineModels
 from tests.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
 from tests.simulated_group import Chunks, SimulatedGroup, hardware, setup_of
 
@@ -91,6 +91,23 @@ def test_a_cold_planner_names_the_stages_that_it_knows_nothing_of() -> None:
     planner = OnlinePlanner(setup_of(WITH_SHARED, None))
     with pytest.raises(NoPlanError, match="attention, expert, a2e, e2a, shared"):
         planner.plan([(0, 64)])
+
+
+def test_attention_is_learned_from_few_sizes_even_if_their_first_times_say_nothing() -> None:
+    stage = AttentionStage(QWEN, None)
+    sizes = (10, 100, 1000)
+
+    def add(times_ms: tuple[float, ...]) -> None:
+        for tokens, ms in zip(sizes, times_ms, strict=True):
+            stage.add(MicroBatchTimes([(0, tokens)], ms))
+
+    for _ in range(8):
+        add((3.0, 2.0, 1.0))  # on a machine that was busy at first
+    assert stage.cost is None
+    for _ in range(8):
+        add((0.2, 0.4, 2.4))
+    assert stage.cost is not None
+    assert stage.chunk_time()(0, 1000) > stage.chunk_time()(0, 100) > 0
 
 
 def test_a_hardware_file_makes_the_first_answer_warm() -> None:
