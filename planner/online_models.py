@@ -156,8 +156,8 @@ class AttentionStage:
         sizes, count = len(self._samples), sum(map(len, self._samples.values()))
         self._added += 1
         again = self.cost is None and self._added >= COLD_SAMPLES
-        wanted = COLD_SIZES if again else math.ceil(_MORE_SIZES * self._fitted_sizes)
-        if sizes >= max(COLD_SIZES, wanted) and count >= COLD_SAMPLES:
+        due = again or sizes >= _MORE_SIZES * self._fitted_sizes
+        if due and sizes >= COLD_SIZES and count >= COLD_SAMPLES:
             self._fitted_sizes, self._added = sizes, 0
             self._fit([sample for kept in self._samples.values() for sample in kept])
 

@@ -36,9 +36,9 @@ def cluster() -> Iterator[RayHead]:
         yield head
 
 
-def ranks_of(head: RayHead) -> list[psutil.Process]:
+def ranks_of(head: RayHead) -> set[psutil.Process]:
     """The actors of ours that run on the cluster."""
-    return [one for shell in SHELLS for one in head.running(shell)]
+    return {one for shell in SHELLS for one in head.running(shell)}
 
 
 def tandem(address: str, *arguments: str) -> subprocess.Popen[str]:
