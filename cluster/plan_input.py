@@ -63,8 +63,8 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     model: a Hugging Face folder (its config.json is enough), "bundled", or the fields of a
     config.json. hardware: a file, a known name, or its fields. attention_ranks and expert_ranks, or
-    devices, over whose splits is searched. context_tokens: cached before each sample's
-    sequence_tokens new ones (decode: sequence_tokens 1). max_samples: a limit beside the memory's.
+    one of them and devices, or devices alone, over whose splits is searched. context_tokens: cached
+    before each sample's sequence_tokens new ones (decode: sequence_tokens 1). max_samples: a limit beside the memory's.
     memory_bytes: of a device, instead of the hardware's. memory_fraction: of it, that may be used.
     """
 
@@ -141,13 +141,7 @@ def _model_problem(file: ModelFile, where: str, devices: int | None) -> ModelPro
     hardware = load_hardware(file.hardware)
     spec = _model(file.model)
     shape = shape_of(spec, resolve_dtype(spec, file.dtype))
-    ranks = (file.attention_ranks, file.expert_ranks)
-    wanted = devices or file.devices
-    if wanted is None and None in ranks:
-        name = "expert_ranks" if ranks[0] else "attention_ranks"
-        raise ConfigError(f"{where}: {name}: missing; give both groups' ranks, or devices")
-    if wanted is not None and not 2 <= wanted <= MAX_DEVICES:
-        raise ConfigError(f"devices={wanted}: give 2 to {MAX_DEVICES}, one for each group at least")
+    split, total_devices = _split(file, devices, where)
     total = file.context_tokens + file.sequence_tokens
     if total > spec.max_context_tokens:
         raise ConfigError(
@@ -157,7 +151,7 @@ def _model_problem(file: ModelFile, where: str, devices: int | None) -> ModelPro
     workload = Workload(
         shape=shape,
         hardware=hardware,
-        devices=wanted or sum(rank for rank in ranks if rank is not None),
+        devices=total_devices,
         sequence_tokens=file.sequence_tokens,
         context_tokens=file.context_tokens,
         usable_bytes=(file.memory_bytes or hardware.memory_bytes) * file.memory_fraction,
@@ -165,9 +159,34 @@ def _model_problem(file: ModelFile, where: str, devices: int | None) -> ModelPro
         backend=file.backend,
     )
     _check_devices(hardware, workload.devices, where)
-    if wanted is not None or ranks[0] is None or ranks[1] is None:
-        return ModelProblem(workload, None, file.max_r2)
-    return ModelProblem(workload, workload.deployment(ranks[0], ranks[1]), file.max_r2)
+    deployment = None if split is None else workload.deployment(*split)
+    return ModelProblem(workload, deployment, file.max_r2)
+
+
+def _split(file: ModelFile, devices: int | None, where: str) -> tuple[tuple[int, int] | None, int]:
+    """(attention ranks, expert ranks), None to search for them; and how many devices there are.
+    Of ranks and devices, what is not given follows from the others."""
+    attention, expert = file.attention_ranks, file.expert_ranks
+    total = devices or file.devices
+    if total is None:
+        if attention is None or expert is None:
+            name = "expert_ranks" if attention else "attention_ranks"
+            raise ConfigError(f"{where}: {name}: missing; give both groups' ranks, or devices")
+        return (attention, expert), attention + expert
+    if not 2 <= total <= MAX_DEVICES:
+        raise ConfigError(f"devices={total}: give 2 to {MAX_DEVICES}, one for each group at least")
+    if devices is not None or (attention is None and expert is None):
+        return None, total  # --devices asks for a search, whatever split the file has
+    attention = total - expert if attention is None and expert is not None else attention
+    expert = total - attention if expert is None and attention is not None else expert
+    assert attention is not None
+    assert expert is not None
+    if min(attention, expert) < 1 or attention + expert != total:
+        raise ConfigError(
+            f"{where}: {attention} attention_ranks and {expert} expert_ranks are not the {total} "
+            "of devices; leave one of the three out"
+        )
+    return (attention, expert), total
 
 
 def _check_devices(hardware: Hardware, devices: int, where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 from pathlib import Path
 
 from cluster.bulk.job import BulkJob
@@ -28,7 +29,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input", nargs="+", action="extend", required=True, metavar="PATH", help="files to read")
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the answers")
-    add("--labels", required=True, metavar="A,B,C", help="what a row can be; separated by commas")
+    add(
+        "--labels", required=True, metavar="A,B,C", help="""what a row can be; 'a,"b, c"' are two"""
+    )
     add("--text-field", default="text", metavar="F", help='default "text"')
     add("--prefix-field", metavar="F", help='what rows may share (default "prefix", where it is)')
     add("--id-field", metavar="F", help="default: rows are called FILE:ROW")
@@ -56,7 +59,7 @@ def job_of(options: argparse.Namespace) -> BulkJob:
     return BulkJob(
         inputs=tuple(options.input),
         output=options.output,
-        labels=tuple(label.strip() for label in options.labels.split(",")),
+        labels=_labels(options.labels),
         fields=Fields(
             text=options.text_field,
             prefix=(options.prefix_field or "prefix") if uses_prefix else None,
@@ -70,6 +73,18 @@ def job_of(options: argparse.Namespace) -> BulkJob:
         unavailable_s=options.patience,
         resume=options.resume,
     )
+
+
+def _labels(given: str) -> tuple[str, ...]:
+    """As a line of CSV: a label with a comma in it stands in double quotes."""
+    try:
+        (line,) = csv.reader([given], skipinitialspace=True, strict=True)
+    except (csv.Error, ValueError) as error:
+        raise ConfigError(
+            f"--labels {given}: {error or 'none given'}; write them as a line of CSV, "
+            "one with a comma in it in double quotes"
+        ) from None
+    return tuple(label.strip() for label in line)
 
 
 def _unescaped(template: str) -> str:

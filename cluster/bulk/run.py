@@ -53,7 +53,11 @@ def run_bulk(
         tell = partial(console.print, soft_wrap=True, highlight=False, markup=False)
         router = RayRouter(make, tell)
         driver = Driver(output, router, _settings(job, found.config), tally)
-        asyncio.run(_run(driver, router, _windows(job, sources, tally), tally, console))
+        try:
+            asyncio.run(_run(driver, router, _windows(job, sources, tally), tally, console))
+        except KeyboardInterrupt:
+            tell(stopped_line(output.committed, job.output))
+            raise
         summary = _summary(output.committed, router.restarts)
         output.finish(summary)
         return summary
@@ -141,4 +145,12 @@ def summary_line(summary: dict[str, Any], output: Path) -> str:
         f"{output}: {summary['rows_ok']:,} rows classified, {summary['rows_rejected']:,} rejected, "
         f"in {duration(summary['seconds'])} ({summary['rows_per_s']:,.0f} rows/s, "
         f"{summary['tokens_per_s']:,.0f} tokens/s, {summary['cached_fraction']:.0%} cached)"
+    )
+
+
+def stopped_line(committed: Sequence[Committed], output: Path) -> str:
+    total = _totals(committed)
+    return (
+        f"{output}: stopped with {total.rows_ok + total.rows_rejected:,} rows written; the same "
+        "command with --resume goes on from there"
     )

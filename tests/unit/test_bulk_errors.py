@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import ray
+from rich.console import Console
 
+from cluster.bulk.arguments import add_options, job_of
 from cluster.bulk.job import check_job
+from cluster.bulk.run import run_bulk
+from cluster.bulk.session import Workers
 from cluster.cli import main
+from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
 from tests.bulk_support import bulk_job
 
@@ -53,6 +61,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ({"labels": "no,yes,no"}, "'no' occurs more than once"),
         ({"labels": ",".join(map(str, range(257)))}, "--labels: 257 are more than 256"),
         ({"labels": "a\udcff,b"}, "valid Unicode"),
+        ({"labels": 'a,"b'}, "as a line of CSV"),
         ({"template": "no place for it"}, "template: {text} does not occur"),
         ({"template": "{text}", "prefix_field": "p"}, "{prefix} does not occur in --template"),
         ({"input": "none.jsonl"}, "--input none.jsonl"),
@@ -72,6 +81,34 @@ def test_what_cannot_work_is_named(run: Run, options: dict[str, str], words: str
     line = run(**options)
     assert words in line
     assert STOPPED not in line
+
+
+def test_a_label_may_hold_a_comma() -> None:
+    """FINDINGS C."""
+    words = ["--input", "rows.jsonl", "--output", "out", "--labels", 'yes, "no, never",a "b" c']
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    assert job_of(parser.parse_args(words)).labels == ("yes", "no, never", 'a "b" c')
+
+
+def test_ctrl_c_says_how_to_go_on(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FINDINGS C."""
+
+    async def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def workers() -> Iterator[Workers]:
+        yield Workers(TandemConfig(), lambda: None)
+
+    monkeypatch.setattr("cluster.bulk.run._run", interrupted)
+    job = msgspec.structs.replace(bulk_job(tmp_path / "out"), inputs=("rows.jsonl",))
+    with pytest.raises(KeyboardInterrupt):
+        run_bulk(job, workers(), Console(stderr=True))
+    said = capsys.readouterr().err
+    assert "stopped with 0 rows written; the same command with --resume goes on" in said
 
 
 def test_multi_label_needs_a_question(run: Run) -> None:

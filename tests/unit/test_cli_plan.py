@@ -106,6 +106,36 @@ def test_a_model_on_a_machine_gives_a_verdict(tmp_path: Path, capsys: Captured) 
     assert answer["ma"] * answer["r1"] <= answer["max_samples"]
 
 
+@pytest.mark.parametrize("given", ["attention_ranks", "expert_ranks"])
+def test_one_groups_ranks_and_devices_are_a_split(
+    tmp_path: Path, capsys: Captured, given: str
+) -> None:
+    """FINDINGS C: attention_ranks without expert_ranks was ignored."""
+    other = {"attention_ranks": "expert_ranks", "expert_ranks": "attention_ranks"}[given]
+    assert plan(tmp_path, MODEL, "--json") == 0
+    whole = json.loads(capsys.readouterr().out)
+    tree = changed(changed(MODEL, other, ...), "devices", 8)
+    assert plan(tmp_path, tree, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer.pop("solve_ms") > 0
+    assert whole.pop("solve_ms") > 0
+    assert answer == whole
+
+
+@pytest.mark.parametrize(
+    ("expert_ranks", "devices", "said"),
+    [(5, 7, "3 attention_ranks and 5 expert_ranks"), (..., 3, "3 attention_ranks and 0")],
+)
+def test_ranks_that_are_not_the_devices_are_refused(
+    tmp_path: Path, capsys: Captured, expert_ranks: object, devices: int, said: str
+) -> None:
+    tree = changed(changed(MODEL, "expert_ranks", expert_ranks), "devices", devices)
+    assert plan(tmp_path, tree) == 2
+    line = one_line(capsys)
+    assert said in line
+    assert f"not the {devices} of devices" in line
+
+
 def test_devices_are_split_in_every_way(tmp_path: Path, capsys: Captured) -> None:
     assert plan(tmp_path, MODEL, "--devices", "8", "--json") == 0
     answer = json.loads(capsys.readouterr().out)
