@@ -64,8 +64,9 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     model: a Hugging Face folder (its config.json is enough), "bundled", or the fields of a
     config.json. hardware: a file, a known name, or its fields. attention_ranks and expert_ranks, or
     one of them and devices, or devices alone, over whose splits is searched. context_tokens: cached
-    before each sample's sequence_tokens new ones (decode: sequence_tokens 1). max_samples: a limit beside the memory's.
-    memory_bytes: of a device, instead of the hardware's. memory_fraction: of it, that may be used.
+    before each sample's sequence_tokens new ones (decode: sequence_tokens 1). max_samples: a limit
+    beside the memory's. memory_bytes: of a device, instead of the hardware's. memory_fraction: of
+    it, that may be used.
     """
 
     model: str | dict[str, Any]
