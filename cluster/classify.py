@@ -18,6 +18,7 @@ each ("A. sports"), and the letters are what is scored: single choice by symbols
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import string
@@ -27,15 +28,16 @@ from typing import Protocol
 import msgspec
 
 from cluster.bounded import map_bounded
-from cluster.label_trie import LabelPass, Path, label_logprobs, label_passes
+from cluster.label_trie import LabelPass, LabelTrie, label_trie
 from contracts.errors import RankError, RequestError, TooLongError
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority, Usage
-from models.tokenizer import Tokenizer
+from models.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 
 DEFAULT_TEMPLATE = "{prefix}{text}"
 OPTIONS = "{options}"
 SYMBOLS = string.ascii_uppercase
+CONCURRENT_PASSES = 64  # of one row: each that is open holds the prompt and its path
 _PLACEHOLDER = re.compile(r"\{(text|prefix|label|options)\}")
 
 
@@ -61,10 +63,10 @@ class ClassifyTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """prompt_ids, and per label the ids that continue it. patient: as in `Scorer.score`."""
+    """prompt_ids, and the labels' tokens that continue it. patient: as in `Scorer.score`."""
 
     prompt_ids: list[int]
-    label_ids: list[list[int]]
+    labels: LabelTrie
     patient: bool = False
 
 
@@ -114,9 +116,17 @@ def fill(task: ClassifyTask, text: str) -> str:
 
 
 async def tokenize_row(tokenizer: Tokenizer, task: ClassifyTask, text: str) -> Row:
-    """Raises RequestError for an empty prompt, TooLongError beyond the context."""
-    prompt = fill(task, text)
-    return _checked_row(task, *await tokenizer.continuations_async(prompt, _joined(prompt, task)))
+    """Raises RequestError for an empty prompt, TooLongError beyond the context. In a thread where
+    that would hold up an event loop: also the labels' trie is made there."""
+    prompt = len(task.template) + len(task.prefix) + len(text)
+    labels = sum(map(len, task.labels))
+    if prompt * (len(task.answers) + 1) + labels <= THREAD_ABOVE_CHARACTERS:
+        (row,) = tokenize_rows(tokenizer, [(text, task)])
+    else:
+        (row,) = await asyncio.to_thread(tokenize_rows, tokenizer, [(text, task)])
+    if isinstance(row, RequestError):
+        raise row
+    return row
 
 
 def tokenize_rows(
@@ -142,14 +152,15 @@ def _checked_row(task: ClassifyTask, prompt_ids: list[int], label_ids: list[list
     for label, ids in zip(task.answers, label_ids, strict=True):
         if not ids:
             raise RequestError(f"labels: {label!r} adds no token of its own", "labels")
-    longest = len(prompt_ids) + max(map(len, label_ids))
+    labels = label_trie(label_ids)
+    longest = len(prompt_ids) + labels.longest
     if longest > task.max_context_tokens:
         raise TooLongError(
             f"input: prompt and label have {longest} tokens, the model's context holds"
             f" {task.max_context_tokens}",
             "input",
         )
-    return Row(prompt_ids, label_ids)
+    return Row(prompt_ids, labels)
 
 
 def _joined(prompt: str, task: ClassifyTask) -> list[str]:
@@ -160,25 +171,25 @@ def _joined(prompt: str, task: ClassifyTask) -> list[str]:
 
 async def classify_row(scorer: Scorer, task: ClassifyTask, row: Row) -> Classified:
     """The row's probabilities; raises what `scorer` raises."""
-    passes = label_passes(row.label_ids)
+    passes = row.labels.passes
 
     async def score(numbered: tuple[int, LabelPass]) -> Scored:
         number, each = numbered
         patient = row.patient or number > 0
         return await scorer.score(_submit(task, row.prompt_ids, each), patient=patient)
 
-    scores = await map_bounded(score, enumerate(passes), limit=len(passes))
-    edges: dict[Path, float] = {}
+    scores = await map_bounded(score, enumerate(passes), CONCURRENT_PASSES)
+    edges: dict[int, float] = {}
     for each, scored in zip(passes, scores, strict=True):
-        on_the_way = len(each.path) - each.scored_from
+        on_the_way = each.length - each.scored_from
         tokens = checked_scores(scored.token_logprobs, on_the_way) if on_the_way else ()
         edges |= each.edges(tokens, checked_scores(scored.candidate_logprobs, len(each.candidates)))
-    probs = softmax(label_logprobs(row.label_ids, edges))
+    probs = softmax(row.labels.logprobs(edges))
     return Classified(probs, add_usage([scored.usage for scored in scores]))
 
 
 def _submit(task: ClassifyTask, prompt_ids: list[int], each: LabelPass) -> Submit:
-    on_the_way = each.scored_from < len(each.path)
+    on_the_way = each.scored_from < each.length
     return Submit(
         request_id=0,
         token_ids=[*prompt_ids, *each.path],

@@ -1,4 +1,4 @@
-"""The labels of a classification as a trie of tokens, and the passes that score all of it.
+"""The passes that score all labels of a classification, from their trie of tokens.
 
     labels          a b | a c d e | f            passes            scores
                                                  prompt            a, f
@@ -19,52 +19,83 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from contracts.token_trie import ROOT, TokenTrie
+
+REMEMBERED_TOKENS = 1024  # tries of more label tokens than this are made anew for each request
+
 Path = tuple[int, ...]
 
 
 class LabelPass(msgspec.Struct, frozen=True):
-    """The prompt followed by `path`. candidates: the tokens wanted after it. scored_from: index in
-    `path` of the first token whose own log-probability is wanted."""
+    """The prompt followed by `path`, the tokens to node `end`. candidates: the tokens wanted after
+    it. scored_from: index in `path` of the first token whose own log-probability is wanted."""
 
-    path: Path
+    trie: TokenTrie
+    end: int
     scored_from: int
     candidates: list[int]
 
+    @property
+    def length(self) -> int:
+        """Tokens of `path`."""
+        return self.trie.depth(self.end)
+
+    @property
+    def path(self) -> Path:
+        """Made with each call: of many long labels the paths are far more than the trie."""
+        return self.trie.tokens_to(self.end)
+
     def edges(
         self, token_logprobs: Sequence[float], candidate_logprobs: Sequence[float]
-    ) -> dict[Path, float]:
-        """Log-probability of the last token of each path, given the prompt and what is before."""
-        first = self.scored_from
-        on_the_way = {
-            self.path[: first + index + 1]: logprob for index, logprob in enumerate(token_logprobs)
-        }
-        ends = zip(self.candidates, candidate_logprobs, strict=True)
-        return on_the_way | {(*self.path, token): logprob for token, logprob in ends}
+    ) -> dict[int, float]:
+        """By node of the trie: the log-probability of its token, given the prompt and what is
+        before."""
+        on_the_way = self.trie.way_to(self.end, start=self.scored_from)
+        after = self.trie.followers(self.end).values()
+        scored = dict(zip(on_the_way, token_logprobs, strict=True))
+        return scored | dict(zip(after, candidate_logprobs, strict=True))
 
 
-def label_passes(label_ids: Sequence[Sequence[int]]) -> Sequence[LabelPass]:
-    """Enough passes for all labels, as few as can be; that over the prompt alone, if there is one,
-    is the first. Each label has at least one token."""
-    return _passes(tuple(map(tuple, label_ids)))
+class LabelTrie:
+    """The labels of a row. Each has at least one token. passes: enough for all labels, as few as
+    can be; that over the prompt alone, if there is one, is the first."""
+
+    __slots__ = ("_trie", "longest", "passes")
+
+    def __init__(self, label_ids: Sequence[Sequence[int]]) -> None:
+        self._trie = TokenTrie(label_ids)
+        self.longest = max(self._trie.depth(end) for end in self._trie.ends)
+        self.passes = tuple(_passes(self._trie))
+
+    def logprobs(self, edges: Mapping[int, float]) -> list[float]:
+        """Per label, the sum over its tokens: the log of the probability that the model writes it.
+        edges: those of all passes."""
+        trie = self._trie
+        return [math.fsum(edges[node] for node in trie.way_to(end)) for end in trie.ends]
 
 
-@functools.lru_cache(maxsize=256)  # rows of one task have the same labels
-def _passes(label_ids: tuple[Path, ...]) -> tuple[LabelPass, ...]:
-    followers: dict[Path, dict[int, None]] = {}
-    for ids in label_ids:
-        for end, token in enumerate(ids):
-            followers.setdefault(ids[:end], {})[token] = None
+def _passes(trie: TokenTrie) -> list[LabelPass]:
     passes: list[LabelPass] = []
-    starts: list[Path] = [()]
+    starts = [ROOT]
     for start in starts:  # grows on the way
-        path = start
-        while len(followers[path]) == 1 and (longer := (*path, *followers[path])) in followers:
-            path = longer
-        passes.append(LabelPass(path, len(start), list(followers[path])))
-        starts += [(*path, token) for token in followers[path] if (*path, token) in followers]
-    return tuple(passes)
+        end, followers = start, trie.followers(start)
+        while len(followers) == 1:
+            (after,) = followers.values()
+            if not trie.followers(after):
+                break
+            end, followers = after, trie.followers(after)
+        passes.append(LabelPass(trie, end, trie.depth(start), list(followers)))
+        starts += [after for after in followers.values() if trie.followers(after)]
+    return passes
 
 
-def label_logprobs(label_ids: Sequence[Sequence[int]], edges: Mapping[Path, float]) -> list[float]:
-    """Per label, the sum over its tokens: the log of the probability that the model writes it."""
-    return [math.fsum(edges[tuple(ids[: end + 1])] for end in range(len(ids))) for ids in label_ids]
+def label_trie(label_ids: Sequence[Sequence[int]]) -> LabelTrie:
+    """The labels' trie; rows of one task, and requests with the same short labels, share one."""
+    if sum(map(len, label_ids)) > REMEMBERED_TOKENS:
+        return LabelTrie(label_ids)
+    return _remembered(tuple(map(tuple, label_ids)))
+
+
+@functools.lru_cache(maxsize=256)
+def _remembered(label_ids: tuple[Path, ...]) -> LabelTrie:
+    return LabelTrie(label_ids)

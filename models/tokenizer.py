@@ -159,13 +159,6 @@ class Tokenizer:
         self._remembered |= {text: ids[text] for text in new if len(text) <= END_CHARACTERS}
         return ids
 
-    async def continuations_async(
-        self, prompt: str, continuations: Sequence[str]
-    ) -> tuple[list[int], list[list[int]]]:
-        if len(prompt) * (len(continuations) + 1) <= THREAD_ABOVE_CHARACTERS:
-            return self.continuations(prompt, continuations)
-        return await asyncio.to_thread(self.continuations, prompt, continuations)
-
     # ---- ids to text
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

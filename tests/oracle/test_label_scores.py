@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from cluster.classify import ClassifyTask, Row, classify_row
+from cluster.label_trie import label_trie
 from contracts.messages import Scored, Submit
 from tests.group_harness import PrefillThreads, RankConnection, group_config
 
@@ -54,7 +55,7 @@ def test_labels_that_share_tokens_are_as_likely_as_teacher_forcing_says(
     config = group_config(prefill={"kv_free": kv_free})
     with PrefillThreads(folder, config) as group, group.client() as client:
         scorer = Direct(client)
-        result = asyncio.run(classify_row(scorer, task, Row(PROMPT, LABELS)))
+        result = asyncio.run(classify_row(scorer, task, Row(PROMPT, label_trie(LABELS))))
     torch.testing.assert_close(torch.tensor(result.probs), expected, atol=1e-5, rtol=0)
     assert scorer.asked == 5, "chains are one pass: 5 6 7, and 5 9 10 11"
     if not kv_free:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.label_trie import LabelPass, Path, label_logprobs, label_passes
+from cluster.label_trie import LabelPass, LabelTrie, Path
 
 labels_of = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=9)
 
@@ -18,7 +18,7 @@ def logprob(path: Path) -> float:
     return -math.log(2 + hash(path) % 1000)
 
 
-def answer(each: LabelPass) -> dict[Path, float]:
+def answer(each: LabelPass) -> dict[int, float]:
     """As a worker scores the pass."""
     path, first = each.path, each.scored_from
     on_the_way = [logprob(path[: end + 1]) for end in range(first, len(path))]
@@ -27,14 +27,15 @@ def answer(each: LabelPass) -> dict[Path, float]:
 
 @given(labels=labels_of)
 def test_the_passes_give_every_label_the_sum_over_its_tokens(labels: list[list[int]]) -> None:
-    edges: dict[Path, float] = {}
-    for each in label_passes(labels):
+    trie = LabelTrie(labels)
+    edges: dict[int, float] = {}
+    for each in trie.passes:
         assert not edges.keys() & answer(each).keys(), "a token is scored twice"
         edges |= answer(each)
     expected = [
         math.fsum(logprob(tuple(label[: end + 1])) for end in range(len(label))) for label in labels
     ]
-    assert label_logprobs(labels, edges) == expected
+    assert trie.logprobs(edges) == expected
 
 
 @given(labels=labels_of)
@@ -42,7 +43,7 @@ def test_each_position_from_which_a_label_goes_on_is_computed_once(
     labels: list[list[int]],
 ) -> None:
     goes_on = {tuple(label[:end]) for label in labels for end in range(1, len(label))}
-    passes = label_passes(labels)
+    passes = LabelTrie(labels).passes
     computed = [
         each.path[:end]
         for each in passes
@@ -63,4 +64,4 @@ def test_each_position_from_which_a_label_goes_on_is_computed_once(
     ],
 )
 def test_passes_are_as_few_as_can_be(labels: list[list[int]], paths: list[Path]) -> None:
-    assert [each.path for each in label_passes(labels)] == paths
+    assert [each.path for each in LabelTrie(labels).passes] == paths

@@ -157,7 +157,8 @@ def test_a_space_stands_between_prompt_and_label_exactly_once(
     if prompt.endswith(" ") and label.startswith(" "):
         return  # taken as given: two spaces
     row = asyncio.run(tokenize_row(tokenizer, task([label]), prompt))
-    assert tokenizer.decode(row.prompt_ids + row.label_ids[0]) == "Answer: yes"
+    (only,) = row.labels.passes
+    assert tokenizer.decode([*row.prompt_ids, *only.path, *only.candidates]) == "Answer: yes"
 
 
 @pytest.mark.parametrize(

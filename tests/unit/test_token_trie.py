@@ -1,0 +1,49 @@
+"""Labels as a trie: what many long ones cost."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Sequence
+
+import pytest
+
+from cluster.label_trie import LabelTrie
+from contracts.token_trie import ROOT, TokenTrie
+
+BYTES_PER_TOKEN = 512
+
+
+def peak_bytes(labels: Sequence[Sequence[int]]) -> int:
+    tracemalloc.start()
+    try:
+        LabelTrie(labels)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(32, 1000), (1, 20_000)])
+def test_labels_take_memory_linear_in_their_tokens(count: int, tokens: int) -> None:
+    """FINDINGS A3: 96 labels of 1,990 tokens took 1.5 GB and 8 s, one tuple per prefix of each."""
+    labels = [[label, *range(1000 + label, 999 + label + tokens)] for label in range(count)]
+    assert peak_bytes(labels) < BYTES_PER_TOKEN * count * tokens
+
+
+def test_a_label_may_be_as_long_as_a_context() -> None:
+    """FINDINGS A3: nothing in the trie recurses."""
+    label = list(range(100_000))
+    trie = LabelTrie([label, label[:-1]])
+    assert [len(each.path) for each in trie.passes] == [99_999]
+    assert trie.longest == 100_000
+
+
+def test_a_trie_says_what_may_follow_and_where_a_sequence_ends() -> None:
+    trie = TokenTrie([[7, 8], [7], [9, 8]])
+    assert list(trie.followers(ROOT)) == [7, 9]
+    seven = trie.step(ROOT, 7)
+    assert seven is not None
+    assert trie.ends[1] == seven
+    assert trie.step(seven, 8) == trie.ends[0]
+    assert trie.step(seven, 9) is None
+    assert trie.tokens_to(trie.ends[2]) == (9, 8)
+    assert not trie.followers(trie.ends[0])
