@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 import httpx
@@ -20,17 +22,25 @@ POLL_S = 0.02
 
 
 class ServerProcess:
-    """A context manager: starts at once, and is gone afterwards. `url` has no /v1."""
+    """A context manager: starts at once, and is gone afterwards. `url` has no /v1.
+    checkout: whose code runs; None: this one's."""
 
-    def __init__(self, *arguments: str) -> None:
-        self._port = free_port()
-        self.url = f"http://127.0.0.1:{self._port}"
+    def __init__(self, *arguments: str, checkout: Path | None = None) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         self._arguments: Sequence[str] = arguments
+        self._checkout = checkout
 
     def __enter__(self) -> ServerProcess:
         self.started_s = time.monotonic()
-        command = [sys.executable, "-m", "cluster", "serve", "--port", str(self._port)]
-        self._process = subprocess.Popen([*command, *self._arguments], stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "cluster", "serve", "--port", str(self.port)]
+        folder = None if self._checkout is None else str(self._checkout.resolve())
+        self._process = subprocess.Popen(
+            [*command, *self._arguments],
+            stdout=subprocess.DEVNULL,
+            cwd=folder,
+            env=None if folder is None else {**os.environ, "PYTHONPATH": folder},
+        )
         return self
 
     def __exit__(
