@@ -7,6 +7,7 @@ with it through two queues, so that a slow client never holds up a layer.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,9 +16,12 @@ from typing import NamedTuple
 import msgspec
 
 from actors.channels.handshake import Identity, accept_async
+from actors.event_frames import event_frames
 from actors.loop_watch import LoopWatch
-from contracts.errors import HandshakeError
+from contracts.errors import ChannelError, HandshakeError
 from contracts.messages import MAX_FRAME_BYTES, Events, RankState, ToRank
+
+log = logging.getLogger("tandem.client_server")
 
 HANDSHAKE_DEADLINE_S = 5.0
 STOP_DEADLINE_S = 2.0
@@ -57,7 +61,6 @@ class ClientServer:
         self._thread = threading.Thread(
             target=self._loop.run_forever, name=f"{name}-clients", daemon=True
         )
-        self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
     def listen(self, host: str, *, deadline_s: float) -> str:
@@ -74,8 +77,15 @@ class ClientServer:
         return messages
 
     def send(self, client: int, events: Events) -> None:
-        """Queues one frame; dropped if the client is gone."""
-        self._call(self._write, client, self._frame(events))
+        """Queues them, in order, as one frame or as several; dropped if the client is gone."""
+        try:
+            frames = event_frames(events.items, MAX_FRAME_BYTES)
+        except ChannelError as error:
+            log.error("client_dropped client=%d reason=%s", client, error)
+            self._call(self._drop, client)
+            return
+        for frame in frames:
+            self._call(self._write, client, frame)
 
     def publish(self, state: RankState) -> None:
         """What every client is told, now if its health changed, else with the next heartbeat.
@@ -122,11 +132,8 @@ class ClientServer:
         problem = self._watch.problem
         if problem:
             state = msgspec.structs.replace(state, healthy=False, reason=problem, stuck=True)
-        return self._frame(Events([state]))
-
-    def _frame(self, events: Events) -> bytes:
-        body = self._encoder.encode(events)
-        return len(body).to_bytes(4, "little") + body
+        (frame,) = event_frames([state])
+        return frame
 
     async def _stop(self) -> None:
         if self._server is not None:
@@ -172,10 +179,16 @@ class ClientServer:
         self._inbox.append(FromClient(client, message))
         self._wake()
 
+    def _drop(self, client: int) -> None:
+        writer = self._writers.get(client)
+        if writer is not None:
+            writer.transport.abort()
+
     def _write(self, client: int, frame: bytes) -> None:
         writer = self._writers.get(client)
         if writer is None or writer.is_closing():
             return
-        writer.write(frame)
         if writer.transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
-            writer.transport.abort()
+            writer.transport.abort()  # however large this frame is, the earlier ones lie unread
+            return
+        writer.write(frame)

@@ -24,7 +24,7 @@ from cluster.rank_client import RankClient
 from cluster.room import Room
 from cluster.ticket import Ticket, class_of, failure_of, lane_of
 from contracts.block_hash import chain_hashes
-from contracts.errors import NotReadyError, OverloadError, PeerDeadError
+from contracts.errors import NotReadyError, OverloadError, PeerDeadError, TooCostlyError
 from contracts.messages import Finished, Scored, Submit, Tokens
 from contracts.routing import Prompt, RequestKey
 from planner.backlog import Backlog
@@ -272,7 +272,10 @@ class PrefillRouter:
             ticket = self._tickets[prompt.key]
             ticket.worker = decision.worker
             placed = msgspec.structs.replace(ticket.submit, key=prompt.key)
-            ticket.request_id = self._peers[decision.worker].client.post(placed, ticket)
+            try:
+                ticket.request_id = self._peers[decision.worker].client.post(placed, ticket)
+            except TooCostlyError as error:  # its own fault: the others go on
+                ticket.fail(error)
 
     def _on_lost(self, worker: int, *, for_good: bool) -> None:
         """Its requests hear of it themselves (`Ticket.lose`)."""

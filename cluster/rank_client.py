@@ -113,7 +113,8 @@ class RankClient:
     # ---- requests
 
     async def submit(self, submit: Submit) -> RankStream:
-        """Sends it under a request id of our own. Raises PeerError or NotReadyError."""
+        """Sends it under a request id of our own. Raises PeerError, NotReadyError or, for what is
+        more than one message may hold, TooCostlyError."""
         stream = RankStream(self.name, next(self._ids), self.cancel)
         connection = self._post(submit, stream.request_id, stream)
         try:
@@ -136,8 +137,8 @@ class RankClient:
     def _post(self, submit: Submit, request_id: int, sink: Sink) -> RankSocket:
         if self._socket is None:
             raise self.lost or NotReadyError(f"{self.name} is not connected yet")
-        self._sinks[request_id] = sink
         self._socket.send(msgspec.structs.replace(submit, request_id=request_id))
+        self._sinks[request_id] = sink
         return self._socket
 
     def flush(self) -> None:

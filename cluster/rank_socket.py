@@ -14,7 +14,13 @@ import msgspec
 
 from actors.channels.handshake import Identity, initiate_async
 from contracts.clock import Clock
-from contracts.errors import ChannelError, PeerDeadError, PeerError, PeerHungError
+from contracts.errors import (
+    ChannelError,
+    PeerDeadError,
+    PeerError,
+    PeerHungError,
+    TooCostlyError,
+)
 from contracts.messages import MAX_FRAME_BYTES, Event, Events, ToRank
 
 PURPOSE = "requests"  # what we say in the handshake that this connection is for
@@ -78,10 +84,17 @@ class RankSocket:
         return cls(name, reader, writer, config, clock)
 
     def send(self, message: ToRank) -> None:
-        """Goes out with all others of this turn of the event loop: one system call for them."""
+        """Goes out with all others of this turn of the event loop: one system call for them.
+        Raises TooCostlyError for what the rank would not read."""
+        body = self._encoder.encode(message)
+        if len(body) > MAX_FRAME_BYTES:
+            raise TooCostlyError(
+                f"a prompt of {len(body)} bytes is more than the {MAX_FRAME_BYTES} of one message"
+                " between processes: shorten it",
+                None,
+            )
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self.flush)
-        body = self._encoder.encode(message)
         self._unsent += len(body).to_bytes(4, "little") + body
 
     async def drain(self) -> None:

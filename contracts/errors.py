@@ -84,6 +84,13 @@ class TooLongError(RequestError):
     status = 413
 
 
+class TooCostlyError(RequestError):
+    """What the request would make (text, tokens, passes, answer) is beyond a bound."""
+
+    code = "request_too_costly"
+    status = 413
+
+
 class OverloadError(TandemError):
     """Refused at the door: queues are full. Arguments: message, seconds to wait."""
 

@@ -36,6 +36,7 @@ ERRORS: tuple[type[errors.TandemError], ...] = (
     errors.UnauthorizedError,
     errors.UnknownModelError,
     errors.TooLongError,
+    errors.TooCostlyError,
     BodyTooLargeError,
     BodyTimeoutError,
     MediaTypeError,
