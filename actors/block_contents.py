@@ -34,7 +34,7 @@ class BlockContents:
 
     def put(self, block: int, parent: bytes, tokens: Sequence[int]) -> bool:
         """Notes what `block` holds, in place of what was noted of it. parent: hash of the block
-        before it, b"" for none. False, and nothing is noted, if another block begins with that."""
+        before it, or the salt. False, and nothing is noted, if another block begins with that."""
         packed = array.array("I", tokens).tobytes()
         children = self._children.get(parent, [])
         place = bisect_left(children, (packed,))

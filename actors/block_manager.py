@@ -97,8 +97,8 @@ class BlockManager:
     def register(
         self, block: int, digest: bytes | None, parent: bytes, tokens: Sequence[int], *, batch: int
     ) -> None:
-        """`block` will hold, after `batch`, `tokens` after the block that `parent` names (b"": at
-        the start). digest: the hash of a full block, else None."""
+        """`block` will hold, after `batch`, `tokens` after the block that `parent` names (at the
+        start: the salt). digest: the hash of a full block, else None."""
         if not self._prefix_cache or digest in self._block_of or block in self._hash_of:
             return
         found = False

@@ -177,7 +177,7 @@ class Scheduler:
         blocks = self.blocks.match(hashes, batch=self._batches)
         whole = len(blocks) * block_tokens
         rest = sequence.token_ids[whole : min(needed, whole + block_tokens)]
-        parent = hashes[len(blocks) - 1] if blocks else b""
+        parent = sequence.before_block(len(blocks))
         head = self.blocks.head(parent, rest, batch=self._batches)
         return Prefix(blocks, head, whole + (head.tokens if head else 0))
 
@@ -256,7 +256,7 @@ class Scheduler:
             self.blocks.register(
                 sequence.block_table[place],
                 digest,
-                hashes[place - 1] if place else b"",
+                sequence.before_block(place),
                 sequence.token_ids[first : min(last, chunk.stop)],
                 batch=self._batches,
             )

@@ -50,8 +50,14 @@ class Sequence:
     def hashes(self) -> list[bytes]:
         """Chained hashes of the full blocks of `token_ids`."""
         if len(self._hashes) < len(self.token_ids) // self.block_tokens:
-            self._hashes = chain_hashes(self.token_ids, self.block_tokens, known=self._hashes)
+            self._hashes = chain_hashes(
+                self.token_ids, self.block_tokens, known=self._hashes, salt=self.submit.caller.salt
+            )
         return self._hashes
+
+    def before_block(self, place: int) -> bytes:
+        """What names all that is before block `place`: the hash of the block there, or the salt."""
+        return self.hashes[place - 1] if place else self.submit.caller.salt
 
     @property
     def first_needed(self) -> int:

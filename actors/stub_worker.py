@@ -20,7 +20,6 @@ from actors.pseudo_answers import pseudo_answer
 from actors.telemetry import Telemetry
 from actors.worker_log import WorkerLog
 from contracts import metrics
-from contracts.block_hash import chain_hashes
 from contracts.clock import monotonic_s
 from contracts.errors import NotReadyError, OverloadError, RequestError, TandemError, TooLongError
 from contracts.events import TaskSpan
@@ -51,7 +50,7 @@ class _Waiting:
         self.client = client
         self.submit = submit
         self.key = submit.key or RequestKey(-1 - client, submit.request_id)
-        hashes = tuple(chain_hashes(submit.token_ids, block_tokens))
+        hashes = tuple(submit.block_hashes(block_tokens))
         self.prompt = Prompt(self.key, len(submit.token_ids), hashes)
 
 

@@ -17,7 +17,6 @@ import msgspec
 
 from cluster.rank_client import RankClient
 from cluster.rank_stream import RankStream
-from contracts.block_hash import chain_hashes
 from contracts.errors import NotReadyError, OverloadError, RankError
 from contracts.messages import Failed, Finished, Scored, Submit, Tokens
 from contracts.metrics import Pipeline
@@ -219,7 +218,7 @@ class Dispatcher:
         if len(self._ranks) == 1:
             return next(iter(free.values()))
         block_tokens = self._config.block_tokens
-        hashes = chain_hashes(submit.token_ids, block_tokens)
+        hashes = submit.block_hashes(block_tokens)
         views = [rank.view(hashes, block_tokens) for rank in free.values()]
         chosen = free[self._choose(views).name]
         chosen.prefixes.add(hashes)

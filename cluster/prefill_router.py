@@ -23,7 +23,6 @@ from cluster.prefill_peer import Find, Finder, PrefillPeer
 from cluster.rank_client import RankClient
 from cluster.room import Room
 from cluster.ticket import Ticket, class_of, failure_of, lane_of
-from contracts.block_hash import chain_hashes
 from contracts.errors import NotReadyError, OverloadError, PeerDeadError, TooCostlyError
 from contracts.messages import Finished, Scored, Submit, Tokens
 from contracts.routing import Prompt, RequestKey
@@ -172,7 +171,7 @@ class PrefillRouter:
             if not patient:
                 raise refusal
             await self._room.wait()
-        hashes = tuple(chain_hashes(submit.token_ids, self._config.block_tokens))
+        hashes = tuple(submit.block_hashes(self._config.block_tokens))
         ticket = Ticket(submit, hashes, lane_of(submit, patient=patient), self._reroute)
         self._waiting[class_of(submit)] += 1
         if self._line_up(ticket):  # of many that come at once: a worker need not wait for the last
@@ -206,7 +205,9 @@ class PrefillRouter:
         ticket.worker = None
         ticket.attempts += 1
         self._tickets[key] = ticket
-        full = self._backlog.put(ticket.prompt, ticket.lane, ticket.submit.token_ids)
+        full = self._backlog.put(
+            ticket.prompt, ticket.lane, ticket.submit.token_ids, ticket.submit.caller
+        )
         self._on_change()
         return full
 

@@ -127,7 +127,14 @@ async def build_ingress_app(
             log.warning("rank_metrics_failed error=%s", error)
             return ""
 
-    app = build_app(backend, tokenizer, model, config.http, extra=extra)
+    app = build_app(
+        backend,
+        tokenizer,
+        model,
+        config.http,
+        extra=extra,
+        share_between_keys=config.kv.share_between_keys,
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

@@ -103,13 +103,16 @@ class KvConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """block_tokens is part of the block hash: all ranks must agree. pool_tokens None: chosen from
     the free memory (memory_fraction of it, shared by the ranks of a node, of both pipelines; a
     GPU's, where each rank has its own). share_partial_blocks
-    False: prefixes are shared by whole blocks only."""
+    False: prefixes are shared by whole blocks only. share_between_keys: requests with different
+    http.api_keys find each other's prefixes; then `cached_tokens`, and the time of an answer, tell
+    a client what others have sent."""
 
     block_tokens: Count = 16
     pool_tokens: Count | None = None
     memory_fraction: Annotated[float, Meta(gt=0, le=0.9)] = 0.2
     prefix_cache: bool = True
     share_partial_blocks: bool = True
+    share_between_keys: bool = False
 
 
 class ScheduleConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

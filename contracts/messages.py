@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
-from contracts.requests import Priority, Sampling, Usage
+from contracts.block_hash import chain_hashes
+from contracts.requests import Caller, Priority, Sampling, Usage
 from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
 
 MAX_FRAME_BYTES = 64 << 20
@@ -26,7 +27,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     `score_from`: if set, the log-probability of each prompt token at positions >= score_from,
     given all before it, is wanted (score_from >= 1). `score_top`: with score_from, how many
     alternatives per scored position are wanted as well. `key`: what a router calls the request, and
-    the worker's reports with it; None: no router placed it.
+    the worker's reports with it; None: no router placed it. `caller`: whose it is.
     """
 
     request_id: int
@@ -38,11 +39,16 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     score_top: int = 0
     eos_token_ids: list[int] = []
     key: RequestKey | None = None
+    caller: Caller = Caller()
 
     @property
     def prefill_only(self) -> bool:
         """Whether its answer is read from the logits of one pass."""
         return self.sampling is None or self.sampling.max_tokens <= 1
+
+    def block_hashes(self, block_tokens: int) -> list[bytes]:
+        """Of the prompt's full blocks, as every cache and every table of them names them."""
+        return chain_hashes(self.token_ids, block_tokens, salt=self.caller.salt)
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -30,6 +30,18 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # how many alternatives per generated token; None: none at all
 
 
+class Caller(msgspec.Struct, frozen=True, array_like=True):
+    """Whose a sequence is. Callers take turns, and find only their own blocks in a prefix cache.
+
+    tenant: names the API key, without telling it (b"": none, or a bulk job). request: the client
+    request that it belongs to, unique at its ingress. salt: the parent of its first block's hash.
+    """
+
+    tenant: bytes = b""
+    request: int = 0
+    salt: bytes = b""
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int = 0

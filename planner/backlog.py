@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from contracts.requests import Caller
 from contracts.routing import Prompt, RequestKey
 from planner.block_heads import BlockHeads, Head, heads_of
 from planner.line import Lane, Line
@@ -39,6 +40,8 @@ from planner.route_policies import (
     prefix_within_round,
 )
 from planner.router import Decision, Router
+
+NOBODY = Caller()
 
 
 class Release(NamedTuple):
@@ -79,12 +82,18 @@ class Backlog:
     def __len__(self) -> int:
         return len(self._home) + len(self._homeless)
 
-    def put(self, prompt: Prompt, lane: Lane = Lane.FIRST, token_ids: Sequence[int] = ()) -> bool:
+    def put(
+        self,
+        prompt: Prompt,
+        lane: Lane = Lane.FIRST,
+        token_ids: Sequence[int] = (),
+        caller: Caller = NOBODY,
+    ) -> bool:
         """Gives a request a home. `take` says when it goes; True: at once, a full batch is held for
         a worker that has none. token_ids: of the prompt, where workers share parts of blocks."""
         candidates = self._router.candidates(prompt, self._promises, self._held)
         blocks = max((candidate.matched_blocks for candidate in candidates), default=0)
-        heads = self._heads_after(blocks, prompt, token_ids)
+        heads = self._heads_after(blocks, prompt, token_ids, caller.salt)
         if shared := self._heads.shared_tokens(heads):
             candidates = [self._saving(c, blocks, shared) for c in candidates]
         chosen = self._policies[lane](candidates, len(self)) if candidates else None
@@ -101,10 +110,12 @@ class Backlog:
         full = self._work_at(worker) >= self._router.threshold(worker)
         return full and self._router.is_open(worker) and not self._is_busy(worker)
 
-    def _heads_after(self, blocks: int, prompt: Prompt, token_ids: Sequence[int]) -> list[Head]:
+    def _heads_after(
+        self, blocks: int, prompt: Prompt, token_ids: Sequence[int], salt: bytes
+    ) -> list[Head]:
         block_tokens = self._router.config.block_tokens
         tokens = token_ids[blocks * block_tokens : (blocks + 1) * block_tokens]
-        return heads_of(prompt.hashes[blocks - 1] if blocks else b"", tokens)
+        return heads_of(prompt.hashes[blocks - 1] if blocks else salt, tokens)
 
     def _saving(self, candidate: Candidate, blocks: int, shared: dict[int, int]) -> Candidate:
         """With the work that it saves inside the block after the first ones, if it has those."""

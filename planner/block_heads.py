@@ -8,7 +8,7 @@ STEP_TOKENS = 4
 REMEMBERED = 1 << 13  # heads: of some thousand requests
 
 Head = tuple[bytes, tuple[int, ...]]
-"""Hash of the block before (b"": none), and the first tokens of a block."""
+"""Hash of the block before (the salt: none), and the first tokens of a block."""
 
 
 def heads_of(parent: bytes, tokens: Sequence[int]) -> list[Head]:

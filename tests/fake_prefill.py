@@ -10,7 +10,6 @@ from actors.worker_log import WorkerLog
 from cluster.prefill_peer import Find
 from cluster.prefill_router import PrefillRouter, PrefillRouterConfig
 from cluster.rank_client import RankClient
-from contracts.block_hash import chain_hashes
 from contracts.messages import Cancel, Failed, Submit, Tokens, ToRank
 from contracts.routing import Prompt, RequestKey, WorkerReport
 from planner.request_work import token_work
@@ -84,7 +83,7 @@ class FakePrefill(FakeRank):
             self.send(writer, [Failed(message.request_id, why.code, why.message, why.status)])
             return
         assert message.key is not None
-        hashes = tuple(chain_hashes(message.token_ids, BLOCK))
+        hashes = tuple(message.block_hashes(BLOCK))
         self.log.accepted(Prompt(message.key, len(message.token_ids), hashes))
         self._publish()
         self.held.append((writer, message))

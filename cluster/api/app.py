@@ -6,12 +6,14 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
 from actors.telemetry import CONTENT_TYPE, Telemetry, merge_expositions
 from cluster.api.answers import json_response
+from cluster.api.callers import Callers, CallersBackend
 from cluster.api.chat import chat_completions
 from cluster.api.classification import classify
 from cluster.api.completions import completions
@@ -44,9 +46,11 @@ def build_app(
     *,
     telemetry: Telemetry | None = None,
     extra: ExtraMetrics | None = None,
+    share_between_keys: bool = False,
     clock: Clock = monotonic_s,
 ) -> FastAPI:
     """The application in front of `backend`. extra: the ranks' metrics in Prometheus text format.
+    share_between_keys: as in `KvConfig`.
 
     Starting and closing the backend is the caller's business.
     """
@@ -59,6 +63,7 @@ def build_app(
         clock=clock,
         extra=extra,
     )
+    callers = Callers(http.api_keys, share_between_keys=share_between_keys)
     app = FastAPI(title="Tandem", openapi_url=None, redirect_slashes=False)
     install_handlers(app)
     for path, endpoint in (
@@ -67,7 +72,7 @@ def build_app(
         ("/v1/classify", classify),
         ("/v1/score", score),
     ):
-        app.add_route(path, _counted(services, endpoint), methods=["POST"])
+        app.add_route(path, _counted(services, callers, endpoint), methods=["POST"])
     for path, plain in (
         ("/health", _health),
         ("/metrics", _metrics),
@@ -79,15 +84,18 @@ def build_app(
     return app
 
 
-def _counted(services: Services, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+def _counted(
+    services: Services, callers: Callers, endpoint: Endpoint
+) -> Callable[[Request], Awaitable[Response]]:
     """The endpoint with keys checked, errors mapped, and its outcome counted once."""
 
     async def call(request: Request) -> Response:
         session = Session(services, request.receive)
+        own = msgspec.structs.replace(services, backend=CallersBackend(services.backend, session))
         outcome = Outcome.ERROR
         try:
-            _check_key(services.http, request)
-            response = await endpoint(services, session, request)
+            session.caller = callers.caller(_check_key(services.http, request))
+            response = await endpoint(own, session, request)
             outcome = Outcome.OK
         except TandemError as error:
             outcome = outcome_of(error)
@@ -117,15 +125,17 @@ def _simple(
     return call
 
 
-def _check_key(http: HttpConfig, request: Request) -> None:
-    """Raises UnauthorizedError if http.api_keys is set and the bearer token is not among them."""
+def _check_key(http: HttpConfig, request: Request) -> str | None:
+    """The key that the request came with; None if http.api_keys is not set. Raises
+    UnauthorizedError if the bearer token is not among them."""
     if not http.api_keys:
-        return
+        return None
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    given = key.strip().encode()
-    known = [hmac.compare_digest(given, api_key.encode()) for api_key in http.api_keys]
+    given = key.strip()
+    known = [hmac.compare_digest(given.encode(), api_key.encode()) for api_key in http.api_keys]
     if scheme.lower() != "bearer" or not any(known):
         raise UnauthorizedError("a valid API key is needed (Authorization: Bearer KEY)", None)
+    return given
 
 
 async def _health(services: Services, request: Request) -> Response:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from cluster.api.answers import Deltas, collect, header, json_response
 from cluster.api.body import read_body
+from cluster.api.callers import salted
 from cluster.api.checks import (
     check_logprobs,
     check_model,
@@ -42,6 +43,7 @@ class Job(msgspec.Struct, frozen=True):
 
 async def chat_completions(services: Services, session: Session, request: Request) -> Response:
     body = await session.read(read_body(request, ChatBody, services.http.max_body_bytes))
+    session.caller = salted(session.caller, body.cache_salt)
     job = await session.run(_job(services, body))
     session.priority = job.options.priority
     if job.max_tokens <= 1:

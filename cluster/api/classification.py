@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from cluster.api.answers import header, json_response, prefill_usage
 from cluster.api.body import read_body
+from cluster.api.callers import salted
 from cluster.api.checks import check_model, check_priority
 from cluster.api.schemas import ClassifyBody
 from cluster.api.session import Services, Session
@@ -38,6 +39,7 @@ MAX_LABELS = 256
 async def classify(services: Services, session: Session, request: Request) -> Response:
     session.pipeline = Pipeline.PREFILL
     body = await session.read(read_body(request, ClassifyBody, services.http.max_body_bytes))
+    session.caller = salted(session.caller, body.cache_salt)
     texts, task = _checked(services, body)
     session.priority = task.priority
     tasks = questions(task) if body.multi_label else [task]

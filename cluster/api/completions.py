@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from cluster.api.answers import Deltas, collect, header, json_response
 from cluster.api.body import read_body
+from cluster.api.callers import salted
 from cluster.api.checks import (
     check_logprobs,
     check_model,
@@ -60,6 +61,7 @@ class Job(msgspec.Struct, frozen=True):
 
 async def completions(services: Services, session: Session, request: Request) -> Response:
     body = await session.read(read_body(request, CompletionBody, services.http.max_body_bytes))
+    session.caller = salted(session.caller, body.cache_salt)
     job = await session.run(_job(services, body))
     session.priority = job.options.priority
     if job.options.max_tokens is not None and job.options.max_tokens <= 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cluster.api.callers import MAX_CACHE_SALT_CHARACTERS
 from cluster.api.checks import INT64, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
 from cluster.api.classification import MAX_LABELS
 from cluster.api.schemas import NEUTRAL, ServedModel
@@ -55,6 +56,7 @@ def _generation(model: ServedModel, http: HttpConfig) -> dict[str, Schema]:
         "n": _integer(1, min(MAX_N, http.max_batch_items)),
         "best_of": _integer(1, MAX_N, "Only as large as n."),
         "priority": _priority(),
+        "cache_salt": _cache_salt(),
     }
 
 
@@ -123,6 +125,7 @@ def _classify(model: ServedModel, http: HttpConfig) -> dict[str, Schema]:
             "anyOf": [{"type": "string", "pattern": r"\{text\}"}, NULL],
         },
         "priority": _priority(),
+        "cache_salt": _cache_salt(),
     }
 
 
@@ -136,6 +139,7 @@ def _score(model: ServedModel) -> dict[str, Schema]:
         },
         "label_token_ids": _token_ids(model, MAX_LABEL_TOKENS),
         "priority": _priority(),
+        "cache_salt": _cache_salt(),
     }
 
 
@@ -150,6 +154,13 @@ def _stop() -> Schema:
 def _token_ids(model: ServedModel, most: int, *, least: int = 1) -> Schema:
     token_id = {"type": "integer", "minimum": 0, "maximum": model.vocab_size - 1}
     return {"type": "array", "items": token_id, "minItems": least, "maxItems": most}
+
+
+def _cache_salt() -> Schema:
+    return {
+        "description": "Prefixes are found again only by requests with the same one.",
+        "anyOf": [{"type": "string", "minLength": 1, "maxLength": MAX_CACHE_SALT_CHARACTERS}, NULL],
+    }
 
 
 def _priority() -> Schema:

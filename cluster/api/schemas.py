@@ -97,6 +97,7 @@ class GenerationBody(Unsupported, kw_only=True):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     priority: str | int | None = None
+    cache_salt: str | None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -137,6 +138,7 @@ class ClassifyBody(msgspec.Struct, kw_only=True):
     multi_label: bool | None = None
     template: str | None = None
     priority: str | int | None = None
+    cache_salt: str | None = None
 
 
 class ScoreBody(msgspec.Struct, kw_only=True):
@@ -147,6 +149,7 @@ class ScoreBody(msgspec.Struct, kw_only=True):
     item_first: bool = False
     model: str | None = None
     priority: str | int | None = None
+    cache_salt: str | None = None
 
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from cluster.api.answers import header, json_response, prefill_usage
 from cluster.api.body import read_body
+from cluster.api.callers import salted
 from cluster.api.checks import check_model, check_priority, check_tokens
 from cluster.api.schemas import ScoreBody
 from cluster.api.session import Services, Session
@@ -39,6 +40,7 @@ class Job(msgspec.Struct, frozen=True):
 async def score(services: Services, session: Session, request: Request) -> Response:
     session.pipeline = Pipeline.PREFILL
     body = await session.read(read_body(request, ScoreBody, services.http.max_body_bytes))
+    session.caller = salted(session.caller, body.cache_salt)
     job, answers = await session.run(_run(services, session, body))
     return json_response(
         {

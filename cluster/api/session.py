@@ -20,7 +20,7 @@ from contracts.config import HttpConfig
 from contracts.errors import ClientGoneError, RequestTimeoutError, TandemError
 from contracts.messages import Finished, Scored, Submit, Tokens
 from contracts.metrics import Outcome, Pipeline
-from contracts.requests import Priority, Usage
+from contracts.requests import Caller, Priority, Usage
 from models.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -63,11 +63,13 @@ class Session:
     """Knows when the request came, whether its client is still there, and counts it once.
 
     pipeline and priority are for the metrics; an endpoint sets them when it has read the body.
+    caller: whose all that it submits is (cluster/api/callers.py).
     """
 
     def __init__(self, services: Services, receive: Receive) -> None:
         self.pipeline = Pipeline.GENERATION
         self.priority = Priority.LS
+        self.caller = Caller()
         self._services = services
         self._telemetry = services.telemetry
         self._clock = services.clock

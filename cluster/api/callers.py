@@ -1,0 +1,87 @@
+"""Who calls: what of an API key goes on with a request, and the salt of its prefix cache.
+
+Of a key only digests leave this file. They are the same in every ingress replica, so that a
+client's prefixes are found whichever one takes its request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+import msgspec
+
+from cluster.api.session import Backend, Session
+from contracts.block_hash import DIGEST_BYTES
+from contracts.errors import RequestError
+from contracts.messages import Finished, Scored, Submit, Tokens
+from contracts.requests import Caller
+
+MAX_CACHE_SALT_CHARACTERS = 1024
+TENANT_BYTES = 8
+_TENANT, _KEY_SALT, _CACHE_SALT = b"tandem-tenant", b"tandem-key-salt", b"tandem-salt"  # domains
+
+
+class Callers:
+    """The clients of one ingress. share_between_keys: all keys find each other's prefixes."""
+
+    def __init__(self, api_keys: Sequence[str], *, share_between_keys: bool = False) -> None:
+        self._by_key = {
+            key: Caller(
+                tenant=hashlib.blake2b(
+                    key.encode(), digest_size=TENANT_BYTES, person=_TENANT
+                ).digest(),
+                salt=b"" if share_between_keys else _salt(key.encode(), _KEY_SALT),
+            )
+            for key in api_keys
+        }
+        self._numbers = itertools.count(1)
+
+    def caller(self, key: str | None) -> Caller:
+        """Of a request that came with this valid key; None: keys are not configured."""
+        caller = Caller() if key is None else self._by_key[key]
+        return Caller(caller.tenant, next(self._numbers), caller.salt)
+
+
+def salted(caller: Caller, cache_salt: str | None) -> Caller:
+    """The caller with `cache_salt` of its request on top. Raises RequestError."""
+    if cache_salt is None:
+        return caller
+    if not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARACTERS:
+        raise RequestError(
+            f"cache_salt has {len(cache_salt)} characters, expected 1 to"
+            f" {MAX_CACHE_SALT_CHARACTERS}",
+            "cache_salt",
+        )
+    salt = _salt(cache_salt.encode(), _CACHE_SALT, caller.salt)
+    return msgspec.structs.replace(caller, salt=salt)
+
+
+def _salt(text: bytes, domain: bytes, within: bytes = b"") -> bytes:
+    return hashlib.blake2b(text, digest_size=DIGEST_BYTES, key=within, person=domain).digest()
+
+
+class CallersBackend:
+    """The backend as one request sees it: all that it submits says whose it is."""
+
+    def __init__(self, backend: Backend, session: Session) -> None:
+        self._backend = backend
+        self._session = session
+
+    def generate(
+        self, submit: Submit, *, patient: bool = False
+    ) -> AsyncGenerator[list[Tokens | Finished], None]:
+        return self._backend.generate(self._owned(submit), patient=patient)
+
+    async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
+        return await self._backend.score(self._owned(submit), patient=patient)
+
+    def problems(self) -> list[str]:
+        return self._backend.problems()
+
+    def waiting(self) -> Mapping[tuple[str, str], int]:
+        return self._backend.waiting()
+
+    def _owned(self, submit: Submit) -> Submit:
+        return msgspec.structs.replace(submit, caller=self._session.caller)
