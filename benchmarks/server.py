@@ -31,6 +31,10 @@ class ServerProcess:
         self._arguments: Sequence[str] = arguments
         self._checkout = checkout
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def __enter__(self) -> ServerProcess:
         self.started_s = time.monotonic()
         command = [sys.executable, "-m", "cluster", "serve", "--port", str(self.port)]

@@ -1,0 +1,223 @@
+"""Requests as bytes on a connection, well-formed or not, and answers read from it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from benchmarks.fuzz.oracle import LIMIT_S, Answer
+from benchmarks.fuzz.requests import Made
+
+LATE_S = 4 * LIMIT_S  # then a client goes; the verdict is over LIMIT_S
+ENDLESS_S = 0.2  # what is never complete is left alone after that
+Head = Callable[[Made, random.Random], bytes]
+
+
+def plain(request: Made) -> bytes:
+    """The request as every client would send it, but for its odd characters."""
+    lines = [*_line(request), *(f"{name}: {value}" for name, value in request.headers)]
+    return _bytes([*lines, f"content-length: {len(request.body)}"]) + request.body
+
+
+def _line(request: Made) -> list[str]:
+    target = quote(request.path, safe="/%:@!$&'()*+,;=~-._")
+    query = f"?{request.query}" if request.query else ""
+    return [f"{request.method} {target}{query} HTTP/1.1", "host: tandem"]
+
+
+def _bytes(lines: list[str]) -> bytes:
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+
+
+def _with_lines(*made: Callable[[random.Random], str]) -> Head:
+    def odd(request: Made, dice: random.Random) -> bytes:
+        sent = plain(request)
+        line, _, rest = sent.partition(b"\r\n")
+        more = "\r\n".join(make(dice) for make in made).encode("latin-1", "replace")
+        return line + b"\r\n" + more + b"\r\n" + rest
+
+    return odd
+
+
+def _chunked(request: Made, dice: random.Random) -> bytes:
+    lines = [*_line(request), *(f"{name}: {value}" for name, value in request.headers)]
+    head = _bytes([*lines, "transfer-encoding: chunked"])
+    size = dice.choice((b"%x", b"%X;a=b", b"00%x")) % len(request.body)
+    return head + size + b"\r\n" + request.body + b"\r\n0\r\n\r\n"
+
+
+def _bad_chunks(request: Made, dice: random.Random) -> bytes:
+    lines = [*_line(request), "transfer-encoding: chunked", "content-type: application/json"]
+    size = dice.choice((b"-1", b"zz", b"ffffffffffffffff", b"", b"0x5", b"5" * 40))
+    return _bytes(lines) + size + b"\r\n" + request.body[:100]
+
+
+def _flipped(request: Made, dice: random.Random) -> bytes:
+    changed = bytearray(plain(request))
+    end = changed.index(b"\r\n\r\n")
+    for _ in range(dice.choice((1, 3))):
+        changed[dice.randrange(end)] ^= 1 << dice.randrange(8)
+    return bytes(changed)
+
+
+def _cut(request: Made, dice: random.Random) -> bytes:
+    sent = plain(request)
+    return sent[: dice.randrange(len(sent))]
+
+
+def _other_line(request: Made, dice: random.Random) -> bytes:
+    first = dice.choice(
+        (
+            *("POST /v1/completions", "POST /v1/completions HTTP/0.9", "post /health HTTP/1.1"),
+            *("GET http://other/health HTTP/1.1", "CONNECT tandem:80 HTTP/1.1", "GET * HTTP/1.1"),
+            *("PRI * HTTP/2.0", "\x16\x03\x01\x02", "GET /health HTTP/9.9", "", "GET  /health"),
+            "GET /" + "a" * 20_000 + " HTTP/1.1",
+        )
+    )
+    return first.encode("latin-1") + b"\r\nhost: tandem\r\n\r\n"
+
+
+def _noise(request: Made, dice: random.Random) -> bytes:
+    return dice.randbytes(dice.choice((1, 10, 1000, 20_000)))
+
+
+WIRES: dict[str, Head] = {
+    "many headers": _with_lines(lambda dice: "\r\n".join(f"x-{n}: y" for n in range(300))),
+    "a long header": _with_lines(lambda dice: "x: " + "y" * dice.choice((9000, 70_000, 300_000))),
+    "two lengths": _with_lines(lambda dice: f"content-length: {dice.choice((0, 1, 5, 10**6))}"),
+    "an odd length": _with_lines(
+        lambda dice: "content-length: " + dice.choice(("-1", "x", "1e3", "9" * 30, "", "5, 5"))
+    ),
+    "length and chunks": _with_lines(lambda dice: "transfer-encoding: chunked"),
+    "an odd coding": _with_lines(lambda dice: "transfer-encoding: " + dice.choice(("gzip", "x"))),
+    "odd names": _with_lines(
+        lambda dice: dice.choice((": a", "a b: c", "é: x", "no colon", " folded", "a\0: b"))
+    ),
+    "an upgrade": _with_lines(lambda dice: "connection: upgrade", lambda dice: "upgrade: h2c"),
+    "expects": _with_lines(lambda dice: "expect: " + dice.choice(("100-continue", "a miracle"))),
+    "a request id": _with_lines(
+        lambda dice: "x-request-id: " + dice.choice(("a", "é\x01", "a" * 5000, "", "\x7f", "a,b"))
+    ),
+    "no keep-alive": _with_lines(lambda dice: "connection: close"),
+    "chunks": _chunked,
+    "bad chunks": _bad_chunks,
+    "flipped": _flipped,
+    "cut": _cut,
+    "another line": _other_line,
+    "noise": _noise,
+}
+
+
+def with_wire(request: Made, seed: int) -> Made:
+    """The request, in a few of a hundred cases to be sent in one of the WIRES ways."""
+    dice = random.Random(f"wire {seed}/{request.number}")
+    if dice.random() >= 0.05:
+        return request
+    return msgspec.structs.replace(request, wire=dice.choice(sorted(WIRES)))
+
+
+class OverHttp:
+    """Asks a server: kept connections for well-formed requests, one each for the others."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        parts = urlsplit(url)
+        self._address = parts.hostname, parts.port
+        self._seed = seed
+        self._lines: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def ask(self, request: Made) -> Answer:
+        started_s = time.perf_counter()
+        try:
+            async with asyncio.timeout(LATE_S):
+                answer = await (self._odd(request) if request.wire else self._plain(request))
+        except TimeoutError:
+            answer = Answer(0, {}, b"", 0.0, f"no answer within {LATE_S:g} s")
+        answer.took_s = time.perf_counter() - started_s
+        return answer
+
+    async def close(self) -> None:
+        for _, writer in self._lines:
+            writer.close()
+
+    async def _plain(self, request: Made) -> Answer:
+        while self._lines:
+            reader, writer = self._lines.pop()
+            if not reader.at_eof() and not writer.is_closing():
+                break
+            writer.close()
+        else:
+            reader, writer = await asyncio.open_connection(*self._address)
+        try:
+            answer = await self._exchange(request, reader, writer)
+        except (OSError, EOFError) as error:
+            writer.close()
+            return Answer(0, {}, b"", 0.0, f"the connection ended without an answer: {error!r}")
+        except BaseException:
+            writer.close()
+            raise
+        if answer.headers.get("connection") == "close" or answer.status >= 400:
+            writer.close()  # a server that refuses early may not have read the whole body
+        else:
+            self._lines.append((reader, writer))
+        return answer
+
+    async def _exchange(
+        self, request: Made, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> Answer:
+        """A server may answer and close before it has read all: what then fails is the sending."""
+        writer.write(plain(request))
+        return await read_answer(reader, request.method)
+
+    async def _odd(self, request: Made) -> Answer:
+        """Sent in its odd way. Whatever comes back is fine that is no 5xx, nothing at all too; a
+        server may wait for more, which here never comes."""
+        dice = random.Random(f"bytes {self._seed}/{request.number}")
+        reader, writer = await asyncio.open_connection(*self._address)
+        try:
+            writer.write(WIRES[request.wire](request, dice))
+            async with asyncio.timeout(ENDLESS_S):
+                return await read_answer(reader, request.method)
+        except (OSError, EOFError, TimeoutError, ValueError):
+            return Answer(NOTHING, {}, b"", 0.0)
+        finally:
+            writer.close()
+
+
+NOTHING = 299  # no answer, where none was owed
+
+
+async def read_answer(reader: asyncio.StreamReader, method: str) -> Answer:
+    """Raises EOFError or OSError if the connection ends before it is complete."""
+    status, headers = await _read_head(reader)
+    while status == 100:
+        status, headers = await _read_head(reader)
+    if method == "HEAD" or status == 204:
+        body = b""
+    elif headers.get("transfer-encoding") == "chunked":
+        body = await _read_chunks(reader)
+    elif "content-length" in headers:
+        body = await reader.readexactly(int(headers["content-length"]))
+    else:
+        body = await reader.read()
+    return Answer(status, headers, body, 0.0)
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    first, *lines = head.split("\r\n")
+    pairs = (line.partition(":") for line in lines if line)
+    headers = {name.lower(): value.strip() for name, _, value in pairs}
+    return int(first.split(" ")[1]), headers
+
+
+async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
+    body = bytearray()
+    while size := int(await reader.readline(), 16):
+        body += (await reader.readexactly(size + 2))[:-2]
+    await reader.readexactly(2)
+    return bytes(body)
