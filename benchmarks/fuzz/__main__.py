@@ -49,7 +49,8 @@ def main() -> int:
             server.wait_healthy()
             url = server.url
             processes = psutil.Process(server.pid).children(recursive=True)
-        target = _target(url, options.seed)
+        seed = _failed(options.replay).seed if options.replay else options.seed
+        target = OverHttp(url, seed) if url else InProcess(fuzzed_app()[0])
         return asyncio.run(_run(target, Memory(processes, MEMORY_GROWTH_BYTES), options, url))
 
 
@@ -69,8 +70,8 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _target(url: str | None, seed: int) -> Target:
-    return OverHttp(url, seed) if url else InProcess(fuzzed_app()[0])
+def _failed(path: Path) -> Failure:
+    return msgspec.json.decode(path.read_bytes(), type=Failure)
 
 
 async def _run(target: Target, memory: Memory, options: argparse.Namespace, url: str | None) -> int:
@@ -78,7 +79,7 @@ async def _run(target: Target, memory: Memory, options: argparse.Namespace, url:
     document = msgspec.json.decode(got.body)
     oracle = Oracle(document)
     if options.replay:
-        return await _replay(target, oracle, options.replay)
+        return await _replay(target, oracle, _failed(options.replay))
     maker = Maker(options.seed, document, BUNDLED, None if url else KEY)
     if url:
         maker.after = with_wire
@@ -101,8 +102,7 @@ async def _run(target: Target, memory: Memory, options: argparse.Namespace, url:
     return _show(report, options.failures)
 
 
-async def _replay(target: Target, oracle: Oracle, path: Path) -> int:
-    failure = msgspec.json.decode(path.read_bytes(), type=Failure)
+async def _replay(target: Target, oracle: Oracle, failure: Failure) -> int:
     answer = await target.ask(failure.request)
     reason = oracle.verdict(failure.request, answer)
     print(f"status {answer.status} after {answer.took_s:.3f} s: {reason or 'as it should be'}")
