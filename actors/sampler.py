@@ -1,36 +1,55 @@
-"""Logits to tokens, on an attention rank."""
+"""Logits to tokens, on an attention rank or a prefill worker."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
 from actors.sequence import Sequence
+from contracts.errors import SamplingError
 from contracts.messages import TokenLogprob
-from contracts.requests import Sampling
+from contracts.requests import GREEDY_BELOW, Sampling
+
+LEAST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON does not have
 
 
-def sample(
-    logits_RV: torch.Tensor, sequences: list[Sequence]
-) -> tuple[list[int], list[TokenLogprob | None]]:
-    """The next token of each sequence, and its log-probability where asked for.
+class NextTokens:
+    """The next tokens of some rows of logits, to be asked for row by row: what is wrong with one
+    row raises for that one.
 
-    Greedy rows (temperature 0) take the arg max. A seeded sequence draws from a generator of its
-    own, so that its tokens depend neither on the batch around it nor on the rank.
+    One arg max serves all rows. Rows of a temperature below GREEDY_BELOW take it; the others draw,
+    a seeded sequence from a generator of its own, so that its tokens depend neither on the batch
+    around it nor on the rank.
     """
-    greedy = logits_RV.argmax(-1).tolist()
-    tokens: list[int] = []
-    logprobs: list[TokenLogprob | None] = []
-    for row, sequence in enumerate(sequences):
+
+    def __init__(self, logits_RV: torch.Tensor) -> None:
+        self._logits_RV = logits_RV
+        best_R = logits_RV.argmax(-1)  # of a row with a NaN: the NaN's place
+        is_finite_R = logits_RV.gather(-1, best_R.unsqueeze(-1)).squeeze(-1).isfinite()
+        self._best = best_R.tolist()
+        self._is_finite = None if bool(is_finite_R.all()) else is_finite_R.tolist()
+
+    def of(self, row: int, sequence: Sequence) -> tuple[int, TokenLogprob | None]:
+        """The sequence's next token, and its log-probability where asked for, which is that of the
+        model's own distribution. Raises SamplingError, or what torch raises."""
         sampling = sequence.submit.sampling
         assert sampling is not None
-        logits_V = logits_RV[row]
-        token = greedy[row]
-        if sampling.temperature > 0:
+        if self._is_finite is not None and not self._is_finite[row]:
+            raise not_finite()
+        logits_V = self._logits_RV[row]
+        token = self._best[row]
+        if sampling.temperature >= GREEDY_BELOW:
             token = _draw(logits_V, sampling, _generator(sequence, logits_V.device))
-        tokens.append(token)
         wanted = sampling.logprobs
-        logprobs.append(None if wanted is None else token_logprob(logits_V, token, wanted))
-    return tokens, logprobs
+        return token, None if wanted is None else token_logprob(logits_V, token, wanted)
+
+
+def not_finite() -> SamplingError:
+    return SamplingError(
+        "the model's logits are not finite numbers: no token can be drawn. If this goes on, the "
+        "checkpoint is damaged, or model.dtype is too narrow for it"
+    )
 
 
 def _generator(sequence: Sequence, device: torch.device) -> torch.Generator:
@@ -45,22 +64,30 @@ def _generator(sequence: Sequence, device: torch.device) -> torch.Generator:
 
 
 def _draw(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    scaled_V = logits_V / sampling.temperature
+    """A token by temperature, then top_k, then top_p. The likeliest one is never left out."""
+    logits_V = logits_V.float()
+    scaled_V = (logits_V - logits_V.max()) / sampling.temperature  # at most 0: never infinite
     limit = sampling.top_k if sampling.top_k > 0 else len(scaled_V)
     if sampling.top_p >= 1 and limit >= len(scaled_V):
         return int(torch.multinomial(scaled_V.softmax(-1), 1, generator=generator))
     sorted_K, ids_K = scaled_V.topk(min(limit, len(scaled_V)))
     probs_K = sorted_K.softmax(-1)
     # keep the smallest set whose probability reaches top_p: drop a token if those before it do
-    probs_K[(probs_K.cumsum(-1) - probs_K) >= sampling.top_p] = 0.0
+    dropped_K = (probs_K.cumsum(-1) - probs_K) >= sampling.top_p
+    dropped_K[0] = False  # none is before it, but 0 >= top_p where that is 0 in float32
+    probs_K[dropped_K] = 0.0
     return int(ids_K[torch.multinomial(probs_K, 1, generator=generator)])
 
 
 def token_logprob(logits_V: torch.Tensor, token: int, wanted: int) -> TokenLogprob:
-    """The token's log-probability and those of the `wanted` most probable ones."""
-    logprobs_V = logits_V.log_softmax(-1)
+    """The token's log-probability and those of the `wanted` most probable ones, each at least
+    LEAST_LOGPROB. Raises SamplingError where logits are not finite."""
+    logprobs_V = logits_V.float().log_softmax(-1).clamp_(min=LEAST_LOGPROB)
+    logprob = float(logprobs_V[token])
+    if math.isnan(logprob):  # as all are, if one logit is NaN or +inf
+        raise not_finite()
     if wanted == 0:
-        return TokenLogprob(float(logprobs_V[token]))
+        return TokenLogprob(logprob)
     values, ids = logprobs_V.topk(min(wanted, len(logprobs_V)))
     top = list(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprob(float(logprobs_V[token]), top)
+    return TokenLogprob(logprob, top)

@@ -28,16 +28,13 @@ from actors.rank_metrics import RankMetrics
 from actors.scheduled_batch import ScheduledBatch
 from actors.scheduler import Scheduler
 from actors.sequence import Sequence
+from actors.sequence_errors import failed, failed_by
 from actors.timeline import Timeline
 from contracts.clock import monotonic_s
 from contracts.config import ScheduleConfig
-from contracts.errors import (
-    ChannelError,
-    NotReadyError,
-    TandemError,
-)
+from contracts.errors import ChannelError, NotReadyError, TandemError
 from contracts.events import TaskSpan
-from contracts.messages import Cancel, Event, Events, Failed, RankState, Submit
+from contracts.messages import Cancel, Event, Events, RankState, Submit
 from contracts.worker import RankReady, RankStatus, WorkerSpec
 from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.decoder import AttentionHalf
@@ -163,7 +160,9 @@ class ServingWorker:
         """First thing in the loop."""
 
     def _accepted(self, sequence: Sequence) -> None:
-        """The sequence has joined the queue."""
+        """The sequence joins the queue. What is raised here is its own failure; so is what making
+        its hashes raises, which nobody should have to wait for in the middle of a batch."""
+        _ = sequence.hashes
 
     def _next_batch(self) -> ScheduledBatch | None:
         """What to run now, if anything. Asked while nothing runs."""
@@ -310,12 +309,11 @@ class ServingWorker:
     def _admit(self, client: int, submit: Submit) -> None:
         try:
             self._check(client, submit)
-        except TandemError as error:
-            self._send(client, [_failure(submit.request_id, error)])
-            return
-        sequence = Sequence((client, submit.request_id), submit, self._kv.block_tokens)
-        self._scheduler.add(sequence)
-        self._accepted(sequence)
+            sequence = Sequence((client, submit.request_id), submit, self._kv.block_tokens)
+            self._accepted(sequence)
+            self._scheduler.add(sequence)
+        except Exception as error:  # noqa: BLE001 - of this sequence alone
+            self._send(client, [failed_by(submit.request_id, error, TandemError)])
 
     def _check(self, client: int, submit: Submit) -> None:
         """Raises what is wrong with a request that only the rank can know."""
@@ -335,8 +333,7 @@ class ServingWorker:
             self._scheduler.abandon(batch)
         for sequence in self._scheduler.sequences:
             if not sequence.done:
-                failed = _failure(sequence.submit.request_id, error)
-                self._finisher.answers.append((sequence, failed))
+                self._finisher.answers.append((sequence, failed(sequence.submit.request_id, error)))
             self._scheduler.remove(sequence)
         self._send_answers()
 
@@ -373,7 +370,3 @@ class ServingWorker:
             free_blocks=counts["free"] + counts["cached"],
             total_blocks=self._blocks.num_blocks,
         )
-
-
-def _failure(request_id: int, error: TandemError) -> Failed:
-    return Failed(request_id, error.code, error.message, error.status)

@@ -103,6 +103,12 @@ class OverloadError(TandemError):
         return float(self.args[1]) if len(self.args) > 1 else 1.0
 
 
+class SamplingError(TandemError):
+    """A sequence's next token, or its scores, cannot be read from the model's logits."""
+
+    code = "sampling_failed"
+
+
 class ClientGoneError(TandemError):
     code = "client_closed_request"
     status = 499

@@ -18,8 +18,12 @@ class Priority(enum.IntEnum):
         return self.name.lower()
 
 
+GREEDY_BELOW = 1e-5  # a temperature below it takes the likeliest token
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is chosen. temperature 0 is greedy; top_k 0 means no limit."""
+    """How the next token is chosen. A temperature below GREEDY_BELOW is greedy; top_k 0 means no
+    limit."""
 
     max_tokens: int = 16
     temperature: float = 1.0

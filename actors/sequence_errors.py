@@ -1,0 +1,29 @@
+"""What an exception that was raised for one sequence ends: that sequence, and nothing else.
+
+Two places apply the rule, because there a sequence can be named: `Finisher`, for all that is made
+of its logits, and `ServingWorker._admit`. What is raised anywhere else, such as in a layer, is of a
+whole batch, and ends the rank.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from contracts.errors import TandemError
+from contracts.messages import Failed
+
+log = logging.getLogger("tandem.worker")
+
+
+def failed(request_id: int, error: TandemError) -> Failed:
+    """The answer of a request that ends with `error`."""
+    return Failed(request_id, error.code, error.message, error.status)
+
+
+def failed_by(request_id: int, error: Exception, kind: type[TandemError]) -> Failed:
+    """As `failed`; what nobody foresaw goes to the log with its traceback, and its type alone to
+    the client, under the code of `kind`."""
+    if isinstance(error, TandemError):
+        return failed(request_id, error)
+    log.error("sequence_failed request=%d error=%r", request_id, error, exc_info=error)
+    return failed(request_id, kind(f"{type(error).__name__}: see the log of the rank"))
