@@ -74,7 +74,7 @@ class Finisher:
                 continue
             try:
                 self._note(item, row, read)
-            except Exception as error:  # noqa: BLE001 - of these rows: tried for each sequence
+            except Exception as error:  # noqa: BLE001 - of this sequence alone
                 self._fail(item.sequence, error)
 
     def _finish_each(self, piece: list[_Wanted], hidden_TD: torch.Tensor, error: Exception) -> None:

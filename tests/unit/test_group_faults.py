@@ -271,7 +271,7 @@ def test_an_unforeseen_error_in_an_attention_rank_fails_its_requests_by_its_name
 
     config = group_config(2, 1)
     with ThreadGroup(deep, config) as group, group.client(0) as client, group.client(1) as other:
-        monkeypatch.setattr(group.attention[0]._half, "logits", broken)
+        monkeypatch.setattr(group.attention[0]._half, "attend", broken)  # a layer: nobody's alone
         requests = [
             client.submit(tokens(1, 40), sampling=greedy(4)),
             client.submit(tokens(2, 20), candidates=[1]),
