@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from cluster.api.errors import BodyTooLargeError, MediaTypeError
+from cluster.api.errors import BodyTooLargeError, MediaTypeError, UnknownFieldError
+from cluster.api.schemas import NESTED
 from contracts.errors import ClientGoneError, RequestError
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
+MAX_SHOWN_CHARACTERS = 64
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?([^`]*)`)?", re.DOTALL)
 _PATH = re.compile(r"`\$\.?([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 
@@ -41,7 +45,7 @@ def decode_body(data: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise _wrong_field(str(error)) from None
+        raise _wrong_field(str(error), kind) from None
     except msgspec.DecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error}", None) from None
     except UnicodeDecodeError as error:
@@ -50,14 +54,30 @@ def decode_body(data: bytes, kind: type[Body]) -> Body:
         raise RequestError("the body is nested too deeply", None) from None
 
 
-def _wrong_field(message: str) -> RequestError:
+def _wrong_field(message: str, kind: type[msgspec.Struct]) -> RequestError:
     """ "Expected `int`, got `str` - at `$.n`" with n as the param."""
+    unknown = _UNKNOWN.fullmatch(message)
+    if unknown:
+        return _unknown_field(unknown[1], unknown[2] or "", kind)
     missing = _MISSING.search(message)
     path = _PATH.search(message)
     where = [path[1]] if path and path[1] else []
     param = ".".join([*where, missing[1]] if missing else where) or None
     text = "missing" if missing else message.partition(" - at ")[0]
     return RequestError(f"{param}: {text}" if param else text, param)
+
+
+def _unknown_field(name: str, path: str, kind: type[msgspec.Struct]) -> RequestError:
+    """Refused with the nearest field of the object that it stands in."""
+    shown = name if name.isprintable() else repr(name)[1:-1]
+    if len(shown) > MAX_SHOWN_CHARACTERS:
+        shown = f"{shown[:MAX_SHOWN_CHARACTERS]}..."
+    param = f"{path}.{shown}" if path else shown
+    inner = path.rpartition(".")[2].partition("[")[0]
+    known = [field.encode_name for field in msgspec.structs.fields(NESTED.get(inner, kind))]
+    near = difflib.get_close_matches(shown, known, n=1)
+    hint = f": did you mean {near[0]}?" if near else "; it would have no effect: leave it out"
+    return UnknownFieldError(f"{param} is not a field of this request{hint}", param)
 
 
 def _too_large(got_bytes: int, max_bytes: int) -> BodyTooLargeError:

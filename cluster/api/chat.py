@@ -32,6 +32,7 @@ from contracts.messages import Submit
 from contracts.metrics import Pipeline
 from contracts.requests import Usage
 
+_NO_TEMPLATES = frozenset({"refusal", "annotations", "audio", "function_call"})
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -84,8 +85,15 @@ async def _job(services: Services, body: ChatBody) -> Job:
 
 def _plain(index: int, message: ChatMessage) -> dict[str, Any]:
     """The message as a template takes it: parts of text joined by line ends, no null fields."""
+    for name in ("audio", "function_call"):
+        if getattr(message, name) is not None:
+            raise UnsupportedFieldError(
+                f"messages[{index}].{name} is not supported", f"messages[{index}].{name}"
+            )
     plain: dict[str, Any] = {
-        key: value for key, value in msgspec.structs.asdict(message).items() if value is not None
+        key: value
+        for key, value in msgspec.structs.asdict(message).items()
+        if value is not None and key not in _NO_TEMPLATES
     }
     if isinstance(message.content, list):
         for part in message.content:

@@ -46,6 +46,12 @@ class UnsupportedFieldError(RequestError):
     code = "unsupported_parameter"
 
 
+class UnknownFieldError(RequestError):
+    """The body has a field that no request has: a typo, or somebody else's."""
+
+    code = "unknown_parameter"
+
+
 def error_body(error: TandemError) -> dict[str, Any]:
     return _body(
         error.status,

@@ -18,6 +18,7 @@ from cluster.api.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
     MediaTypeError,
+    UnknownFieldError,
     UnsupportedFieldError,
 )
 from cluster.api.openapi_bounds import Schema, bound_together, bounded, request_bounds
@@ -33,6 +34,7 @@ _REF = "#/components/schemas/{name}"
 ERRORS: tuple[type[errors.TandemError], ...] = (
     errors.RequestError,
     UnsupportedFieldError,
+    UnknownFieldError,
     errors.UnauthorizedError,
     errors.UnknownModelError,
     errors.TooLongError,

@@ -1,5 +1,6 @@
-"""Request bodies, as msgspec decodes them. Unknown fields (`user`, `metadata`, ...) are accepted;
-fields that we know but do not support are declared, so that they can be refused by name."""
+"""Request bodies, as msgspec decodes them. A field that nobody knows is refused by name, with the
+nearest one that is known (`body.py`); fields that are known but not supported are declared, so that
+values which change nothing can be let through."""
 
 from __future__ import annotations
 
@@ -44,7 +45,27 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Unsupported(msgspec.Struct, kw_only=True):
+class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Other fields than those declared are refused."""
+
+
+class Harmless(Strict, kw_only=True):
+    """Accepted and ignored, whatever they hold: what OpenAI's clients send about a request (for
+    whom it is, what to keep of it, how to bill and cache it) and that does not change its answer.
+    """
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    parallel_tool_calls: Any = None  # there are no tools to call
+    request_id: Any = None  # vLLM's; the header X-Request-Id names a request here
+
+
+class Unsupported(Harmless, kw_only=True):
     allowed_token_ids: Any = None
     audio: Any = None
     bad_words: Any = None
@@ -77,8 +98,11 @@ class Unsupported(msgspec.Struct, kw_only=True):
     web_search_options: Any = None
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(Strict, kw_only=True):
+    """include_obfuscation: OpenAI pads its chunks with it against listeners; ignored."""
+
     include_usage: bool | None = None
+    include_obfuscation: Any = None
 
 
 class GenerationBody(Unsupported, kw_only=True):
@@ -106,18 +130,29 @@ class CompletionBody(GenerationBody, kw_only=True):
     echo: bool | None = None
 
 
-class ContentPart(msgspec.Struct):
+class ContentPart(Strict, kw_only=True):
     type: str
     text: str | None = None
+    image_url: Any = None  # parts of other types are refused by that
+    input_audio: Any = None
+    file: Any = None
+    refusal: Any = None
 
 
-class ChatMessage(msgspec.Struct, kw_only=True):
+class ChatMessage(Strict, kw_only=True):
+    """Of refusal, annotations, audio and function_call only null is of use: a client that sends an
+    answer back as it came sends them too. They go to no template."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[Any] | None = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -130,7 +165,15 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class ClassifyBody(msgspec.Struct, kw_only=True):
+# By the field in whose value they stand.
+NESTED: dict[str, type[msgspec.Struct]] = {
+    "stream_options": StreamOptions,
+    "messages": ChatMessage,
+    "content": ContentPart,
+}
+
+
+class ClassifyBody(Harmless, kw_only=True):
     model: str
     input: str | list[str]
     labels: list[str]
@@ -141,7 +184,7 @@ class ClassifyBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-class ScoreBody(msgspec.Struct, kw_only=True):
+class ScoreBody(Harmless, kw_only=True):
     query: str | list[int]
     items: str | list[str | list[int]]
     label_token_ids: list[int]

@@ -235,7 +235,7 @@ def test_unstated_max_tokens_is_cut_to_the_room_that_is_left(api: Api) -> None:
     assert response.json()["usage"]["completion_tokens"] == 1
 
 
-def test_unknown_and_neutral_fields_are_accepted(api: Api) -> None:
+def test_harmless_and_neutral_fields_are_accepted(api: Api) -> None:
     response = api.post(
         "/v1/completions",
         prompt="a\0b",
