@@ -5,6 +5,7 @@ Only safetensors are read: never a pickle.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -18,9 +19,9 @@ from models.config_fields import read_json
 from models.layout import Wanted, Wants
 from models.safetensors_file import Entry, SafetensorsFile
 from models.spec import ModelSpec, read_spec
+from models.stored_names import INDEX, SINGLE
+from models.unread_tensors import refuse_unread
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _LOADABLE = ("F32", "BF16", "F16")
 _FP8 = "F8_E4M3"
 
@@ -34,16 +35,20 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file_of: dict[str, SafetensorsFile] = {}
-        single = folder / _SINGLE
+        single = folder / SINGLE
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder; give a Hugging Face folder")
         if single.is_file():
             file = SafetensorsFile(single)
             self._file_of = dict.fromkeys(file.entries, file)
-        elif (folder / _INDEX).is_file():
-            self._open_shards(folder / _INDEX)
+        elif (folder / INDEX).is_file():
+            self._open_shards(folder / INDEX)
         else:
             raise _no_weights(folder)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._file_of.keys()
 
     def has(self, name: str) -> bool:
         return name in self._file_of
@@ -117,33 +122,31 @@ class Checkpoint:
             if Path(shard).name != shard:
                 raise CheckpointError(f"{index}: weight_map names {shard}: not a plain file name")
             if not path.is_file():
-                raise CheckpointError(
-                    f"{path}: missing, but {_INDEX} names it; download that shard"
-                )
+                raise CheckpointError(f"{path}: missing, but {INDEX} names it; download that shard")
             files[shard] = SafetensorsFile(path)
         for name, shard in weight_map.items():
             file = files[str(shard)]
             if name not in file.entries:
                 raise CheckpointError(
-                    f"{file.path}: tensor {name} is missing from the shard that {_INDEX} names"
+                    f"{file.path}: tensor {name} is missing from the shard that {INDEX} names"
                 )
             self._file_of[name] = file
 
 
 def check_checkpoint(folder: Path) -> ModelSpec:
-    """The spec of a folder whose every needed tensor is there with the right shape and dtype.
+    """The spec of a folder whose every needed tensor is there with the right shape and dtype, and
+    which has no others (models/unread_tensors.py).
 
     Reads config.json, the index and the shard headers only. Raises CheckpointError: one line that
     names file, tensor or field, and what to change.
     """
     spec = read_spec(folder)
     checkpoint = Checkpoint(folder)
-    for wanted in layout.attention_half_tensors(spec):
-        checkpoint.find(wanted)
+    read = {checkpoint.find(wanted) for wanted in layout.attention_half_tensors(spec)}
     for layer in spec.moe_layers:
         for wants in expert_wants(checkpoint, spec, layer, range(spec.num_experts)):
-            for wanted in wants.values():
-                checkpoint.find(wanted)
+            read.update(checkpoint.find(wanted) for wanted in wants.values())
+    refuse_unread(folder, spec, checkpoint.names, read)
     return spec
 
 
@@ -192,8 +195,8 @@ def _no_weights(folder: Path) -> CheckpointError:
     loose = sorted(path.name for path in folder.glob("*.safetensors"))
     if loose:
         return CheckpointError(
-            f"{folder}: {len(loose)} .safetensors files but neither {_SINGLE} nor {_INDEX};"
-            f" download {_INDEX} too"
+            f"{folder}: {len(loose)} .safetensors files but neither {SINGLE} nor {INDEX};"
+            f" download {INDEX} too"
         )
     pickles = sorted(
         path.name for suffix in ("*.bin", "*.pt", "*.pth") for path in folder.glob(suffix)
@@ -203,4 +206,4 @@ def _no_weights(folder: Path) -> CheckpointError:
             f"{folder}: only pickled weights ({pickles[0]}), which are not read because loading"
             " them can run code; use the safetensors version of this checkpoint"
         )
-    return CheckpointError(f"{folder}: no weights: neither {_SINGLE} nor {_INDEX} is there")
+    return CheckpointError(f"{folder}: no weights: neither {SINGLE} nor {INDEX} is there")

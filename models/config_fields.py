@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class ConfigFields:
-    """Fields of one JSON object. Several keys are spellings of one field: the first present wins.
+    """Fields of one JSON object. Several keys are spellings of one field: the first present wins,
+    and spellings of one size must agree.
 
-    A null counts as absent, as it does in `transformers`.
+    A null counts as absent, but where `transformers` takes it for a value of its own: there the
+    readers ask `states_null`.
     """
 
     def __init__(self, path: Path, tree: dict[str, Any], prefix: str = "") -> None:
@@ -38,6 +41,16 @@ class ConfigFields:
 
     def has(self, key: str) -> bool:
         return self._tree.get(key) is not None
+
+    def states(self, key: str) -> bool:
+        """Whether the key is there, with null perhaps."""
+        return key in self._tree
+
+    def states_null(self, key: str) -> bool:
+        return self.states(key) and self._tree[key] is None
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        return self._tree.items()
 
     def raw(self, *keys: str) -> Any:
         for key in keys:
@@ -56,6 +69,11 @@ class ConfigFields:
 
     def positive_int(self, *keys: str, default: int | None = None) -> int:
         value = self.raw(*keys)
+        for key in keys:
+            if self.has(key) and self._tree[key] != value:
+                raise self.error(
+                    key, f"{self._tree[key]!r}, but another spelling of it says {value!r}; keep one"
+                )
         if value is None:
             value = default
         if value is None:

@@ -27,11 +27,13 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """`rounds_topk_weights`: routing weights pass through the model dtype, as in `transformers`.
 
-    `window_switch_key`: the field that must be true for `sliding_window` to count (None: it always
-    counts). `alternating_window`: its default where layers differ in it. `first_moe_key`: the field
-    with the number of dense layers that stand first. `shared`: where the shared experts' one MLP
-    is. `float32_router`: its product is in float32, whatever the model's dtype. `experts` None:
-    only the clamped form exists (layout.clamped_expert_tensors).
+    `reads_window`: whether `sliding_window` counts; `window_switch_key`: the field that must be
+    true for it; `default_window`: its size where it is not stated. `alternating_window`: the same
+    where layers differ in it. `has_prediction_layers`: tensors of layers past num_hidden_layers
+    are such, which nobody needs for the logits. `first_moe_key`: the field with the number of dense
+    layers that stand first. `shared`: where the shared experts' one MLP is. `float32_router`: its
+    product is in float32, whatever the model's dtype. `experts` None: only the clamped form exists
+    (layout.clamped_expert_tensors).
     """
 
     model_type: str
@@ -46,6 +48,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     may_have_dense_layers: bool
     reads_attention_bias: bool
     window_switch_key: str | None
+    reads_window: bool = True
+    default_window: int | None = None
     default_rope_theta: float
     default_rms_norm_eps: float
     default_top_k: int | None
@@ -66,6 +70,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     alternating_window: int | None = None
     default_attention_bias: bool = False
     needs_rope_parameters: bool = False
+    has_prediction_layers: bool = False
 
 
 _QWEN3_MOE = Family(
@@ -85,6 +90,7 @@ _QWEN3_MOE = Family(
     may_have_dense_layers=True,
     reads_attention_bias=True,
     window_switch_key="use_sliding_window",
+    default_window=4096,
     default_kv_heads=4,
     default_top_k=8,
     default_rope_theta=10_000.0,
@@ -130,6 +136,7 @@ _DEEPSEEK_V2 = Family(
     may_have_dense_layers=True,
     reads_attention_bias=True,
     window_switch_key=None,
+    reads_window=False,
     attention="latent",
     routing="deepseek_v2",
     float32_router=True,
@@ -149,6 +156,7 @@ _DEEPSEEK_V3 = msgspec.structs.replace(
     correction_bias="model.layers.{layer}.mlp.gate.e_score_correction_bias",
     default_routed_scale=2.5,
     default_groups=(8, 4),
+    has_prediction_layers=True,
     default_first_moe=3,
     default_shared_experts=1,
     default_top_k=8,

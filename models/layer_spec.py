@@ -26,11 +26,22 @@ def read_windows(config: ConfigFields, family: Family, num_layers: int) -> tuple
     """Per layer, None where it sees everything. Raises CheckpointError."""
     if family.alternating_window is not None:
         return _by_layer_types(config, family.alternating_window, num_layers)
+    windows = _one_window(config, family, num_layers)
+    types, kind = config.raw("layer_types"), _FULL if windows[0] is None else _SLIDING
+    if types is not None and types != [kind] * num_layers:
+        raise config.error("layer_types", f"expected {num_layers} times {kind!r}, got {types!r}")
+    return windows
+
+
+def _one_window(config: ConfigFields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """The same for each layer."""
     none: tuple[int | None, ...] = (None,) * num_layers
-    switched = family.window_switch_key
+    switched, default = family.window_switch_key, family.default_window
+    if not family.reads_window:
+        return none
     if switched is not None and not config.boolean(switched, default=False):
         return none
-    if not config.has("sliding_window"):
+    if not config.has("sliding_window") and (default is None or config.states("sliding_window")):
         return none
     first = config.raw("max_window_layers")
     if switched is not None and first not in (None, 0):
@@ -39,7 +50,7 @@ def read_windows(config: ConfigFields, family: Family, num_layers: int) -> tuple
             f"{first!r} together with {switched} is not supported (which layers slide is"
             f" ambiguous); set max_window_layers to 0 for all layers, or {switched} to false",
         )
-    return (config.positive_int("sliding_window"),) * num_layers
+    return (config.positive_int("sliding_window", default=default),) * num_layers
 
 
 def _by_layer_types(config: ConfigFields, default: int, num_layers: int) -> tuple[int | None, ...]:
@@ -52,5 +63,7 @@ def _by_layer_types(config: ConfigFields, default: int, num_layers: int) -> tupl
     for kind in types:
         if kind not in (_SLIDING, _FULL):
             raise config.error("layer_types", f"{kind!r} is not supported")
+    if config.states_null("sliding_window"):
+        raise config.error("sliding_window", "null is not supported where layers differ in it")
     window = config.positive_int("sliding_window", default=default)
     return tuple(window if kind == _SLIDING else None for kind in types)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from kernels.quantization import MXFP4_GROUP
 from models.latent_spec import LatentSpec
 from models.spec import ModelSpec
+from models.stored_names import HEAD
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ def outer_tensors(spec: ModelSpec) -> Wants:
         "final_norm": _one("model.norm.weight", D),
     }
     if not spec.tie_word_embeddings:
-        wants["head"] = _one("lm_head.weight", V, D)
+        wants["head"] = _one(HEAD, V, D)
     return wants
 
 

@@ -34,12 +34,18 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     attention_factor: float = 1.0
     softmax_factor: float = 1.0
 
+    @property
+    def context_tokens(self) -> int:
+        """The longest context that the scaling is made for, 0 where it does not say."""
+        if self.kind != "yarn":
+            return 0
+        return math.floor(self.factor * self.original_context_tokens)
+
 
 def read_rope(config: ConfigFields, *, default_theta: float) -> RopeSpec:
     """Raises CheckpointError for a scaling that is not supported or lacks a field."""
-    scaling = config.section("rope_parameters", "rope_scaling")
-    theta = scaling.raw("rope_theta")
-    theta = (scaling if theta is not None else config).number("rope_theta", default=default_theta)
+    scaling = _meant(config, default_theta)
+    theta = _theta(config, scaling, default_theta)
     kind = scaling.raw("rope_type", "type") or "default"
     if kind not in SUPPORTED_ROPE:
         raise scaling.error(
@@ -55,8 +61,11 @@ def read_rope(config: ConfigFields, *, default_theta: float) -> RopeSpec:
     if kind == "linear":
         return RopeSpec(theta=theta, kind="linear", factor=scaling.number("factor"))
     longest = config.positive_int("max_position_embeddings")
-    outer = config.positive_int("original_max_position_embeddings", default=longest)
-    original = scaling.positive_int("original_max_position_embeddings", default=outer)
+    # The outer one goes first, as in `transformers`.
+    outer = config.states("original_max_position_embeddings")
+    original = (config if outer else scaling).positive_int(
+        "original_max_position_embeddings", default=None if outer else longest
+    )
     if kind == "llama3":
         return RopeSpec(
             theta=theta,
@@ -69,17 +78,43 @@ def read_rope(config: ConfigFields, *, default_theta: float) -> RopeSpec:
     return _yarn(scaling, theta, original, longest)
 
 
+def _meant(config: ConfigFields, default_theta: float) -> ConfigFields:
+    """rope_scaling, where it says anything, replaces the whole of rope_parameters: `transformers`
+    then takes theta from elsewhere, so the two must not contradict each other in it."""
+    new, old = config.section("rope_parameters"), config.section("rope_scaling")
+    meant = old if any(True for _ in old.items()) else new
+    for key, value in meant.items():
+        if isinstance(value, dict):
+            raise meant.error(key, "rope parameters by layer type are not supported")
+    if meant is old and new.has("rope_theta"):
+        theta = new.number("rope_theta")
+        if _theta(config, old, default_theta) != theta:
+            raise config.error(
+                "rope_scaling",
+                f"stands beside rope_parameters.rope_theta={theta:g} and replaces it; write"
+                f' "rope_theta": {theta:g} into rope_scaling, or move all into rope_parameters',
+            )
+    return meant
+
+
+def _theta(config: ConfigFields, scaling: ConfigFields, default: float) -> float:
+    holder = scaling if scaling.states("rope_theta") else config
+    return holder.number("rope_theta", default=None if holder.states("rope_theta") else default)
+
+
 def _yarn(scaling: ConfigFields, theta: float, original: int, longest: int) -> RopeSpec:
     """YaRN's temperature 0.1 ln(s) + 1 is on cos and sin. DeepSeek scales it twice: there by a
     ratio where both scales are given, and by mscale_all_dim on the softmax."""
-    factor = scaling.number("factor", default=longest / original)
+    ratio = longest / original if scaling.states_null("factor") else None
+    factor = scaling.number("factor", default=ratio)
 
     def temperature(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
     mscale = scaling.number("mscale") if scaling.raw("mscale") else 0.0
     all_dim = scaling.number("mscale_all_dim") if scaling.raw("mscale_all_dim") else 0.0
-    ratio = temperature(mscale) / temperature(all_dim) if mscale and all_dim else temperature(1.0)
+    both = mscale and all_dim
+    usual = temperature(mscale) / temperature(all_dim) if both else temperature(1.0)
     return RopeSpec(
         theta=theta,
         kind="yarn",
@@ -87,7 +122,7 @@ def _yarn(scaling: ConfigFields, theta: float, original: int, longest: int) -> R
         original_context_tokens=original,
         beta_fast=scaling.number("beta_fast", default=32.0),
         beta_slow=scaling.number("beta_slow", default=1.0),
-        truncate=scaling.boolean("truncate", default=True),
-        attention_factor=scaling.number("attention_factor", default=ratio),
+        truncate=scaling.boolean("truncate", default=not scaling.states_null("truncate")),
+        attention_factor=scaling.number("attention_factor", default=usual),
         softmax_factor=temperature(all_dim) ** 2 if all_dim else 1.0,
     )

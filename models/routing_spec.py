@@ -31,6 +31,8 @@ def read_routing(config: ConfigFields, family: Family, num_experts: int) -> Rout
     _refuse_others(config, family)
     scale = config.number("routed_scaling_factor", default=family.default_routed_scale)
     if family.routing == "deepseek_v2":
+        if config.states_null("topk_method"):
+            raise config.error("topk_method", "null is not supported; supported: greedy")
         if config.raw("topk_method") in (None, "greedy"):
             return RoutingSpec(normalize=False, scale=scale)
         groups, kept = _groups(config, family, num_experts)
@@ -40,7 +42,7 @@ def read_routing(config: ConfigFields, family: Family, num_experts: int) -> Rout
         raise config.error(
             "n_group", f"{groups} groups of {num_experts} experts: fewer than 2 each"
         )
-    normalize = config.boolean("norm_topk_prob", default=True)
+    normalize = config.boolean("norm_topk_prob", default=not config.states_null("norm_topk_prob"))
     return RoutingSpec(
         score="sigmoid",
         normalize=normalize,

@@ -20,6 +20,7 @@ from models.latent_spec import LatentSpec, read_latent
 from models.layer_spec import read_moe_layers, read_windows
 from models.rope_spec import RopeSpec, read_rope
 from models.routing_spec import RoutingSpec, read_routing
+from models.stored_names import HEAD, stored_names
 
 StoredDtype = Literal["bfloat16", "float16", "float32"]
 _DTYPES: dict[str, StoredDtype] = {
@@ -27,6 +28,9 @@ _DTYPES: dict[str, StoredDtype] = {
     "float16": "float16",
     "float32": "float32",
 }
+
+# What `transformers` reads, and we have no code for.
+_ONLY: dict[str, object] = {"is_causal": True, "per_layer_config": {}, "mlp_bias": False}
 
 
 class ClampSpec(msgspec.Struct, frozen=True):
@@ -96,10 +100,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 def read_spec(folder: Path) -> ModelSpec:
     """The spec in `folder`/config.json (and its eos ids in generation_config.json).
 
+    A head that stands among the weights is read, whatever config.json says of tying: where it is
+    a copy of the embedding that changes nothing, and else `transformers` does so too.
     Raises CheckpointError: one line that names the file and the field.
     """
     config = _read_config(folder)
-    return spec_from(config, _eos_token_ids(folder, config))
+    spec = spec_from(config, _eos_token_ids(folder, config))
+    if spec.tie_word_embeddings and HEAD in stored_names(folder):
+        return msgspec.structs.replace(spec, tie_word_embeddings=False)
+    return spec
 
 
 def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> ModelSpec:
@@ -113,6 +122,7 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
     dense = len(moe_layers) < num_layers
     latent, num_kv_heads, head_dim = _heads(config, family, num_heads, hidden_size)
     num_experts = config.positive_int(*family.num_experts_keys)
+    rope = _rope(config, family)
     spec = ModelSpec(
         architecture=family.model_type,
         num_layers=num_layers,
@@ -126,10 +136,10 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
         dense_ffn_size=config.positive_int("intermediate_size") if dense else 0,
         moe_layers=moe_layers,
         routing=read_routing(config, family, num_experts),
-        rope=_rope(config, family),
+        rope=rope,
         rms_norm_eps=config.number("rms_norm_eps", default=family.default_rms_norm_eps),
         vocab_size=config.positive_int("vocab_size"),
-        max_context_tokens=config.positive_int("max_position_embeddings"),
+        max_context_tokens=_context_tokens(config, rope),
         tie_word_embeddings=config.boolean("tie_word_embeddings", default=False),
         attention_bias=family.reads_attention_bias
         and config.boolean("attention_bias", default=family.default_attention_bias),
@@ -183,7 +193,7 @@ def _heads(
 
 
 def _rope(config: ConfigFields, family: Family) -> RopeSpec:
-    given = config.has("rope_parameters") or config.has("rope_scaling")
+    given = config.has("rope_parameters") or config.raw("rope_scaling")
     if family.needs_rope_parameters and not given:
         raise config.error("rope_parameters", f"missing; {family.model_type} needs them")
     return read_rope(config, default_theta=family.default_rope_theta)
@@ -200,7 +210,18 @@ def _clamp(config: ConfigFields) -> ClampSpec:
     return ClampSpec(alpha, config.number("swiglu_limit", default=7.0))
 
 
+def _context_tokens(config: ConfigFields, rope: RopeSpec) -> int:
+    """YaRN is stated as a factor over the original context, and a published recipe that adds it
+    leaves max_position_embeddings as it was: the longer of the two."""
+    return max(config.positive_int("max_position_embeddings"), rope.context_tokens)
+
+
 def _refuse_unsupported(config: ConfigFields, family: Family) -> None:
+    for key, supported in _ONLY.items():
+        if config.has(key) and config.raw(key) != supported:
+            raise config.error(
+                key, f"{config.raw(key)!r} is not supported; supported: {supported!r}"
+            )
     if config.has("quantization_config"):
         _refuse_quantization(config.section("quantization_config"), family)
     activation = config.raw("hidden_act")

@@ -1,0 +1,23 @@
+"""Which tensors a checkpoint folder says it holds, without opening it as a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from models.config_fields import read_json
+from models.safetensors_file import SafetensorsFile
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+
+
+def stored_names(folder: Path) -> Collection[str]:
+    """Names of the tensors, none where the folder has no weights. Raises CheckpointError."""
+    if (folder / SINGLE).is_file():
+        return SafetensorsFile(folder / SINGLE).entries.keys()
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        return weight_map.keys() if isinstance(weight_map, dict) else ()
+    return ()

@@ -1,0 +1,185 @@
+"""config.json is read as `transformers` reads it, or refused by name (FINDINGS B10).
+
+Each case is a checkpoint that `transformers` wrote, with a few fields of its config.json changed.
+All single changes and many pairs: `python -m pytest -m slow tests/oracle/test_config_fields.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from contracts.errors import CheckpointError
+from models.checkpoint import check_checkpoint
+from models.spec import read_spec
+from tests.config_changes import MISSING, Change, changed, outcome, pairs, single_changes
+
+Make = Callable[..., Path]
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+# `transformers` holds fields to their types since its version 5, files of before had nulls and
+# whole numbers; of the others it is known that they say nothing about the model.
+_OURS_ALONE = ("StrictDataclassFieldValidationError", "Should have a `model_type` key")
+_SAYS_NOTHING = {("deepseek_v3", "head_dim")}
+
+AS_TRANSFORMERS: list[tuple[str, dict[str, Any], Change]] = [
+    ("qwen3_moe", {"old_keys": True}, {"rope_theta": 1e6, "rope_scaling": YARN}),
+    ("qwen3_moe", {}, {"rope_scaling": {**YARN, "rope_theta": 1e4}}),
+    ("qwen3_moe", {}, {"rope_scaling": YARN}),  # theta is the default: nothing contradicts it
+    ("gpt_oss", {}, {"rope_scaling": {**YARN, "rope_theta": 1e3}}),
+    ("gpt_oss", {}, {"original_max_position_embeddings": 16}),
+    ("mixtral", {}, {"rope_parameters": YARN, "original_max_position_embeddings": 16}),
+    ("deepseek_v2", {}, {"sliding_window": 9}),
+    ("deepseek_v3", {}, {"sliding_window": 9}),
+    ("deepseek_v3", {}, {"norm_topk_prob": None}),
+    ("deepseek_v3", {}, {"rope_interleave": None}),
+    ("qwen3_moe", {}, {"use_sliding_window": True, "sliding_window": MISSING}),
+    ("qwen3_moe", {}, {"use_sliding_window": True, "sliding_window": None}),
+    ("qwen3_moe", {}, {"tie_word_embeddings": True}),
+    ("gpt_oss", {"max_shard_size": "40KB"}, {"tie_word_embeddings": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "made", "change"), AS_TRANSFORMERS, ids=str)
+def test_a_field_that_is_spelled_another_way_gives_the_logits_of_transformers(
+    tiny_checkpoint: Make, tmp_path: Path, family: str, made: dict[str, Any], change: Change
+) -> None:
+    """FINDINGS B10."""
+    folder = changed(tiny_checkpoint(family, **made), change, tmp_path / "changed")
+    assert outcome(folder) == ("agree", "")
+
+
+REFUSED: list[tuple[str, Change, list[str]]] = [
+    (
+        "qwen3_moe",
+        {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_scaling": YARN},
+        ["rope_scaling", "rope_parameters.rope_theta=1e+06"],
+    ),
+    ("deepseek_v2", {"mlp_bias": True}, ["mlp_bias", "False"]),
+    ("deepseek_v2", {"q_lora_rank": MISSING}, ["q_a_proj", "missing"]),
+    ("deepseek_v2", {"topk_method": None}, ["topk_method", "greedy"]),
+    ("qwen3_moe", {"is_causal": False}, ["is_causal", "True"]),
+    ("qwen3_moe", {"per_layer_config": {"1": {"top_k": 1}}}, ["per_layer_config"]),
+    ("qwen3_moe", {"num_experts": 5}, ["num_local_experts", "7", "5"]),
+    ("qwen3_moe", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, ["layer_types"]),
+    ("gpt_oss", {"sliding_window": None}, ["sliding_window", "null"]),
+    (
+        "gpt_oss",
+        {"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN}},
+        ["rope_parameters.full_attention", "layer type"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "parts"), REFUSED, ids=str)
+def test_what_would_be_computed_otherwise_than_by_transformers_is_refused_by_name(
+    tiny_checkpoint: Make, tmp_path: Path, family: str, change: Change, parts: list[str]
+) -> None:
+    """FINDINGS B10."""
+    folder = changed(tiny_checkpoint(family), change, tmp_path / "changed")
+    with pytest.raises(CheckpointError) as caught:
+        check_checkpoint(folder)
+    assert all(part in str(caught.value) for part in parts), caught.value
+    assert "\n" not in str(caught.value)
+
+
+def test_yarn_makes_the_context_its_factor_times_the_original_one(
+    tiny_checkpoint: Make, tmp_path: Path
+) -> None:
+    """FINDINGS B10: the recipe published for Qwen3 leaves max_position_embeddings at 40960."""
+    recipe = {
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "rope_scaling": {**YARN, "original_max_position_embeddings": 32768},
+    }
+    folder = tiny_checkpoint(old_keys=True)
+    assert read_spec(changed(folder, recipe, tmp_path / "a")).max_context_tokens == 131072
+    longer = {**recipe, "max_position_embeddings": 200_000}
+    assert read_spec(changed(folder, longer, tmp_path / "b")).max_context_tokens == 200_000
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("deepseek_v2", "model.layers.0.mlp.gate_proj.bias"),
+        ("qwen3_moe", "model.layers.1.self_attn.q_proj.bias"),
+        ("mixtral", "model.layers.2.self_attn.q_norm.weight"),
+        ("qwen3_moe", "model.layers.3.input_layernorm.weight"),
+        ("qwen3_moe", "lm_head.bias"),
+    ],
+)
+def test_a_tensor_that_nothing_reads_is_an_error_that_names_it(
+    tiny_checkpoint: Make, tmp_path: Path, family: str, name: str
+) -> None:
+    """FINDINGS B10."""
+    folder = with_tensors(tiny_checkpoint(family), tmp_path / "changed", name)
+    with pytest.raises(CheckpointError) as caught:
+        check_checkpoint(folder)
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen3_moe", "model.layers.1.self_attn.rotary_emb.inv_freq"),
+        ("mixtral", "model.rotary_emb.inv_freq"),
+        ("deepseek_v3", "model.layers.3.eh_proj.weight"),
+        ("deepseek_v3", "model.layers.3.mlp.experts.0.gate_proj.weight"),
+    ],
+)
+def test_tensors_of_which_the_logits_do_not_depend_are_left_alone(
+    tiny_checkpoint: Make, tmp_path: Path, family: str, name: str
+) -> None:
+    """FINDINGS B10."""
+    folder = with_tensors(tiny_checkpoint(family), tmp_path / "changed", name)
+    assert check_checkpoint(folder).architecture == family
+
+
+def with_tensors(folder: Path, target: Path, name: str) -> Path:
+    changed(folder, {}, target)
+    tensors = load_file(folder / "model.safetensors")
+    (target / "model.safetensors").unlink()
+    save_file({**tensors, name: torch.ones(3)}, target / "model.safetensors")
+    return target
+
+
+def disagreement(folder: Path, family: str, change: Change, target: Path) -> str | None:
+    """What is wrong with how we take `change`, None where it is as it should be."""
+    kind, why = outcome(changed(folder, change, target))
+    if kind in ("agree", "refused"):
+        return None
+    if kind == "only we load it":
+        known = any(part in why for part in _OURS_ALONE)
+        if known or any((family, key) in _SAYS_NOTHING for key in change):
+            return None
+    return f"{family} {change}: {kind}: {why}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_plausible_change_of_a_field_is_read_otherwise_than_by_transformers(
+    tiny_checkpoint: Make, tmp_path: Path, family: str
+) -> None:
+    """FINDINGS B10. Every eleventh change, another eleventh in each family."""
+    mine = single_changes()[FAMILIES.index(family) :: 11]
+    folder, target = tiny_checkpoint(family), tmp_path / "changed"
+    assert len(mine) > 20
+    found = [disagreement(folder, family, change, target) for change in mine]
+    assert [wrong for wrong in found if wrong] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("old_keys", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_plausible_change_and_a_thousand_pairs_are_read_as_by_transformers(
+    tiny_checkpoint: Make, tmp_path: Path, family: str, old_keys: bool
+) -> None:
+    """FINDINGS B10."""
+    folder = tiny_checkpoint(family, old_keys=old_keys)
+    changes = [*single_changes(), *pairs(seed=old_keys, count=1000)]
+    found = [disagreement(folder, family, change, tmp_path / "changed") for change in changes]
+    assert [wrong for wrong in found if wrong] == []
