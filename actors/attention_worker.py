@@ -45,6 +45,7 @@ class AttentionWorker(ServingWorker):
             sink=self._finisher,
             timeline=self._timeline,
             clock=monotonic_s,
+            reply_s=spec.config.channel.reply_s,
         )
         self._executor = Executor(parts, chunk_cost=chunk_cost)
 

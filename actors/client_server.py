@@ -15,15 +15,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from actors.channels.handshake import Identity, accept_async
+from actors.channels.door import Door
+from actors.channels.handshake import Identity
 from actors.event_frames import event_frames
 from actors.loop_watch import LoopWatch
-from contracts.errors import ChannelError, HandshakeError
+from contracts.errors import ChannelError
+from contracts.frames import BAD_FRAME
 from contracts.messages import MAX_FRAME_BYTES, Events, RankState, ToRank
 
 log = logging.getLogger("tandem.client_server")
 
-HANDSHAKE_DEADLINE_S = 5.0
 STOP_DEADLINE_S = 2.0
 STATE_PERIOD_S = 0.25  # a client counts a rank that is silent for 2 s as hung
 MAX_BUFFERED_BYTES = 64 << 20  # a client that reads nothing is cut off beyond this
@@ -52,12 +53,11 @@ class ClientServer:
         self._wake = wake
         self._watch = watch
         self._inbox: deque[FromClient] = deque()
-        self._open: set[asyncio.StreamWriter] = set()
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._next_client = 0
         self._state: RankState | None = None
         self._loop = asyncio.new_event_loop()
-        self._server: asyncio.Server | None = None
+        self._door = Door(self._identity, serve=self._serve)
         self._thread = threading.Thread(
             target=self._loop.run_forever, name=f"{name}-clients", daemon=True
         )
@@ -111,10 +111,9 @@ class ClientServer:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     async def _listen(self, host: str) -> str:
-        self._server = await asyncio.start_server(self._serve, host, 0)
+        address = self._door.open(host)
         self._heart = asyncio.create_task(self._beat())
-        port = self._server.sockets[0].getsockname()[1]
-        return f"tcp:{host}:{port}"
+        return address
 
     async def _beat(self) -> None:
         while True:
@@ -136,27 +135,11 @@ class ClientServer:
         return frame
 
     async def _stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
         self._heart.cancel()
-        for writer in self._open:
-            writer.close()  # what has been answered goes out first
-        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-        await asyncio.wait(tasks, timeout=STOP_DEADLINE_S)
+        await self._door.close(STOP_DEADLINE_S)  # what has been answered goes out first
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open.add(writer)
-        try:
-            await accept_async(reader, writer, self._identity, deadline_s=HANDSHAKE_DEADLINE_S)
-            await self._talk(reader, writer)
-        except (HandshakeError, OSError, EOFError, msgspec.MsgspecError):
-            pass  # a stranger, a broken connection, or not our language: gone either way
-        finally:
-            self._open.discard(writer)
-            writer.close()
-
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Passes a client's messages on until its connection ends, by raising."""
+        """Passes a client's messages on until its connection ends."""
         client, self._next_client = self._next_client, self._next_client + 1
         self._writers[client] = writer
         self._put(client, Joined())
@@ -165,6 +148,8 @@ class ClientServer:
         try:
             while True:
                 self._put(client, await self._read(reader))
+        except (OSError, EOFError, *BAD_FRAME):
+            pass  # a broken connection, or not our language: gone either way
         finally:
             self._writers.pop(client, None)
             self._put(client, None)

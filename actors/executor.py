@@ -32,7 +32,8 @@ from actors.scheduled_batch import Chunk, ScheduledBatch, slice_of
 from actors.timeline import Timeline
 from actors.token_dispatcher import TokenDispatcher
 from contracts.clock import Clock
-from contracts.errors import ChannelError, PeerError
+from contracts.config import ChannelConfig
+from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
 from models.batch import AttentionBatch
@@ -62,6 +63,7 @@ class ExecutorParts(NamedTuple):
     sink: Sink
     timeline: Timeline
     clock: Clock
+    reply_s: float = ChannelConfig().reply_s
 
 
 class Executor:
@@ -81,12 +83,15 @@ class Executor:
         self._dispatcher = TokenDispatcher(
             parts.endpoint, parts.placement, parts.expert_ranks, parts.clock
         )
+        self._expert_ranks = parts.expert_ranks
         self._rank_of = {name: rank for rank, name in enumerate(parts.expert_ranks)}
         self._sink = parts.sink
         self._timeline = parts.timeline
         self._clock = parts.clock
         self._chunk_cost = chunk_cost
         self._policy = policy
+        self._reply_s = parts.reply_s
+        self._heard_s: dict[str, float] = {}  # when each expert rank's last answer came
         self._runs: dict[int, BatchRun] = {}
         self.lost: PeerLost | None = None
 
@@ -121,7 +126,11 @@ class Executor:
         if happenings:
             self._take(happenings)
             ready = self._ready()
-        if self.lost is not None or not ready:
+        if self.lost is not None:
+            return []
+        if not ready:
+            if not happenings:
+                self._check_replies()
             return []
         micro_batch = self._pick(ready)
         try:
@@ -189,8 +198,23 @@ class Executor:
             return
         micro_batch = run.micro_batches[header.micro_batch]
         micro_batch.replies[header.token_group, self._rank_of[packet.peer]] = packet
+        self._heard_s[packet.peer] = packet.arrived_s
         micro_batch.pending -= 1
         self._timeline.add(transfer_span(packet, self._endpoint.name))
+
+    def _check_replies(self) -> None:
+        """Gives up an expert rank that lives, but has answered nothing for reply_s."""
+        now_s = self._clock()
+        for run in self._runs.values():
+            for micro_batch in run.micro_batches:
+                if not micro_batch.pending or now_s - micro_batch.sent_s < self._reply_s:
+                    continue
+                for piece in micro_batch.slices:
+                    peer = self._expert_ranks[piece.rank]
+                    came = (piece.token_group, piece.rank) in micro_batch.replies
+                    if not came and now_s - self._heard_s.get(peer, 0.0) >= self._reply_s:
+                        self.lost = PeerLost(peer, _unanswered(peer, micro_batch, self._reply_s))
+                        return
 
     def _run_task(self, micro_batch: MicroBatch) -> None:
         start_s = self._clock()
@@ -263,3 +287,12 @@ class Executor:
         self._timeline.add(
             TaskSpan(name, stage, start_s, end_s, number, layer, micro_batch.index, 0, tokens)
         )
+
+
+def _unanswered(peer: str, micro_batch: MicroBatch, reply_s: float) -> PeerHungError:
+    batch, layer = micro_batch.batch.scheduled.number, micro_batch.attended
+    return PeerHungError(
+        f"{peer} lives, but has answered nothing for {reply_s:g} s (channel.reply_s): "
+        f"batch {batch} waits at layer {layer}",
+        peer,
+    )

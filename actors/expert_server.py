@@ -26,7 +26,7 @@ from actors.channels.base import (
 )
 from actors.timeline import Timeline
 from contracts.clock import Clock
-from contracts.errors import PeerError
+from contracts.errors import ChannelError, PeerError
 from contracts.events import Stage, TaskSpan
 from models.moe import ExpertHalf
 from planner.expert_queues import QueueHead, QueuePolicy, oldest_of_best_class
@@ -197,3 +197,5 @@ class ExpertServer:
             self._endpoint.commit(reservation, answer)
         except PeerError:
             return  # the attention rank is gone; `poll` tells, and nobody waits for this answer
+        except ChannelError as error:  # it would wait for ever
+            self._endpoint.drop(packet.peer, f"{packet.peer} got no answer: {error}")

@@ -87,6 +87,7 @@ class MicroBatch:
         "pending",
         "previous",
         "replies",
+        "sent_s",
         "shared_TD",
         "slices",
         "stage",
@@ -111,6 +112,7 @@ class MicroBatch:
         self.slices: list[RankSlice] = []
         self.replies: dict[tuple[int, int], Packet] = {}  # by (token group, expert rank)
         self.pending = 0  # replies that have not arrived
+        self.sent_s = 0.0  # when the last packet went out that it waits to be answered
 
     @property
     def is_ready(self) -> bool:

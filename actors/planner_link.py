@@ -20,6 +20,7 @@ import msgspec
 from actors.channels.handshake import Identity, initiate_async
 from contracts.clock import Clock
 from contracts.errors import HandshakeError
+from contracts.frames import BAD_FRAME
 from contracts.planning import (
     MAX_PLANNER_FRAME_BYTES,
     PLANNER_PURPOSE,
@@ -134,7 +135,7 @@ class PlannerLink:
         while True:
             try:
                 await self._connect_and_listen()
-            except (HandshakeError, OSError, EOFError, msgspec.MsgspecError) as error:
+            except (HandshakeError, OSError, EOFError, *BAD_FRAME) as error:
                 log.debug("%s: planner at %s: %s", self._me.name, self._address, error)
             await asyncio.sleep(RETRY_S)
 

@@ -19,13 +19,15 @@ from pathlib import Path
 
 import msgspec
 
-from actors.channels.handshake import Identity, Remote, accept_async
+from actors.channels.door import Door
+from actors.channels.handshake import Identity, Remote
 from actors.model_shape import shape_of
 from actors.telemetry import Telemetry
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.errors import HandshakeError
 from contracts.events import TaskSpan
+from contracts.frames import BAD_FRAME
 from contracts.plan import Order
 from contracts.planning import (
     MAX_PLANNER_FRAME_BYTES,
@@ -44,7 +46,6 @@ from planner.online_models import OnlineSetup
 
 log = logging.getLogger("tandem.planner")
 
-HANDSHAKE_DEADLINE_S = 5.0
 STOP_DEADLINE_S = 2.0
 MAX_BUFFERED_BYTES = 8 << 20  # a rank that reads nothing is cut off beyond this
 
@@ -111,36 +112,22 @@ class PlannerWorker:
         return []
 
     async def _listen(self) -> str:
-        self._server = await asyncio.start_server(self._serve, self.spec.host, 0)
-        port = self._server.sockets[0].getsockname()[1]
-        return f"tcp:{self.spec.host}:{port}"
+        self._door = Door(self._identity, answer=_only_ranks, serve=self._serve)
+        return self._door.open(self.spec.host)
 
     async def _close(self) -> None:
-        self._server.close()
-        for writer in list(self._writers):
-            writer.close()
-        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-        if tasks:
-            await asyncio.wait(tasks, timeout=STOP_DEADLINE_S / 2)
+        await self._door.close(STOP_DEADLINE_S / 2)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            await accept_async(
-                reader,
-                writer,
-                self._identity,
-                answer=_only_ranks,
-                deadline_s=HANDSHAKE_DEADLINE_S,
-            )
             self._writers.add(writer)
             self._write(writer, ModelsChanged(self._planner.version))
             while True:
                 self._take(writer, await self._read(reader))
-        except (HandshakeError, OSError, EOFError, msgspec.MsgspecError) as error:
+        except (OSError, EOFError, *BAD_FRAME) as error:
             log.info("planner_connection_ended reason=%s", error)
         finally:
             self._writers.discard(writer)
-            writer.close()
 
     async def _read(self, reader: asyncio.StreamReader) -> ToPlanner:
         size = int.from_bytes(await reader.readexactly(4), "little")

@@ -44,7 +44,7 @@ class _Call(msgspec.Struct):
 class _Answer(msgspec.Struct, omit_defaults=True):
     result: msgspec.Raw = msgspec.Raw(b"null")
     error: str | None = None
-    message: str = ""
+    arguments: list[Any] = []  # of the error: with them it is made again
 
 
 class RankProcess:
@@ -122,9 +122,9 @@ def _resolve(future: Future[Any], method: str, line: bytes) -> None:
         return
     kind = getattr(contracts.errors, answer.error, None)
     if isinstance(kind, type) and issubclass(kind, TandemError):
-        future.set_exception(kind(answer.message))
+        future.set_exception(kind(*answer.arguments))
     else:
-        future.set_exception(LaunchError(f"{answer.error}: {answer.message}"))
+        future.set_exception(LaunchError(": ".join([answer.error, *map(str, answer.arguments)])))
 
 
 def _serve(calls: BinaryIO, answers: BinaryIO) -> None:
@@ -148,7 +148,14 @@ def _execute(shell: Any, line: bytes) -> bytes:
         return msgspec.json.encode(_Answer(msgspec.Raw(msgspec.json.encode(result))))
     except Exception as error:
         log.debug("%s failed", call.method, exc_info=True)
-        return msgspec.json.encode(_Answer(error=type(error).__name__, message=str(error)))
+        arguments = list(error.args) if isinstance(error, TandemError) else [str(error)]
+        return msgspec.json.encode(_Answer(error=_kind(error).__name__, arguments=arguments))
+
+
+def _kind(error: Exception) -> type[Exception]:
+    """Its class, or the nearest that the other side knows too."""
+    known = vars(contracts.errors).values()
+    return next((kind for kind in type(error).__mro__[:-2] if kind in known), type(error))
 
 
 if __name__ == "__main__":

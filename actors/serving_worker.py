@@ -32,7 +32,7 @@ from actors.sequence_errors import failed, failed_by
 from actors.timeline import Timeline
 from contracts.clock import monotonic_s
 from contracts.config import ScheduleConfig
-from contracts.errors import ChannelError, NotReadyError, TandemError
+from contracts.errors import ChannelError, NotReadyError, PeerError, TandemError
 from contracts.events import TaskSpan
 from contracts.messages import Cancel, Event, Events, RankState, Submit
 from contracts.worker import RankReady, RankStatus, WorkerSpec
@@ -275,7 +275,7 @@ class ServingWorker:
             batch = self._next_batch()
             if batch is not None:
                 self._submit(batch)
-        for done in self._executor.step(self._patience_s()):
+        for done in self._step():
             self._computed_tokens += done.tokens
             self._scheduler.complete(done)
             self._completed(done)
@@ -285,6 +285,18 @@ class ServingWorker:
         self._send_answers()
         self._tell_state()
         self._check_when_idle()
+
+    def _step(self) -> list[ScheduledBatch]:
+        """The batches that are complete now. What this process has no memory or descriptors to send
+        ends the requests it has, not the rank."""
+        try:
+            return self._executor.step(self._patience_s())
+        except PeerError:
+            raise
+        except ChannelError as error:
+            log.error("batch_not_sent rank=%s reason=%s", self.spec.name, error)
+            self._fail_everything(error)
+            return []
 
     def _check_when_idle(self) -> None:
         """Holds the KV books against themselves once nothing has come for a while. It takes as long

@@ -62,7 +62,7 @@ class TokenDispatcher:
         return TokenGroups([(0, tokens)] * plan.r2, of_slot)
 
     def _send(self, micro_batch: MicroBatch, piece: RankSlice, x_TD: torch.Tensor) -> None:
-        sent_s = self._clock()
+        sent_s = micro_batch.sent_s = self._clock()
         pairs = len(piece.index_N)
         reservation = self._endpoint.reserve(
             self._expert_ranks[piece.rank],

@@ -19,6 +19,7 @@ import struct
 import msgspec
 
 from contracts.errors import HandshakeError
+from contracts.frames import BAD_FRAME
 from models.spec import ModelSpec
 
 PURPOSE = "weights"
@@ -51,7 +52,7 @@ def read_terms(extra: bytes, name: str) -> Terms:
     """Raises HandshakeError."""
     try:
         return msgspec.msgpack.decode(extra, type=Terms)
-    except msgspec.MsgspecError:
+    except BAD_FRAME:
         raise HandshakeError(f"{name} did not come for weights") from None
 
 

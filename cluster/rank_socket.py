@@ -21,6 +21,7 @@ from contracts.errors import (
     PeerHungError,
     TooCostlyError,
 )
+from contracts.frames import BAD_FRAME
 from contracts.messages import MAX_FRAME_BYTES, Event, Events, ToRank
 
 PURPOSE = "requests"  # what we say in the handshake that this connection is for
@@ -129,7 +130,7 @@ class RankSocket:
             self._last_frame_s = self._clock()
             try:
                 events = self._decoder.decode(body)
-            except msgspec.MsgspecError as error:
+            except BAD_FRAME as error:
                 raise PeerDeadError(
                     f"{self.name} sent a broken frame: {error}", self.name
                 ) from None

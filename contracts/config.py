@@ -78,7 +78,8 @@ class ChannelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     A peer that is silent for silence_s (its heartbeat comes every heartbeat_s) counts as hung; over
     shm after four times as long, unless its process is stopped. A rank whose loop is in one step (a
-    layer, or less) for stuck_s ends its heartbeats.
+    layer, or less) for stuck_s ends its heartbeats. An expert rank that goes on beating, but has
+    answered nothing of an attention rank for reply_s, is lost to it.
     deadline_s bounds connecting, handshakes and a blocked send. For spin_s after a payload a
     waiting rank looks again and again instead of sleeping: to wake a core costs more than a short
     wait (None: SPIN_S where a node has a core for each rank, else 0).
@@ -88,6 +89,7 @@ class ChannelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     heartbeat_s: Seconds = 0.2
     silence_s: Seconds = 1.5
     stuck_s: Seconds = 60.0
+    reply_s: Seconds = 300.0
     deadline_s: Seconds = 10.0
     spin_s: Annotated[float, Meta(ge=0, le=1)] | None = None
     segment_bytes: Annotated[int, Meta(ge=4096)] = 8 << 20

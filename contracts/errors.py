@@ -172,3 +172,10 @@ class HandshakeError(ChannelError):
     """A connection did not prove that it belongs to this cluster and epoch."""
 
     code = "handshake_refused"
+
+
+class HandshakeBrokenError(HandshakeError):
+    """The connection ended, or nothing came in time, before the other side had proven itself. It
+    has not refused us: it may be dialled again."""
+
+    code = "handshake_broken"

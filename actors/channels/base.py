@@ -87,9 +87,10 @@ class Reservation(Protocol):
 
 class Packet:
     """A received payload. `tensors` are views of channel memory: valid until `release()`, which
-    must be called once, from any thread, in any order. `arrived_s`: when it was seen."""
+    must be called once, from any thread, in any order. `arrived_s`: when it was seen. `sent_s`: as
+    its header says, on the receiver's clock too."""
 
-    __slots__ = ("_release", "arrived_s", "header", "peer", "tensors")
+    __slots__ = ("_release", "arrived_s", "header", "peer", "sent_s", "tensors")
 
     def __init__(
         self,
@@ -103,6 +104,7 @@ class Packet:
         self.header = header
         self.tensors = tensors
         self.arrived_s = arrived_s
+        self.sent_s = header.sent_s
         self._release = release
 
     def release(self) -> None:
@@ -132,8 +134,8 @@ Happening = Packet | PeerJoined | PeerLost
 
 
 def transfers(happenings: Sequence[Happening]) -> list[tuple[float, float]]:
-    """(sent_s, arrived_s) of each packet among `happenings`, on the node's monotonic clock."""
-    return [(h.header.sent_s, h.arrived_s) for h in happenings if isinstance(h, Packet)]
+    """(sent_s, arrived_s) of each packet among `happenings`, on the receiver's clock."""
+    return [(h.sent_s, h.arrived_s) for h in happenings if isinstance(h, Packet)]
 
 
 def transfer_span(packet: Packet, receiver: str) -> TaskSpan:
@@ -142,7 +144,7 @@ def transfer_span(packet: Packet, receiver: str) -> TaskSpan:
     return TaskSpan(
         f"{packet.peer}>{receiver}",
         Stage.A2E if header.kind is Kind.A2E else Stage.E2A,
-        header.sent_s,
+        packet.sent_s,
         packet.arrived_s,
         header.batch,
         header.layer,
@@ -173,16 +175,20 @@ class Endpoint(Protocol):
         """Names of the peers whose links are up."""
 
     def reserve(self, peer: str, parts: Sequence[Part]) -> Reservation:
-        """Memory for a payload. Never waits for the receiver. Raises PeerError if it is lost."""
+        """Memory for a payload. Never waits for the receiver. Raises PeerError if it is lost,
+        another ChannelError if this process has no memory or descriptors for it."""
 
     def commit(self, reservation: Reservation, header: Header) -> None:
-        """Sends. Returns without waiting for the payload to arrive. Raises PeerError."""
+        """Sends. Returns without waiting for the payload to arrive. Raises as `reserve`."""
 
     def poll(self, timeout_s: float) -> list[Happening]:
         """What has happened; waits at most timeout_s (0: not at all), less if `wake` is called.
 
         Packets of an older epoch are dropped here. Never raises for a lost peer: tells `PeerLost`.
         """
+
+    def drop(self, peer: str, reason: str) -> None:
+        """Ends the link to `peer`, who sees it; `poll` tells PeerLost with this reason."""
 
     def wake(self) -> None:
         """Makes a `poll` in another thread return now."""

@@ -78,6 +78,7 @@ class BaseEndpoint(abc.ABC):
             Identity(name=name, token=token, epoch=epoch),
             self.backend,
             config.deadline_s,
+            clock,
             linked=self._links.__contains__,
             joined=self._accepted,
         )
@@ -119,7 +120,12 @@ class BaseEndpoint(abc.ABC):
     def connect(self, peer: str, address: str) -> None:
         if peer in self._links:
             raise ChannelError(f"{self.name} is linked to {peer} already")
-        link = self._join(self._joiner.connect(peer, address, self._offer()))
+        joint = self._joiner.connect(peer, address, self._offer())
+        try:
+            link = self._join(joint)
+        except OSError as error:
+            joint.close()
+            raise ChannelError(f"cannot join {peer}: {error}") from None
         self._beat(link)
         self._adopt(link)
 
@@ -127,8 +133,9 @@ class BaseEndpoint(abc.ABC):
         """Joins a peer that has connected (handshake thread)."""
         try:
             link = self._join(joint)
-        except ChannelError as error:  # the peer sees its sockets close
-            log.warning("join_failed", extra={"rank": self.name, "reason": error.message})
+        except (ChannelError, OSError) as error:  # the peer sees its sockets close
+            joint.close()
+            log.warning("join_failed rank=%s peer=%s reason=%s", self.name, joint.peer, error)
             return
         self._beat(link)
         self._tell(link)
@@ -158,13 +165,24 @@ class BaseEndpoint(abc.ABC):
         return tuple(self._links)
 
     def reserve(self, peer: str, parts: Sequence[Part]) -> Reservation:
-        return self._link(peer).reserve(parts)
+        try:
+            return self._link(peer).reserve(parts)
+        except OSError as error:  # no descriptors, no memory
+            raise ChannelError(f"cannot send to {peer}: {error}") from None
 
     def commit(self, reservation: Reservation, header: Header) -> None:
         link = self._link(reservation.peer)
-        link.commit(reservation, header)
+        try:
+            link.commit(reservation, header)
+        except OSError as error:
+            raise ChannelError(f"cannot send to {link.peer}: {error}") from None
         if link.pending and link.poll_fd is not None:
             self._epoll.modify(link.poll_fd, select.EPOLLIN | select.EPOLLOUT)
+
+    def drop(self, peer: str, reason: str) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            self._tell_loss(link, PeerError(reason, peer))
 
     def _link(self, peer: str) -> Link:
         link = self._links.get(peer)
@@ -230,10 +248,12 @@ class BaseEndpoint(abc.ABC):
             self._deliver(packet, happenings)
 
     def _deliver(self, packet: Packet, happenings: list[Happening]) -> None:
-        if packet.header.epoch < self.epoch or packet.peer not in self._links:
+        link = self._links.get(packet.peer)
+        if packet.header.epoch < self.epoch or link is None:
             packet.release()
-        else:
-            happenings.append(packet)
+            return
+        packet.sent_s -= link.clock_ahead_s
+        happenings.append(packet)
 
     def _take(self, item: Packet | Link | _Loss, happenings: list[Happening]) -> None:
         if isinstance(item, Packet):

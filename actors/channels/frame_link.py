@@ -14,6 +14,7 @@ from actors.channels.header_link import HeaderLink
 from actors.channels.link import Joint, Link
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerDeadError, PeerError
+from contracts.frames import BAD_FRAME
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -44,8 +45,12 @@ class FrameLink(Link, abc.ABC):
                 packet = self._take(self._decode(frame))
             except PeerError:
                 raise
-            except (msgspec.MsgspecError, ChannelError) as error:
+            except (ChannelError, *BAD_FRAME) as error:
                 raise PeerError(f"{self.peer} sent a bad frame: {error}", self.peer) from None
+            except Exception as error:
+                raise PeerError(
+                    f"cannot take what {self.peer} sent: {type(error).__name__}: {error}", self.peer
+                ) from error
             if packet is not None:
                 packets.append(packet)
         return packets

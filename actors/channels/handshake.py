@@ -26,12 +26,15 @@ from collections.abc import Callable, Generator
 import msgspec
 
 from contracts.clock import monotonic_s
-from contracts.errors import HandshakeError
+from contracts.errors import HandshakeBrokenError, HandshakeError
+from contracts.frames import BAD_FRAME
 
 PROTOCOL = 1
 NONCE_BYTES = 32
 MAX_FRAME_BYTES = 4096
 _LENGTH = struct.Struct("<I")
+_CLOSED = "the other side closed the connection during the handshake"
+_BROKE = "the connection broke during the handshake"
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,10 +102,16 @@ def initiate(
 
 
 def accept(
-    sock: socket.socket, me: Identity, *, answer: Answer | None = None, deadline_s: float
+    sock: socket.socket,
+    me: Identity,
+    *,
+    answer: Answer | None = None,
+    deadline_s: float,
+    first_byte_s: float | None = None,
 ) -> Remote:
-    """The initiator behind `sock`. `answer` judges it. Raises HandshakeError."""
-    return _run_blocking(sock, _acceptor(me, answer), deadline_s)
+    """The initiator behind `sock`. `answer` judges it. first_byte_s: by when it must have said
+    something, of deadline_s. Raises HandshakeError."""
+    return _run_blocking(sock, _acceptor(me, answer), deadline_s, first_byte_s)
 
 
 async def initiate_async(
@@ -127,9 +136,10 @@ async def accept_async(
     *,
     answer: Answer | None = None,
     deadline_s: float,
+    first_byte_s: float | None = None,
 ) -> Remote:
     """`accept` on asyncio streams."""
-    return await _run_async(reader, writer, _acceptor(me, answer), deadline_s)
+    return await _run_async(reader, writer, _acceptor(me, answer), deadline_s, first_byte_s)
 
 
 def _initiator(me: Identity, *, purpose: str, to: str | None, extra: bytes) -> _Steps:
@@ -201,7 +211,7 @@ def _frame(message: _Message) -> bytes:
 def _decode(body: bytes) -> _Message:
     try:
         message: _Message = msgspec.msgpack.decode(body, type=_Message)
-    except msgspec.MsgspecError:
+    except BAD_FRAME:
         raise HandshakeError("the other side sent something that is not a handshake") from None
     return message
 
@@ -213,8 +223,13 @@ def _body_bytes(prefix: bytes) -> int:
     return size
 
 
-def _run_blocking(sock: socket.socket, steps: _Steps, deadline_s: float) -> Remote:
-    end_s = monotonic_s() + deadline_s
+def _run_blocking(
+    sock: socket.socket, steps: _Steps, deadline_s: float, first_byte_s: float | None = None
+) -> Remote:
+    start_s = monotonic_s()
+    end_s = start_s + deadline_s
+    first_s = end_s if first_byte_s is None else min(end_s, start_s + first_byte_s)
+    heard = False
 
     def say(data: bytes) -> None:
         if data:
@@ -222,14 +237,17 @@ def _run_blocking(sock: socket.socket, steps: _Steps, deadline_s: float) -> Remo
             sock.sendall(data)
 
     def hear(size: int) -> bytes:
+        nonlocal heard
         data = b""
         while len(data) < size:
-            if monotonic_s() >= end_s:
+            until_s = end_s if heard else first_s
+            if monotonic_s() >= until_s:
                 raise TimeoutError
-            sock.settimeout(max(end_s - monotonic_s(), 1e-3))
+            sock.settimeout(max(until_s - monotonic_s(), 1e-3))
             piece = sock.recv(size - len(data))
             if not piece:
-                raise HandshakeError("the other side closed the connection during the handshake")
+                raise HandshakeBrokenError(_CLOSED)
+            heard = True
             data += piece
         return data
 
@@ -247,26 +265,43 @@ def _run_blocking(sock: socket.socket, steps: _Steps, deadline_s: float) -> Remo
                 say(_frame(_Refused(error.message)))
                 raise
     except TimeoutError:
-        raise HandshakeError(f"no handshake within {deadline_s:g} s") from None
+        raise _too_late(deadline_s, None if heard else first_byte_s) from None
     except OSError as error:
-        raise HandshakeError(f"the connection broke during the handshake: {error}") from None
+        raise HandshakeBrokenError(f"{_BROKE}: {error}") from None
 
 
 async def _run_async(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: _Steps, deadline_s: float
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    steps: _Steps,
+    deadline_s: float,
+    first_byte_s: float | None = None,
 ) -> Remote:
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + deadline_s
+    first_s = end_s if first_byte_s is None else min(end_s, loop.time() + first_byte_s)
+    heard = False
+
+    async def hear(size: int) -> bytes:
+        nonlocal heard
+        first = b""
+        if not heard:
+            async with asyncio.timeout_at(first_s):
+                first = await reader.readexactly(1)
+            heard = True
+        return first + await reader.readexactly(size - len(first))
+
     async def say(data: bytes) -> None:
         if data:
             writer.write(data)
             await writer.drain()
 
     try:
-        async with asyncio.timeout(deadline_s):
+        async with asyncio.timeout_at(end_s):
             out = next(steps)
             while True:
                 await say(out)
-                size = _body_bytes(await reader.readexactly(_LENGTH.size))
-                body = await reader.readexactly(size)
+                body = await hear(_body_bytes(await hear(_LENGTH.size)))
                 try:
                     out = steps.send(body)
                 except StopIteration as done:
@@ -276,11 +311,18 @@ async def _run_async(
                     await say(_frame(_Refused(error.message)))
                     raise
     except TimeoutError:
-        raise HandshakeError(f"no handshake within {deadline_s:g} s") from None
+        raise _too_late(deadline_s, None if heard else first_byte_s) from None
     except asyncio.IncompleteReadError:
-        raise HandshakeError("the other side closed the connection during the handshake") from None
+        raise HandshakeBrokenError(_CLOSED) from None
     except OSError as error:
-        raise HandshakeError(f"the connection broke during the handshake: {error}") from None
+        raise HandshakeBrokenError(f"{_BROKE}: {error}") from None
+
+
+def _too_late(deadline_s: float, first_byte_s: float | None) -> HandshakeBrokenError:
+    """first_byte_s: what has passed, where that is the deadline that has."""
+    if first_byte_s is not None and first_byte_s < deadline_s:
+        return HandshakeBrokenError(f"nothing was said within {first_byte_s:g} s")
+    return HandshakeBrokenError(f"no handshake within {deadline_s:g} s")
 
 
 def _remote(done: StopIteration) -> Remote:

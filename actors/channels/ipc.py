@@ -167,6 +167,5 @@ class IpcEndpoint(BaseEndpoint):
         try:
             return IpcLink(joint, self.config, self.clock, self.device)
         except ChannelError:
-            joint.data.close()
-            joint.pulse.close()
+            joint.close()
             raise

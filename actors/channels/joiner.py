@@ -1,6 +1,10 @@
 """How two endpoints become a link: two sockets, each opened with a handshake.
 
 "data" and "pulse" (heartbeats), tied together by a random id      -> Joint
+
+On the way they compare their clocks, so that either knows when, on its own, the other sent a
+packet: the acceptor tells its time in its answer, the initiator, with the pulse socket, what it
+makes of that.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ from actors.channels import handshake
 from actors.channels.handshake import Identity, Remote
 from actors.channels.link import Joint
 from actors.channels.listener import Listener, dial
-from contracts.clock import monotonic_s
+from actors.channels.neighbour import boot_id
+from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError, HandshakeError
+from contracts.frames import BAD_FRAME
 
 _DATA, _PULSE = "channel-data", "channel-pulse"
 
@@ -28,6 +34,14 @@ class _Extra(msgspec.Struct, frozen=True, array_like=True):
     backend: str
     link_id: bytes
     offer: bytes = b""
+    clock_ahead_s: float = 0.0  # the initiator's clock, of the acceptor's; with the pulse socket
+
+
+class _Time(msgspec.Struct, frozen=True, array_like=True):
+    """What the acceptor answers. boot: processes with an equal one have one clock."""
+
+    boot: str
+    now_s: float
 
 
 class _Half(msgspec.Struct, frozen=True):
@@ -38,6 +52,7 @@ class _Half(msgspec.Struct, frozen=True):
     name: str
     purpose: str
     since_s: float
+    clock_ahead_s: float
 
 
 class Joiner:
@@ -49,6 +64,7 @@ class Joiner:
         me: Identity,
         backend: str,
         deadline_s: float,
+        clock: Clock,
         *,
         linked: Callable[[str], bool],
         joined: Callable[[Joint], None],
@@ -56,6 +72,7 @@ class Joiner:
         self._me = me
         self._backend = backend
         self._deadline_s = deadline_s
+        self._clock = clock
         self._linked = linked
         self._joined = joined
         self._lock = threading.Lock()
@@ -74,13 +91,16 @@ class Joiner:
         """Two proven sockets to `peer`. Raises HandshakeError or ChannelError in deadline_s."""
         end_s = monotonic_s() + self._deadline_s
         extra = _Extra(self._backend, secrets.token_bytes(16), offer)
-        data = self._dial(peer, address, _DATA, extra, end_s)
+        data, ahead_s = self._dial(peer, address, _DATA, extra, end_s)
+        extra = msgspec.structs.replace(extra, clock_ahead_s=-ahead_s)
         try:
-            pulse = self._dial(peer, address, _PULSE, extra, end_s)
+            pulse, _ = self._dial(peer, address, _PULSE, extra, end_s)
         except ChannelError:
             data.close()
             raise
-        return Joint(peer=peer, data=data, pulse=pulse, initiator=True, offer=offer)
+        return Joint(
+            peer=peer, data=data, pulse=pulse, initiator=True, offer=offer, clock_ahead_s=ahead_s
+        )
 
     def close(self) -> None:
         """Afterwards `joined` is not called any more."""
@@ -94,10 +114,13 @@ class Joiner:
 
     def _dial(
         self, peer: str, address: str, purpose: str, extra: _Extra, end_s: float
-    ) -> socket.socket:
+    ) -> tuple[socket.socket, float]:
+        """A proven socket, and how far the peer's clock is ahead of ours: to within half the time
+        that the handshake took."""
         sock = dial(address, max(end_s - monotonic_s(), 1e-3))
         try:
-            handshake.initiate(
+            start_s = self._clock()
+            remote = handshake.initiate(
                 sock,
                 self._me,
                 purpose=purpose,
@@ -105,10 +128,10 @@ class Joiner:
                 extra=msgspec.msgpack.encode(extra),
                 deadline_s=max(end_s - monotonic_s(), 1e-3),
             )
+            return sock, _ahead_s(remote, (start_s + self._clock()) / 2)
         except HandshakeError:
             sock.close()
             raise
-        return sock
 
     def _judge(self, remote: Remote) -> bytes:
         """Refuses a proven peer that nevertheless does not fit (handshake thread)."""
@@ -120,12 +143,12 @@ class Joiner:
             )
         if self._linked(remote.name):
             raise HandshakeError(f"{remote.name} is linked to {self._me.name} already")
-        return b""
+        return msgspec.msgpack.encode(_Time(boot_id(), self._clock()))
 
     def _accepted(self, sock: socket.socket, remote: Remote) -> None:
         """Keeps the first socket of a link, joins with the second (handshake thread)."""
         extra = _extra(remote)
-        mine = _Half(sock, remote.name, remote.purpose, monotonic_s())
+        mine = _Half(sock, remote.name, remote.purpose, monotonic_s(), extra.clock_ahead_s)
         with self._lock:
             self._drop_late()
             other = self._halves.pop(extra.link_id, None)
@@ -145,6 +168,7 @@ class Joiner:
                 pulse=sockets[_PULSE],
                 initiator=False,
                 offer=extra.offer,
+                clock_ahead_s=mine.clock_ahead_s or other.clock_ahead_s,
             )
         )
 
@@ -156,8 +180,17 @@ class Joiner:
                 self._halves.pop(link_id).sock.close()
 
 
+def _ahead_s(remote: Remote, now_s: float) -> float:
+    """How far the acceptor's clock is ahead of ours, which said now_s then."""
+    try:
+        time = msgspec.msgpack.decode(remote.extra, type=_Time)
+    except BAD_FRAME:
+        raise HandshakeError(f"{remote.name} does not answer as a channel does") from None
+    return 0.0 if time.boot == boot_id() else time.now_s - now_s
+
+
 def _extra(remote: Remote) -> _Extra:
     try:
         return msgspec.msgpack.decode(remote.extra, type=_Extra)
-    except msgspec.MsgspecError:
+    except BAD_FRAME:
         raise HandshakeError(f"{remote.name} did not come for a channel") from None

@@ -24,6 +24,11 @@ class Joint(msgspec.Struct, frozen=True, kw_only=True):
     pulse: socket.socket
     initiator: bool
     offer: bytes
+    clock_ahead_s: float = 0.0  # the peer's clock, of ours; of one machine it is the same
+
+    def close(self) -> None:
+        self.data.close()
+        self.pulse.close()
 
 
 class Link(abc.ABC):
@@ -37,6 +42,7 @@ class Link(abc.ABC):
     def __init__(self, joint: Joint, clock: Clock) -> None:
         self.peer = joint.peer
         self.heart = Heart(joint.pulse, joint.peer, clock())
+        self.clock_ahead_s = joint.clock_ahead_s
         self.sent_bytes = 0
         self.received_bytes = 0
         self._clock = clock

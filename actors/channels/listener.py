@@ -1,12 +1,11 @@
 """Accepts connections and lets each prove itself, without harm to the others or to the owner.
 
 One thread accepts; every handshake runs on a short-lived thread of its own with a short deadline.
-At most `MAX_HANDSHAKES` run at once: while all are taken, newcomers wait in the kernel's backlog.
+How many run at once, and who gives way, `gate.Gate` says.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -14,19 +13,21 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
-from actors.channels import handshake
+from actors.channels import gate, handshake
+from actors.channels.gate import ACCEPT_RETRY_S, MAX_UNPROVEN, Gate, address_of, shut_down
 from actors.channels.handshake import Answer, Identity, Remote
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, HandshakeError
 
 log = logging.getLogger(__name__)
 
-MAX_HANDSHAKES: Final = 32
-HANDSHAKE_S: Final = 5.0
 _BACKLOG: Final = 128
+_BACKLOG_RETRY_S: Final = 0.005
 _CREDENTIALS = struct.Struct("3i")
 
 Accepted = Callable[[socket.socket, Remote], None]
@@ -60,14 +61,7 @@ def dial(address: str, timeout_s: float) -> socket.socket:
     scheme, _, rest = address.partition(":")
     try:
         if scheme == "unix" and rest.startswith("@"):
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(timeout_s)
-            try:
-                sock.connect("\0" + rest[1:])
-            except OSError:
-                sock.close()
-                raise
-            return sock
+            return _dial_unix("\0" + rest[1:], timeout_s)
         if scheme == "tcp":
             host, _, port = rest.rpartition(":")
             sock = socket.create_connection((host, int(port)), timeout=timeout_s)
@@ -78,8 +72,28 @@ def dial(address: str, timeout_s: float) -> socket.socket:
     raise ChannelError(f"cannot connect to {address!r}: expected unix:@name or tcp:host:port")
 
 
+def _dial_unix(name: str, timeout_s: float) -> socket.socket:
+    """Raises OSError."""
+    end_s = monotonic_s() + timeout_s
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    try:
+        while True:
+            try:
+                sock.connect(name)
+                return sock
+            except BlockingIOError:  # the listener's backlog is full: the kernel does not wait
+                if monotonic_s() >= end_s:
+                    raise
+                time.sleep(_BACKLOG_RETRY_S)
+    except OSError:
+        sock.close()
+        raise
+
+
 class Listener:
-    """Owns `sock`. `accepted` is called on a handshake's thread and takes over the connection."""
+    """Owns `sock`. `accepted` is called on a handshake's thread and takes over the connection, also
+    when it raises."""
 
     def __init__(
         self, sock: socket.socket, me: Identity, *, answer: Answer, accepted: Accepted
@@ -88,9 +102,10 @@ class Listener:
         self._me = me
         self._answer = answer
         self._accepted = accepted
+        self._gate = Gate(me.name)
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._slots = threading.Semaphore(MAX_HANDSHAKES)
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)  # a handshake has
         self._stopping = threading.Event()
         self._live: dict[threading.Thread, socket.socket | None] = {}  # None: proven, handed over
         self._thread = threading.Thread(target=self._run, name=f"{me.name}-accept", daemon=True)
@@ -104,10 +119,11 @@ class Listener:
             if self._stopping.is_set():
                 return
             self._stopping.set()
+            self._ended.notify_all()
             live = dict(self._live)
             for sock in live.values():
                 if sock is not None:
-                    _shutdown(sock)
+                    shut_down(sock)
         os.eventfd_write(self._stop_fd, 1)
         for thread in (self._thread, *live):
             thread.join(max(end_s - monotonic_s(), 0.0))
@@ -120,57 +136,86 @@ class Listener:
         poller.register(self._stop_fd, select.POLLIN)
         while not self._stopping.is_set():
             poller.poll()
-            while not self._slots.acquire(timeout=0.05):
-                if self._stopping.is_set():
-                    return
-            if not self._accept_one():
-                self._slots.release()
+            self._accept_one()
 
-    def _accept_one(self) -> bool:
-        """Starts one handshake; False if there was nobody."""
+    def _accept_one(self) -> None:
+        """Starts one handshake, if somebody is there."""
         try:
             sock, _ = self._sock.accept()
-        except BlockingIOError:  # woken to stop
-            return False
-        except OSError as error:  # gone again, or no descriptors left: do not spin on it
-            log.warning("accept_failed", extra={"rank": self._me.name, "reason": str(error)})
-            self._stopping.wait(0.05)
-            return False
+        except BlockingIOError:  # woken to stop, or whoever came is gone
+            return
+        except OSError as error:  # no descriptors, no memory: do not spin on it
+            self._gate.tell("accept_failed", str(error))
+            self._stopping.wait(ACCEPT_RETRY_S)
+            return
+        try:
+            address = address_of(sock)
+            number = self._gate.enter(address, partial(shut_down, sock))
+        except OSError:  # gone again
+            sock.close()
+            return
+        if not self._start(sock, number):
+            self._gate.leave(number)
+            sock.close()
+
+    def _start(self, sock: socket.socket, number: int) -> bool:
         thread = threading.Thread(
-            target=self._greet, args=(sock,), name=f"{self._me.name}-handshake", daemon=True
+            target=self._greet, args=(sock, number), name=f"{self._me.name}-handshake", daemon=True
         )
         with self._lock:
+            # Those that were cut are about to end: they have been shut down.
+            self._ended.wait_for(
+                lambda: len(self._live) < 2 * MAX_UNPROVEN or self._stopping.is_set()
+            )
             if self._stopping.is_set():
-                sock.close()
                 return False
             self._live[thread] = sock
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system gives us no more threads
+            self._gate.tell("accept_failed", str(error))
+            with self._lock:
+                del self._live[thread]
+            self._stopping.wait(ACCEPT_RETRY_S)
+            return False
         return True
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _greet(self, sock: socket.socket, number: int) -> None:
         try:
             remote = self._prove(sock)
+            stays = self._gate.leave(number)
             with self._lock:
-                welcome = remote is not None and not self._stopping.is_set()
+                welcome = stays and not self._stopping.is_set()
                 self._live[threading.current_thread()] = None
             if welcome and remote is not None:
                 self._accepted(sock, remote)
             else:
                 sock.close()
+        except BaseException as error:  # whatever it met, the next one is served
+            sock.close()
+            if not isinstance(error, ChannelError | OSError):
+                raise
+            log.warning("join_failed rank=%s reason=%s", self._me.name, error)
         finally:
             with self._lock:
                 self._live.pop(threading.current_thread(), None)
-            self._slots.release()
+                self._ended.notify_all()
 
     def _prove(self, sock: socket.socket) -> Remote | None:
         try:
             _check_user(sock)
-            remote = handshake.accept(sock, self._me, answer=self._answer, deadline_s=HANDSHAKE_S)
-        except HandshakeError as error:
-            log.warning("handshake_refused", extra={"rank": self._me.name, "reason": error.message})
+            remote = handshake.accept(
+                sock,
+                self._me,
+                answer=self._answer,
+                deadline_s=gate.HANDSHAKE_S,
+                first_byte_s=gate.FIRST_BYTE_S,
+            )
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except (HandshakeError, OSError) as error:
+            self._gate.tell("handshake_refused", str(error))
             return None
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return remote
 
 
@@ -182,8 +227,3 @@ def _check_user(sock: socket.socket) -> None:
     _, uid, _ = _CREDENTIALS.unpack(raw)
     if uid not in (os.getuid(), 0):
         raise HandshakeError(f"user {uid} is neither {os.getuid()} nor root")
-
-
-def _shutdown(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it was gone already
-        sock.shutdown(socket.SHUT_RDWR)

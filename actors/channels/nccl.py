@@ -32,6 +32,7 @@ from actors.channels.link import Joint, Link
 from actors.channels.listener import listen_tcp
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError, PeerHungError
+from contracts.frames import BAD_FRAME
 
 UniqueId = bytes | tuple[int, ...]  # of 128: bytes in cupy 14, a tuple of chars before
 
@@ -209,9 +210,8 @@ class NcclEndpoint(BaseEndpoint):
             lanes = open_lanes(
                 lambda: self._lanes(nccl, offer, joint), joint.peer, self.config.deadline_s
             )
-        except (ChannelError, msgspec.MsgspecError) as error:
-            joint.data.close()
-            joint.pulse.close()
+        except (ChannelError, *BAD_FRAME) as error:
+            joint.close()
             if isinstance(error, ChannelError):
                 raise
             raise ChannelError(f"{joint.peer} sent no NCCL ids: {error}") from None

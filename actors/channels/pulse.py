@@ -11,13 +11,12 @@ endpoint whose owner's loop is stuck sends no heartbeats: its peers then lose it
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-import psutil
-
+from actors.channels import neighbour
+from actors.channels.neighbour import is_hung
 from actors.loop_watch import LoopWatch
 from contracts.clock import Clock, monotonic_s
 from contracts.config import ChannelConfig
@@ -25,9 +24,6 @@ from contracts.errors import PeerDeadError, PeerError, PeerHungError
 
 _MIN_WAIT_S = 0.01
 _BEAT = b"\x01"
-_STARVED = 4  # times silence_s: what a process is given that may wait for a core
-_HALTED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class Heart:
@@ -39,16 +35,13 @@ class Heart:
         self.heard_s = now_s
         self.gone = False  # the other end was closed; the data socket will say so too
         self._sock = sock
-        self._process = _process_behind(sock)
+        self.process = neighbour.behind(sock)
         self._lock = threading.Lock()
 
     @property
     def may_starve(self) -> bool:
         """Whether the peer is a process of this machine that is neither stopped nor gone."""
-        try:
-            return self._process is not None and self._process.status() not in _HALTED
-        except psutil.Error:
-            return False
+        return self.process is not None and self.process.runs
 
     def heard(self, now_s: float) -> None:
         """Notes a sign of life that came another way."""
@@ -83,6 +76,8 @@ class Heart:
     def close(self) -> None:
         with self._lock:
             self._sock.close()
+            if self.process is not None:
+                self.process.close()
 
 
 class Beating(Protocol):
@@ -178,26 +173,13 @@ class Pulse(Generic[L]):
     def _judge(self, link: L, now_s: float) -> PeerError | None:
         peer, silence_s = link.peer, self._config.silence_s
         silent_s = now_s - link.heart.heard_s
-        if silent_s >= silence_s:
-            if link.heart.gone:
-                return PeerDeadError(f"{peer} closed its connection", peer)
-            if silent_s >= _STARVED * silence_s or not link.heart.may_starve:
-                return PeerHungError(f"{peer} has been silent for {silent_s:.1f} s", peer)
+        if silent_s >= silence_s and link.heart.gone:
+            return PeerDeadError(f"{peer} closed its connection", peer)
+        if is_hung(silent_s, silence_s, link.heart.process):
+            return PeerHungError(f"{peer} has been silent for {silent_s:.1f} s", peer)
         blocked_s = link.blocked_since_s
         if blocked_s is not None and now_s - blocked_s >= self._config.deadline_s:
             return PeerHungError(
                 f"{peer} has taken nothing for {self._config.deadline_s:g} s", peer
             )
-        return None
-
-
-def _process_behind(sock: socket.socket) -> psutil.Process | None:
-    """Who made the other end of a Unix socket; None if that is not known."""
-    if sock.family != socket.AF_UNIX:
-        return None
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid = _CREDENTIALS.unpack(credentials)[0]
-    try:
-        return psutil.Process(pid) if pid > 0 else None  # 0: of another namespace
-    except psutil.Error:
         return None

@@ -78,12 +78,15 @@ def create_memfd(
     """A sealed memfd of FLAG_BYTES + num_bytes, its pages allocated. Raises ChannelError, with
     `advice` where memory is short."""
     total = FLAG_BYTES + num_bytes
-    available = psutil.virtual_memory().available
-    if total > available:  # the kernel would hand out pages until it has to kill someone
-        raise ChannelError(
-            f"a segment of {total} bytes exceeds the {available} bytes of free memory: {advice}"
-        )
-    fd = os.memfd_create("tandem-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:  # each takes a descriptor
+        available = psutil.virtual_memory().available
+        if total > available:  # the kernel would hand out pages until it has to kill someone
+            raise ChannelError(
+                f"a segment of {total} bytes exceeds the {available} bytes of free memory: {advice}"
+            )
+        fd = os.memfd_create("tandem-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise ChannelError(f"no segment of {total} bytes: {error.strerror}") from None
     try:
         os.posix_fallocate(fd, 0, total)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

@@ -10,6 +10,7 @@ costs more than they do. The kernel copies straight from and to the tensors' mem
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import socket
 import struct
@@ -29,11 +30,14 @@ from actors.channels.link import Joint, Layout, Link, lay_out
 from actors.channels.listener import listen_tcp
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerDeadError, PeerError
+from contracts.frames import BAD_FRAME
 
 DIRECT_BYTES: Final = 64 << 10  # payloads up to this size are tried at once, by the owner
 CHUNK_BYTES: Final = 256 << 10  # progress is noted at least this often
 _JOIN_S: Final = 5.0
 _LENGTH = struct.Struct("<I")
+
+log = logging.getLogger(__name__)
 
 Report = Callable[[Packet | PeerError], None]
 
@@ -130,6 +134,11 @@ class TcpLink(Link):
                 thread.join(_JOIN_S)
         self._sock.close()
 
+    def _failed(self, what: str, error: Exception) -> PeerError:
+        reason = f"cannot {what} {self.peer}: {type(error).__name__}: {error}"
+        log.error("link_failed reason=%s", reason, exc_info=True)
+        return PeerError(reason, self.peer)
+
     # --- sending: the owner and the sender thread, never both at once
 
     def _send_all(self) -> None:
@@ -141,6 +150,9 @@ class TcpLink(Link):
                     self._progress_s = self._clock()
             except PeerDeadError:
                 pass  # the receiver finds the end of the stream, after the last packet
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is the peer's loss
+                self._report(self._failed("send to", error))
+                return
             self._pool.give(message.buffer)
             self._sent += 1
 
@@ -174,8 +186,10 @@ class TcpLink(Link):
                 self._report(self._packet(_decode(body[:size])))
         except PeerError as error:
             self._report(error)
-        except (msgspec.MsgspecError, ChannelError) as error:
+        except (ChannelError, *BAD_FRAME) as error:
             self._report(PeerError(f"{self.peer} sent a bad header: {error}", self.peer))
+        except Exception as error:  # noqa: BLE001 - nobody would hear of the peer again
+            self._report(self._failed("receive from", error))
 
     def _packet(self, frame: _Frame) -> Packet:
         layout = lay_out(frame.parts)

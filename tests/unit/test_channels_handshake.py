@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from actors.channels import handshake, listener
+from actors.channels import gate, handshake
 from actors.channels.base import Endpoint, PeerJoined
 from actors.channels.factory import make_endpoint
 from actors.channels.handshake import Identity, Remote
@@ -151,6 +151,7 @@ FIRST_FRAMES = {
     "oversized": struct.pack("<I", 1 << 30) + b"x" * 64,
     "empty": struct.pack("<I", 0),
     "not a message": struct.pack("<I", 5) + b"\xc1\xc1\xc1\xc1\xc1",
+    "nested": struct.pack("<I", 4015) + b"\x82\xa4type\xa5hello\xa1x" + b"\x91" * 4000 + b"\xc0",
     "wrong message": handshake._frame(handshake._Refused("no")),
 }
 
@@ -269,11 +270,11 @@ def test_strangers_neither_get_in_nor_get_in_the_way(backend: str, first: bytes)
 def test_more_silent_strangers_than_handshakes_only_delay_a_peer(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(gate, "HANDSHAKE_S", 0.3)
     right, left = endpoint("right", backend), endpoint("left", backend)
     try:
         address = right.listen()
-        with strangers(address, b"", listener.MAX_HANDSHAKES + 8):
+        with strangers(address, b"", gate.MAX_UNPROVEN + 8):
             left.connect("right", address)
             wait_for(right, PeerJoined)
             exchange(left, right)
@@ -314,7 +315,7 @@ def test_closing_does_not_wait_for_silent_strangers() -> None:
     with strangers(right.listen(), b"", 5):
         started_s = monotonic_s()
         right.close()
-        assert monotonic_s() - started_s < listener.HANDSHAKE_S
+        assert monotonic_s() - started_s < gate.HANDSHAKE_S
 
 
 @pytest.mark.parametrize(

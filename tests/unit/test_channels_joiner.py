@@ -12,6 +12,7 @@ import pytest
 from actors.channels.handshake import Identity, Remote
 from actors.channels.joiner import _DATA, _PULSE, Joiner, _Extra
 from actors.channels.link import Joint
+from contracts.clock import monotonic_s
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def joined() -> list[Joint]:
 @pytest.fixture
 def joiner(joined: list[Joint]) -> Iterator[Joiner]:
     me = Identity(name="expert-0", token=secrets.token_bytes(16), epoch=1)
-    made = Joiner(me, "shm", 5.0, linked=lambda name: False, joined=joined.append)
+    made = Joiner(me, "shm", 5.0, monotonic_s, linked=lambda name: False, joined=joined.append)
     yield made
     made.close()
 

@@ -16,7 +16,7 @@ from actors.scheduled_batch import Chunk, ScheduledBatch
 from actors.sequence import Sequence as TokenSequence
 from actors.timeline import Timeline
 from contracts.clock import ManualClock
-from contracts.errors import PeerDeadError
+from contracts.errors import PeerDeadError, PeerHungError
 from contracts.events import Stage
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
@@ -156,9 +156,11 @@ class Rig:
         half: Any = FakeHalf(self.log, shared=shared)
         kv: Any = SimpleNamespace(block_tokens=BLOCK, device=torch.device("cpu"))
         endpoint: Any = self.endpoint
+        self.clock, self.reply_s = ManualClock(), 300.0
         parts = ExecutorParts(
-            half, kv, endpoint, placement, RANKS, self._sink, self.timeline, ManualClock()
-        )
+            half, kv, endpoint, placement, RANKS, self._sink, self.timeline, self.clock,
+            self.reply_s,
+        )  # fmt: skip
         self.executor = Executor(parts, chunk_cost=lambda start, stop: stop - start)
 
     def _sink(self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor) -> None:
@@ -426,3 +428,23 @@ def test_a_stranger_that_is_lost_is_none_of_our_business() -> None:
     rig.endpoint.arrived.append(PeerLost("attention-9", gone))
     assert len(rig.run_all()) == 1
     assert rig.executor.lost is None
+
+
+def test_an_expert_rank_that_lives_and_never_answers_is_lost_by_name_at_a_deadline() -> None:
+    """FINDINGS B3: a micro-batch waited for ever."""
+    rig = Rig(shared=False)
+    rig.submit(Plan(order=Order.ASAS), [0, 1])
+    rig.run_ready()
+    rig.clock.advance(rig.reply_s / 2)
+    rig.endpoint.reply(lambda header: header.micro_batch == 0)
+    for packet in rig.endpoint.arrived:
+        packet.arrived_s = rig.clock()
+    rig.run_ready()
+    rig.clock.advance(rig.reply_s - 1.0)
+    rig.run_ready()
+    assert rig.executor.lost is None  # they have answered something since
+    rig.clock.advance(2.0)
+    rig.executor.step(0.0)
+    assert isinstance(rig.executor.failure, PeerHungError)
+    assert rig.executor.failure.peer in RANKS
+    assert "channel.reply_s" in str(rig.executor.failure)

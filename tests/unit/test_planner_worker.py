@@ -26,6 +26,7 @@ from tests.fake_planner import DEADLINE_S, PlannerConnection, real_planner
 from tests.group_harness import group_config
 from tests.simulated_group import hardware
 
+NESTED = b"\xaf\x0f\x00\x00\x82\xa4type\xa5query\xa1x" + b"\x91" * 4000 + b"\xc0"  # FINDINGS A8
 Checkpoints = Callable[..., Path]
 
 
@@ -117,6 +118,7 @@ def test_a_client_of_another_kind_is_refused(planner: PlannerWorker) -> None:
         b"\xff\xff\xff\xff",
         (MAX_PLANNER_FRAME_BYTES + 1).to_bytes(4, "little"),
         b"\x00\x00\x00\x00",
+        pytest.param(NESTED, id="nested"),
     ],
 )
 def test_a_broken_frame_ends_its_connection_only(planner: PlannerWorker, frame: bytes) -> None:

@@ -1,0 +1,116 @@
+"""A listening socket of an asyncio loop: whoever proves the cluster's token is let through.
+
+The counterpart of `listener.Listener`, with the same `gate.Gate` before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from actors.channels import gate
+from actors.channels.gate import Gate, address_of, shut_down
+from actors.channels.handshake import Answer, Identity, accept_async
+from actors.channels.listener import listen_tcp
+from contracts.errors import HandshakeError
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Door:
+    """`open` and `close` on the loop that is to serve. serve: runs for as long as the connection is
+    wanted, which is closed when it returns."""
+
+    def __init__(self, me: Identity, *, serve: Serve, answer: Answer | None = None) -> None:
+        self._me, self._serve, self._answer = me, serve, answer
+        self._gate = Gate(me.name)
+        self._sock: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._open: dict[asyncio.Task[None], asyncio.StreamWriter | None] = {}
+
+    def open(self, host: str) -> str:
+        """Starts to accept, on a free port. Its address. Raises ChannelError."""
+        self._sock, address = listen_tcp(host)
+        self._sock.setblocking(False)
+        self._accepting = asyncio.create_task(
+            self._accept(self._sock), name=f"{self._me.name}-door"
+        )
+        return address
+
+    async def close(self, deadline_s: float) -> None:
+        """Accepts no more, and ends all connections once what was written to them has gone out,
+        after deadline_s at the latest."""
+        if self._sock is None or self._accepting is None:
+            return
+        self._accepting.cancel()
+        await asyncio.wait([self._accepting])
+        self._sock.close()
+        for writer in self._open.values():
+            if writer is not None:
+                writer.close()
+        if self._open:
+            _, late = await asyncio.wait(list(self._open), timeout=deadline_s)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=deadline_s)
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listening)
+            except OSError as error:  # no descriptors, no memory: do not spin on it
+                self._gate.tell("accept_failed", str(error))
+                await asyncio.sleep(gate.ACCEPT_RETRY_S)
+                continue
+            try:
+                number = self._gate.enter(address_of(sock), partial(shut_down, sock))
+            except OSError:  # gone again
+                sock.close()
+                continue
+            task = asyncio.create_task(self._greet(sock, number))
+            self._open[task] = None
+            task.add_done_callback(self._open.pop)
+            await asyncio.sleep(0)  # those that were let in have their turn, however many come
+
+    async def _greet(self, sock: socket.socket, number: int) -> None:
+        try:
+            reader, writer = await asyncio.open_connection(sock=sock)
+        except BaseException as error:
+            self._gate.leave(number)
+            sock.close()
+            if not isinstance(error, OSError):  # else it is gone again
+                raise
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._open[task] = writer
+        try:
+            if await self._prove(number, reader, writer):
+                await self._serve(reader, writer)
+        finally:
+            writer.close()
+
+    async def _prove(
+        self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
+        try:
+            await accept_async(
+                reader,
+                writer,
+                self._me,
+                answer=self._answer,
+                deadline_s=gate.HANDSHAKE_S,
+                first_byte_s=gate.FIRST_BYTE_S,
+            )
+        except HandshakeError as error:
+            self._gate.leave(number)
+            self._gate.tell("handshake_refused", str(error))
+            return False
+        except BaseException:
+            self._gate.leave(number)
+            raise
+        return self._gate.leave(number)

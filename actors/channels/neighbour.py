@@ -1,0 +1,118 @@
+"""Another process of this machine: whether it runs, told from one that has its number later.
+
+A peer that is silent may wait for a core. Where it is a process of this machine we can look: one
+that is neither stopped nor gone is given longer before it counts as hung.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import struct
+from pathlib import Path
+
+import msgspec
+
+from contracts.frames import BAD_FRAME
+
+STARVED = 4  # times the limit of silence: what a process is given that may wait for a core
+_HALTED = b"TtZXx"  # stopped, traced, ended
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
+    """A process, as another one of the same machine can find it."""
+
+    machine: str
+    pid: int
+    started: int  # in the kernel's ticks: a later process under this number has another
+
+
+class Neighbour:
+    """Owns a descriptor, made while there are some: looking takes none. Any thread."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises OSError."""
+        self._fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
+    def runs(self) -> bool:
+        """Neither stopped nor gone."""
+        fields = self._fields()
+        return bool(fields) and fields[0] not in _HALTED
+
+    @property
+    def started(self) -> int:
+        """-1: it is gone."""
+        fields = self._fields()
+        return int(fields[19]) if fields else -1
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _fields(self) -> list[bytes]:
+        """Of its stat, from its state on; none once it is gone."""
+        try:
+            stat = os.pread(self._fd, 4096, 0)
+        except OSError:
+            return []
+        return stat[stat.rindex(b")") + 2 :].split()
+
+
+def is_hung(silent_s: float, silence_s: float, neighbour: Neighbour | None) -> bool:
+    """Whether a peer that has been silent for so long has no excuse. neighbour: the peer, where it
+    is a process of this machine."""
+    if silent_s < silence_s:
+        return False
+    return silent_s >= STARVED * silence_s or neighbour is None or not neighbour.runs
+
+
+def behind(sock: socket.socket) -> Neighbour | None:
+    """Who made the other end of a Unix socket; None if that is not known."""
+    if sock.family != socket.AF_UNIX:
+        return None
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid = _CREDENTIALS.unpack(credentials)[0]
+    try:
+        return Neighbour(pid) if pid > 0 else None  # 0: of another namespace
+    except OSError:
+        return None
+
+
+def here() -> bytes:
+    """This process, for `found`."""
+    me = Neighbour(os.getpid())
+    try:
+        return msgspec.msgpack.encode(Whereabouts(_machine(), os.getpid(), me.started))
+    finally:
+        me.close()
+
+
+def found(whereabouts: bytes) -> Neighbour | None:
+    """The process that said it is `here()`, if it is one of this machine."""
+    try:
+        said = msgspec.msgpack.decode(whereabouts, type=Whereabouts)
+        if said.machine != _machine():
+            return None
+        process = Neighbour(said.pid)
+    except (OSError, *BAD_FRAME):
+        return None
+    if process.started == said.started:
+        return process
+    process.close()
+    return None
+
+
+@functools.cache
+def _machine() -> str:
+    """Equal in processes that know each other by the same numbers."""
+    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+
+
+@functools.cache
+def boot_id() -> str:
+    """Equal in processes that share a monotonic clock."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
