@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import short_attention, tiles
 from kernels.attention import plan_attention, ragged_attention
 from kernels.reference import attention_reference
 from kernels.rows import SequenceRows
+from kernels.sinks import attend_with_sinks
 
 SHAPE = st.tuples(st.integers(1, 9), st.integers(0, 11), st.booleans())  # count, start, consecutive
 
@@ -111,6 +116,72 @@ def test_long_chunks_with_sinks_are_cut_into_rows(
     monkeypatch.setattr("kernels.sinks._ROWS", rows)
     assert run_ragged([(70, 0, False)], window=None, sinks=True) < 2e-6
     assert run_ragged([(70, 33, True)], window=16, sinks=True) < 2e-6
+
+
+@pytest.mark.parametrize("scores", [1, 4 * 7 * 9, 1 << 25])
+@pytest.mark.parametrize("causal", [True, False])
+def test_with_sinks_rows_and_keys_come_in_pieces(
+    causal: bool, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FINDINGS B16. A causal call is what a GPU makes of a fresh prompt."""
+    monkeypatch.setattr("kernels.sinks._ROWS", 7)
+    monkeypatch.setattr("kernels.sinks._LEAST_KEYS", 3)
+    monkeypatch.setattr("kernels.sinks._SCORES", scores)
+    generator = torch.Generator().manual_seed(5)
+    q_THd = torch.randn(40, 4, 8, generator=generator)
+    k_TGd, v_TGd = (torch.randn(40, 2, 8, generator=generator) for _ in "kv")
+    sinks_H = torch.randn(4, generator=generator)
+    window = None if causal else 11
+    hidden = torch.ones(40, 40).tril(-11) + torch.ones(40, 40).triu(1) > 0
+    mask = None if causal else torch.zeros(40, 40).masked_fill_(hidden, float("-inf"))
+    found = attend_with_sinks(
+        q_THd.view(40, 2, 2, 8).permute(1, 2, 0, 3),
+        k_TGd.transpose(0, 1),
+        v_TGd.transpose(0, 1),
+        sinks_H.view(2, 2),
+        mask=mask,
+        causal=causal,
+        scale=0.3,
+    )
+    expected = attention_reference(
+        q_THd, k_TGd, v_TGd, start=0, scale=0.3, window=window, sinks_H=sinks_H
+    )
+    assert (found.permute(2, 0, 1, 3).reshape(40, 4, 8) - expected).abs().max() < 2e-6
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not func.is_view:
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("start", [0, 4096])
+@pytest.mark.parametrize("window", [None, 128])
+def test_a_long_prompt_with_sinks_makes_nothing_larger_than_its_queries(
+    window: int | None, start: int
+) -> None:
+    """FINDINGS B16, with gpt-oss's heads. The meta device stands for a GPU: what is allocated is
+    the same, and nothing is."""
+    T, H, G, d = 8192, 64, 8, 64
+    meta = torch.device("meta")
+    seq = SequenceRows(0, T, start, slice(0, start + T))
+    q_THd = torch.empty(T, H, d, device=meta, dtype=torch.bfloat16)
+    pool_PGd = torch.empty(start + T, G, d, device=meta, dtype=torch.bfloat16)
+    fresh_TGd, sinks_H = pool_PGd[:T], torch.empty(H, device=meta)
+    with _Largest() as made:
+        plan = plan_attention([seq], window=window, dtype=torch.bfloat16, device=meta)
+        ragged_attention(
+            q_THd, fresh_TGd, fresh_TGd, pool_PGd, pool_PGd, plan, scale=0.1, sinks_H=sinks_H
+        )
+    assert made.elements == q_THd.numel()  # the answer itself
 
 
 @pytest.mark.parametrize("share", [1, 3])
