@@ -9,16 +9,13 @@ GPUs, one that is made of it once:
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import mmap
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -30,11 +27,11 @@ from models.checkpoint import Checkpoint, expert_wants
 from models.checkpoint_part import CheckpointParts
 from models.expert_layout import ExpertLayout
 from models.expert_store import ExpertBuffer
+from models.host_store import open_shared
 
 log = logging.getLogger(__name__)
 
 _FORMAT = 1
-_POLL_S = 0.1
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
@@ -66,8 +63,8 @@ class HostSource:
 def open_host_source(
     folder: Path, layout: ExpertLayout, *, store: Path | None, deadline_s: float
 ) -> HostSource:
-    """store: the folder of files that had to be made (None: one in the system's folder for
-    temporary files). deadline_s: for another worker to make the file.
+    """store: where the folder of files that had to be made is (None: the system's folder for
+    temporary files; models/host_store.py). deadline_s: for another worker to make the file.
 
     Where there is no room for a file that saves packing, experts are packed as they are read.
     Raises CheckpointError, and ResourceError where a file without which it cannot be done has no
@@ -81,8 +78,8 @@ def open_host_source(
     pinned: list[Tensor] = []
     if layout.packed or not can_map:
         try:
-            made = _make_file(checkpoint, layout, store or _default_store(), deadline_s)
-            memory = _mapped(made, layout)
+            with _open_file(checkpoint, layout, store, deadline_s) as file:
+                memory = _mapped(file, layout)
             pinned = [] if on_cpu else [memory]
             parts = ExpertMemory(_layers(memory, layout), layout)
         except ResourceError as error:
@@ -106,14 +103,13 @@ class ExpertMemory:
             out.copy_(stored, non_blocking=True)
 
 
-def _mapped(path: Path, layout: ExpertLayout) -> Tensor:
-    """uint8; for a GPU its pages are pinned."""
+def _mapped(file: IO[bytes], layout: ExpertLayout) -> Tensor:
+    """uint8; for a GPU its pages are pinned. The mapping keeps a descriptor of `file`."""
     pinned = layout.device.type == "cuda"
-    with path.open("r+b") as file:
-        access = mmap.ACCESS_WRITE if pinned else mmap.ACCESS_COPY  # private pages are not his
-        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=access), dtype=torch.uint8)
+    access = mmap.ACCESS_WRITE if pinned else mmap.ACCESS_COPY  # private pages are not his
+    memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=access), dtype=torch.uint8)
     if pinned:
-        pin(memory, str(path))
+        pin(memory, str(file.name))
     return memory
 
 
@@ -156,48 +152,39 @@ def _is_stored_as_computed(checkpoint: Checkpoint, layout: ExpertLayout) -> bool
     )
 
 
-def _default_store() -> Path:
-    return Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}"
+def _open_file(
+    checkpoint: Checkpoint, layout: ExpertLayout, store: Path | None, deadline_s: float
+) -> IO[bytes]:
+    """The file of this checkpoint and layout."""
+    parent = store or Path(tempfile.gettempdir())
+    name, size = f"experts-{_fingerprint(checkpoint.folder, layout)}", _num_bytes(layout)
 
+    def write(path: Path) -> None:
+        _write(checkpoint, layout, path, size)
 
-def _make_file(
-    checkpoint: Checkpoint, layout: ExpertLayout, store: Path, deadline_s: float
-) -> Path:
-    """The file of this checkpoint and layout. Whoever comes first makes it, the others wait."""
-    path = store / f"experts-{_fingerprint(checkpoint.folder, layout)}.bin"
-    size = _num_bytes(layout)
     try:
-        store.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if store.stat().st_uid != os.getuid():
-            raise ResourceError(f"{store} belongs to another user; set prefill.host_store")
-        with _locked(path.with_suffix(".lock"), deadline_s):
-            if not path.is_file() or path.stat().st_size != size:
-                _write(checkpoint, layout, path, size)
+        return open_shared(parent, name, size, write, deadline_s=deadline_s)
     except OSError as error:
         raise ResourceError(
-            f"{path}: {error.strerror}; set prefill.host_store to a folder with {size} free bytes"
+            f"{parent}: {error.strerror}; set prefill.host_store to a folder with {size} free bytes"
         ) from None
-    return path
 
 
 def _write(checkpoint: Checkpoint, layout: ExpertLayout, path: Path, size: int) -> None:
-    """Under another name until it is complete."""
     free = shutil.disk_usage(path.parent).free
     if free < size:
         raise ResourceError(
             f"{path.parent}: {size} bytes are needed for the experts, {free} are free; set "
             "prefill.host_store to another folder"
         )
-    partial = path.with_suffix(".partial")
     parts = CheckpointParts(checkpoint, layout)
     experts = layout.spec.num_experts
-    with partial.open("w+b") as file:
+    with path.open("x+b") as file:
         file.truncate(size)
         memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
         for layer, tensors in zip(layout.spec.moe_layers, _layers(memory, layout), strict=True):
             parts.copy_part(layer, 0, experts, layout.pieces(tensors, 0, experts))
         os.fsync(file.fileno())
-    partial.rename(path)
 
 
 def _fingerprint(folder: Path, layout: ExpertLayout) -> str:
@@ -206,25 +193,3 @@ def _fingerprint(folder: Path, layout: ExpertLayout) -> str:
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     text = repr((_FORMAT, str(folder.resolve()), str(layout.dtype), layout.digest, stats))
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-
-
-@contextmanager
-def _locked(path: Path, deadline_s: float) -> Iterator[None]:
-    with path.open("w") as file:
-        give_up_s = time.monotonic() + deadline_s
-        while not _try_lock(file):
-            if time.monotonic() > give_up_s:
-                raise ResourceError(
-                    f"{path}: another process has held it for {deadline_s:g} s; raise "
-                    "groups.ready_timeout_s"
-                )
-            time.sleep(_POLL_S)
-        yield
-
-
-def _try_lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -202,8 +202,8 @@ def test_the_hosts_experts_are_the_checkpoints_and_a_file_is_made_once_where_nee
         source.copy_part(layout.spec.moe_layers[-1], 2, 4, part)
         for got, wanted in zip(part, buffer.part(2, 4), strict=True):
             assert torch.equal(got, wanted)
-        stamps |= {path.stat().st_mtime_ns for path in tmp_path.glob("*.bin")}
-    assert len(stamps) == len(list(tmp_path.glob("*.bin"))) == made
+        stamps |= {path.stat().st_mtime_ns for path in tmp_path.rglob("*.bin")}
+    assert len(stamps) == len(list(tmp_path.rglob("*.bin"))) == made
 
 
 def assert_same_products(folder: Path, source: HostSource, buffer: ExpertBuffer) -> None:
