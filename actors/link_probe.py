@@ -23,6 +23,7 @@ from actors.channels.factory import make_endpoint
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError
+from contracts.import_path import module_command
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def link_probe(backend: str) -> Iterator[LinkProbe]:
     """A link over `backend` ("shm" or "tcp") to a process of its own. Raises ChannelError."""
     options = _Options(backend, secrets.token_bytes(32))
     process = subprocess.Popen(
-        [sys.executable, "-m", "actors.link_probe"],
+        module_command("actors.link_probe"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C reaches the parent, which ends it

@@ -22,6 +22,7 @@ import msgspec
 import contracts.errors
 from contracts.errors import LaunchError, TandemError
 from contracts.events import TaskSpan
+from contracts.import_path import module_command
 from contracts.plan import Plan
 from contracts.worker import RankReady, RankStatus, WorkerSpec
 
@@ -58,7 +59,7 @@ class RankProcess:
         self._calls: deque[tuple[str, Future[Any]]] = deque()
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [*inside, sys.executable, "-m", "actors.process"],
+            [*inside, *module_command("actors.process")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches the parent, which ends its ranks in order

@@ -45,7 +45,13 @@ def encode_failure(error: Exception) -> bytes:
     name = type(error).__name__
     if isinstance(error, TandemError):
         return msgspec.msgpack.encode(LaunchFailure(name, error.message))
-    return msgspec.msgpack.encode(LaunchFailure(LaunchError.__name__, f"{name}: {error}"))
+    reason = " ".join(f"{name}: {error}".split())
+    return msgspec.msgpack.encode(LaunchFailure(LaunchError.__name__, reason))
+
+
+def decode_failure(body: bytes) -> TandemError:
+    """The error, to be raised again."""
+    return _error_of(msgspec.msgpack.decode(body, type=LaunchFailure))
 
 
 def decode_directory(body: bytes) -> Directory:
@@ -53,5 +59,11 @@ def decode_directory(body: bytes) -> Directory:
     answer = msgspec.msgpack.decode(body, type=Directory | LaunchFailure)
     if isinstance(answer, Directory):
         return answer
-    kind = getattr(contracts.errors, answer.error, LaunchError)
-    raise kind(answer.message)
+    raise _error_of(answer)
+
+
+def _error_of(failure: LaunchFailure) -> TandemError:
+    kind = getattr(contracts.errors, failure.error, None)
+    if isinstance(kind, type) and issubclass(kind, TandemError):
+        return kind(failure.message)
+    return LaunchError(failure.message)

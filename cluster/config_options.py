@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import typing
 from pathlib import Path
+from typing import Any
 
-from contracts.config import TandemConfig
+import msgspec
+
+from contracts.config import BUNDLED, InputPath, OutputFolder, TandemConfig
 from contracts.loading import load_config
 
 
@@ -20,11 +24,14 @@ def add_config_options(command: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="a.b=c", help="override one key; repeatable"
     )
 
+    command.add_argument("--name", help='of the application on its Ray cluster (default "tandem")')
+
 
 def config_of(options: argparse.Namespace) -> TandemConfig:
     """The file, then --set, then the named options, each overriding the one before."""
     named = {
         "model.path": options.model,
+        "serve.name": options.name,
         "model.dtype": options.dtype,
         "groups.attention_ranks": options.attention_ranks,
         "groups.expert_ranks": options.expert_ranks,
@@ -33,7 +40,27 @@ def config_of(options: argparse.Namespace) -> TandemConfig:
         "http.port": getattr(options, "port", None),
     }
     extra = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
-    return load_config(options.config, [*options.set, *extra])
+    return with_absolute_paths(load_config(options.config, [*options.set, *extra]), Path.cwd())
+
+
+def with_absolute_paths(config: TandemConfig, here: Path) -> TandemConfig:
+    """`config` with its relative paths below `here` made absolute: ranks and the ingress start in a
+    folder of their own. Names that are no paths, as "bundled" or a hub id, stay."""
+    return msgspec.convert(_absolute(msgspec.to_builtins(config), TandemConfig, here), TandemConfig)
+
+
+def _absolute(tree: dict[str, Any], struct: type, here: Path) -> dict[str, Any]:
+    hints = typing.get_type_hints(struct, include_extras=True)
+    for key, value in tree.items():
+        hint = hints[key]
+        kinds = (hint, *typing.get_args(hint))  # None may be another one of them
+        if isinstance(value, dict) and isinstance(hint, type):
+            _absolute(value, hint, here)
+        elif isinstance(value, str) and (InputPath in kinds or OutputFolder in kinds):
+            path = here / Path(value).expanduser()
+            is_name = value == BUNDLED or (InputPath in kinds and not path.exists())
+            tree[key] = value if is_name else str(path)
+    return tree
 
 
 def sizes_of(options: argparse.Namespace) -> tuple[int | None, ...]:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.front import bind
-from cluster.model_folder import resolve_model_folder
+from cluster.model_folder import check_tokenizer, resolve_model_folder
 from contracts.config import TandemConfig
 from contracts.errors import TandemError
 from models import layout
@@ -53,6 +53,7 @@ def examine(config: TandemConfig, environment: Mapping[str, str]) -> list[Findin
         _gpu,
         lambda: _ray_address(config, environment),
         lambda: _model(config),
+        lambda: _tokenizer(config),
         lambda: _prefill(config),
         lambda: _port(config),
     ]
@@ -159,6 +160,22 @@ def _model(config: TandemConfig) -> Finding:
         f"{folder.name}: {spec.architecture}, {spec.num_layers} layers, {spec.num_experts} experts "
         f"top-{spec.top_k}, {str(dtype)[6:]}, {per_token} bytes of KV a token",
     )
+
+
+def _tokenizer(config: TandemConfig) -> Finding:
+    try:
+        folder = resolve_model_folder(config.model.path)
+    except TandemError:
+        return Finding("tokenizer", "warning", "not looked at: there is no model folder")
+    try:
+        text = check_tokenizer(folder)
+    except TandemError as error:
+        return Finding("tokenizer", "error", error.message)
+    found = f"{text.vocab_size} tokens, {'a' if text.has_chat_template else 'no'} chat template"
+    if not text.has_chat_template:
+        advice = "/v1/chat/completions will answer 400; the other endpoints need no template"
+        return Finding("tokenizer", "warning", found, advice)
+    return Finding("tokenizer", "ok", found)
 
 
 def _prefill(config: TandemConfig) -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 from huggingface_hub import snapshot_download
@@ -11,9 +12,11 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 import models
 from contracts.config import BUNDLED
-from contracts.errors import CheckpointError
+from contracts.errors import CheckpointError, RequestError
+from models.tokenizer import Tokenizer
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+TRIVIAL = "Hello"
 _FILES = ["*.json", "*.safetensors", "*.jinja"]  # nothing that is pickled, and no code
 
 
@@ -34,6 +37,29 @@ def resolve_model_folder(path: str) -> Path:
         f'model.path={path}: no such folder; give a Hugging Face model folder, "{BUNDLED}", or a '
         "hub id (organisation/name)"
     )
+
+
+class TextFound(NamedTuple):
+    """What can be said of a checkpoint's tokenizer once it works."""
+
+    vocab_size: int
+    has_chat_template: bool
+
+
+def check_tokenizer(folder: Path) -> TextFound:
+    """Loads the tokenizer and renders a chat, in milliseconds. Raises CheckpointError for what
+    would keep the ingress from starting, or every chat from an answer."""
+    tokenizer = Tokenizer.load(folder)
+    tokenizer.encode(TRIVIAL)
+    if tokenizer.has_chat_template:
+        try:
+            tokenizer.encode_chat([{"role": "user", "content": TRIVIAL}])
+        except RequestError as error:
+            raise CheckpointError(
+                f"{folder}: the chat template fails on a chat of one message, {TRIVIAL!r}: "
+                f"{error.message}; mend it, or take it away to serve without chats"
+            ) from None
+    return TextFound(tokenizer.vocab_size, tokenizer.has_chat_template)
 
 
 def _download(hub_id: str) -> Path:

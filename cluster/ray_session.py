@@ -9,12 +9,15 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import psutil
 import ray
+from ray.job_config import JobConfig
 
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, ResourceError
+from contracts.import_path import standing_in, workers_path
 
 OBJECT_STORE_BYTES = 256 << 20  # nothing large goes through it
 PROBE_TIMEOUT_S = 3.0
@@ -44,11 +47,13 @@ def ray_session(
     """
     address = cluster_address(config, environment)
     if address is not None:
-        _connect(address, environment, show_rank_logs)
-        try:
-            yield
-        finally:
-            ray.shutdown()
+        with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+            with standing_in(Path(folder)):
+                _connect(address, environment, show_rank_logs)
+            try:
+                yield
+            finally:
+                ray.shutdown()
         return
     check_cores(config)
     folder = _start_local(show_rank_logs)
@@ -83,7 +88,12 @@ def _probe(address: str, environment: Mapping[str, str]) -> None:
 def _connect(address: str, environment: Mapping[str, str], show_rank_logs: bool) -> None:
     try:
         _probe(address, environment)
-        ray.init(address=address, log_to_driver=show_rank_logs, logging_level="ERROR")
+        ray.init(
+            address=address,
+            log_to_driver=show_rank_logs,
+            logging_level="ERROR",
+            job_config=JobConfig(_py_driver_sys_path=workers_path()),
+        )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         first = str(error).strip().partition("\n")[0]
         raise ResourceError(
@@ -117,15 +127,8 @@ def _start_local(show_rank_logs: bool) -> str:
     for attempt in range(1, START_ATTEMPTS + 1):
         folder = tempfile.mkdtemp(prefix="tandem-", dir="/tmp" if os.path.isdir("/tmp") else None)
         try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                log_to_driver=show_rank_logs,
-                logging_level="ERROR",
-                _temp_dir=folder,
-                _node_ip_address="127.0.0.1",
-            )
+            with standing_in(Path(folder)):
+                _init_local(folder, show_rank_logs)
         except BaseException as error:
             ray.shutdown()
             _kill_started(folder)
@@ -139,6 +142,19 @@ def _start_local(show_rank_logs: bool) -> str:
     raise LaunchError(
         f"the local Ray cluster did not start, {START_ATTEMPTS} times: {reason} "
         "[on an overloaded machine: start again]"
+    )
+
+
+def _init_local(folder: str, show_rank_logs: bool) -> None:
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=show_rank_logs,
+        logging_level="ERROR",
+        job_config=JobConfig(_py_driver_sys_path=workers_path()),
+        _temp_dir=folder,
+        _node_ip_address="127.0.0.1",
     )
 
 

@@ -18,7 +18,6 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from cluster.codec import (
-    Directory,
     decode_config,
     decode_directory,
     encode_config,
@@ -37,7 +36,6 @@ from contracts.worker import RankStatus
 log = logging.getLogger("tandem.serve")
 
 ON_HEAD = {"node:__internal_head__": 0.001}  # a little of what Ray gives its head node alone
-APP_NAME = "tandem"
 STATUS_TIMEOUT_S = 2.0
 SPANS_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
@@ -46,8 +44,11 @@ CLOSE_TIMEOUT_S = 5.0
 class Groups:
     """Launches the ranks in the background, so that a failure can be told instead of retried."""
 
-    def __init__(self, config: bytes) -> None:
+    def __init__(self, config: bytes, launch_id: str = "") -> None:
         self._config = decode_config(config)
+        self._launch_id = launch_id
+        self._awaited = self._config.http.front == "direct"
+        self._ingress_failure = b""
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="groups")
         self._launch = self._threads.submit(self._run)
 
@@ -56,6 +57,24 @@ class Groups:
 
     async def _deployment(self) -> Deployment:
         return await asyncio.wrap_future(self._launch)
+
+    async def launch_id(self) -> str:
+        """Which launcher's it is; empty: that of `serve run`."""
+        return self._launch_id
+
+    async def ingress_failed(self, failure: bytes) -> bool:
+        """Keeps why an ingress did not start. Whether a launcher waits: it will tell the user, and
+        end everything."""
+        self._ingress_failure = failure
+        return self._awaited
+
+    async def ingress_failure(self) -> bytes:
+        """What an ingress has told last; empty: nothing."""
+        return self._ingress_failure
+
+    async def served(self) -> None:
+        """From the launcher: everything serves, and nobody waits any more."""
+        self._awaited = False
 
     async def config(self) -> bytes:
         """What the application was started with."""
@@ -101,7 +120,20 @@ class Ingress:
         self._groups = groups
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        directory = await self._directory()
+        """The application, connected. What keeps it from that is told by way of Groups: a launcher
+        that waits says it in one line and ends us; else it is raised, and Serve tries again."""
+        try:
+            return await self._build()
+        except Exception as error:
+            if not isinstance(error, TandemError):  # those say all in one line
+                log.exception("ingress_failed")
+            if not await self._groups.ingress_failed.remote(encode_failure(error)):
+                raise
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    async def _build(self) -> ASGIApp:
+        directory = decode_directory(await self._groups.directory.remote())
         app = await build_ingress_app(
             self._config, directory, self._rank_metrics, self._prefill_addresses
         )
@@ -109,17 +141,6 @@ class Ingress:
             self._front = DirectFront(app, self._config.http)
             await self._front.start()
         return app
-
-    async def _directory(self) -> Directory:
-        """Raises what kept the ranks from coming up; Serve then logs it and tries again. With a
-        front of our own there is a launcher that tells the user, in one line, and ends us."""
-        try:
-            return decode_directory(await self._groups.directory.remote())
-        except TandemError:
-            if self._config.http.front != "direct":
-                raise
-        await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
 
     async def _prefill_addresses(self, suspects: dict[str, str]) -> dict[str, str]:
         """Where the prefill workers are now; `suspects` will be replaced."""
@@ -130,8 +151,8 @@ class Ingress:
         return texts
 
 
-def build_serve_app(config: TandemConfig) -> serve.Application:
-    """The application to hand to `serve.run`."""
+def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Application:
+    """The application to hand to `serve.run`. launch_id: of whoever does."""
     on_head = {"num_cpus": 0, "resources": ON_HEAD}
     anywhere = {"num_cpus": 0}
     groups = serve.deployment(
@@ -150,4 +171,4 @@ def build_serve_app(config: TandemConfig) -> serve.Application:
         graceful_shutdown_timeout_s=5,
     )(serve.ingress()(Ingress))
     body = encode_config(config)
-    return ingress.bind(body, groups.bind(body))
+    return ingress.bind(body, groups.bind(body, launch_id))

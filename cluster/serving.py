@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import time
@@ -11,22 +10,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import httpx
-from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cluster import application
 from cluster.codec import Directory, decode_directory
 from cluster.front import bind
-from cluster.model_folder import resolve_model_folder
+from cluster.model_folder import check_tokenizer, resolve_model_folder
 from cluster.ray_session import cluster_address, ray_session
-from cluster.serve_app import APP_NAME, build_serve_app
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
 from models.checkpoint import check_checkpoint
-
-log = logging.getLogger("tandem.serving")
-
-STOP_TIMEOUT_S = 6.0
-QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 
 
 class Served(NamedTuple):
@@ -45,13 +38,18 @@ def serving(config: TandemConfig, *, show_rank_logs: bool = False) -> Iterator[S
     _check_http(config)
     preflight(config)
     with ray_session(config, os.environ, show_rank_logs=show_rank_logs):
+        application.check_absent(config.serve.name)
+        deployed = application.deploy(config)
         try:
-            directory, groups = _deploy(config)
+            limit_s = config.groups.ready_timeout_s
+            body = application.answer_of(deployed, "directory", limit_s, "the ranks were not up")
+            directory = decode_directory(body)
             url = f"http://{_url_host(config.http.host)}:{config.http.port}"
-            _wait_healthy(url, config.groups.ready_timeout_s)
-            yield Served(url, directory, groups, time.monotonic() - started_s)
+            _wait_healthy(url, deployed, limit_s)
+            yield Served(url, directory, deployed.groups, time.monotonic() - started_s)
         finally:
-            _stop(is_ours=cluster_address(config, os.environ) is None)
+            ours = cluster_address(config, os.environ) is None
+            application.remove(deployed, is_clusters_end=ours)
 
 
 def _check_http(config: TandemConfig) -> None:
@@ -67,7 +65,9 @@ def _check_http(config: TandemConfig) -> None:
 
 def preflight(config: TandemConfig) -> None:
     """What can be found wrong in milliseconds, before anything starts. Raises TandemError."""
-    model = check_checkpoint(resolve_model_folder(config.model.path))
+    folder = resolve_model_folder(config.model.path)
+    model = check_checkpoint(folder)
+    check_tokenizer(folder)
     if config.groups.expert_ranks > model.num_experts:
         raise ConfigError(
             f"groups.expert_ranks={config.groups.expert_ranks}: the model has "
@@ -76,39 +76,22 @@ def preflight(config: TandemConfig) -> None:
     bind(config.http.host, config.http.port, reuse_port=False).close()
 
 
-def _deploy(config: TandemConfig) -> tuple[Directory, DeploymentHandle]:
-    """Starts Serve without a proxy of its own, and waits for the ranks."""
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    serve.start(
-        proxy_location="Disabled",
-        logging_config=QUIET,
-    )
-    target = serve.RunTarget(
-        build_serve_app(config), name=APP_NAME, route_prefix="/", logging_config=QUIET
-    )
-    serve.run_many([target], wait_for_applications_running=False)
-    groups = serve.get_deployment_handle("Groups", APP_NAME)
-    try:
-        body = groups.directory.remote().result(timeout_s=config.groups.ready_timeout_s)
-    except TimeoutError:
-        raise LaunchError(
-            f"the ranks were not up within {config.groups.ready_timeout_s:g} s "
-            "(groups.ready_timeout_s)"
-        ) from None
-    return decode_directory(body), groups
-
-
-def _wait_healthy(url: str, timeout_s: float) -> None:
+def _wait_healthy(url: str, deployed: application.Deployed, timeout_s: float) -> None:
+    """Returns once clients are answered. Raises what keeps the ingress from starting, within
+    seconds, or LaunchError at the limit."""
     deadline_s = time.monotonic() + timeout_s
     reason = "no answer yet"
     while time.monotonic() < deadline_s:
         try:
             answer = httpx.get(f"{url}/health", timeout=5.0)
             if answer.status_code == 200:
+                deployed.groups.served.remote().result(timeout_s=application.STOP_TIMEOUT_S)
                 return
             reason = answer.text
         except httpx.HTTPError as error:
             reason = str(error)
+        application.check_told(deployed)
+        application.check_deployed(deployed)
         time.sleep(0.1)
     raise LaunchError(f"{url}/health was not 200 within {timeout_s:g} s: {reason}")
 
@@ -117,19 +100,3 @@ def _url_host(host: str) -> str:
     if host in ("0.0.0.0", "::"):  # not an address to connect to
         return socket.gethostname()
     return f"[{host}]" if ":" in host else host
-
-
-def _stop(*, is_ours: bool) -> None:
-    """Ends the ranks in order. Our own cluster ends next, with all that is left in it; on an
-    existing one the application is deleted, and Serve stays, with what others run there."""
-    try:
-        groups = serve.get_deployment_handle("Groups", APP_NAME)
-        groups.close.remote().result(timeout_s=STOP_TIMEOUT_S)
-    except Exception as error:  # noqa: BLE001 - what it left is ended next, whatever this says
-        log.warning("orderly_stop_failed error=%s", error)
-    if is_ours:
-        return
-    try:
-        serve.delete(APP_NAME)
-    except Exception as error:  # noqa: BLE001 - the error that brought us here must get through
-        log.warning("application_not_deleted name=%s error=%s", APP_NAME, error)

@@ -5,6 +5,7 @@ Bounds are checked by msgspec on decoding; rules across fields stand in `__post_
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -15,6 +16,10 @@ from contracts.plan import Order, Plan
 Count = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
+# The command line makes relative ones absolute, for ranks stand elsewhere. InputPath: of something
+# that is there, or a name ("bundled"); OutputFolder: may have to be made.
+InputPath = Annotated[str, Meta(extra={"path": "input"})]
+OutputFolder = Annotated[str, Meta(extra={"path": "output"})]
 
 BUNDLED = "bundled"
 SPIN_S = 0.005
@@ -27,7 +32,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """path: a Hugging Face folder, or "bundled". name: what clients call it (default: folder)."""
 
-    path: str = BUNDLED
+    path: InputPath = BUNDLED
     name: str | None = None
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     max_context_tokens: Count | None = None  # None: what the checkpoint states
@@ -156,7 +161,7 @@ class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     experts: Literal["resident", "gathered", "streamed", "hybrid", "all_to_all"] = "resident"
     resident_layers: Count = 1
     shard_window: Count = 2
-    host_store: str | None = None
+    host_store: OutputFolder | None = None
     packed_experts: bool = True
     kv_free: bool = False
     max_batch_tokens: Count = 4096
@@ -179,7 +184,7 @@ class PlannerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     enabled: bool = True
-    hardware: str | None = None
+    hardware: InputPath | None = None
     refit: bool = True
     beyond: bool = True
     answer_deadline_s: Seconds = 1.0
@@ -190,6 +195,20 @@ class PlannerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(
                 "planner.refit=false without planner.hardware: nothing tells how long stages take; "
                 "name a hardware file, or set planner.enabled=false"
+            )
+
+
+class ServeConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """name: of this application on its Ray cluster, where others of other names and ports may run;
+    up to 40 of a-z, 0-9 and -."""
+
+    name: str = "tandem"
+
+    def __post_init__(self) -> None:
+        if re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", self.name) is None:
+            raise ValueError(
+                f"name={self.name!r}: use 1 to 40 of a-z, 0-9 and -, of which - is neither first "
+                "nor last"
             )
 
 
@@ -220,5 +239,6 @@ class TandemConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     schedule: ScheduleConfig = ScheduleConfig()
     prefill: PrefillConfig = PrefillConfig()
     planner: PlannerConfig = PlannerConfig()
+    serve: ServeConfig = ServeConfig()
     http: HttpConfig = HttpConfig()
     trace: TraceConfig = TraceConfig()

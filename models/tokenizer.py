@@ -81,6 +81,10 @@ class Tokenizer:
             return self.encode_many(texts, add_special_tokens)
         return await asyncio.to_thread(self.encode_many, texts, add_special_tokens)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat is not None
+
     def render_chat(self, messages: Sequence[Message], **variables: object) -> str:
         """The prompt text of a conversation. Raises RequestError about `messages`."""
         if self._chat is None:

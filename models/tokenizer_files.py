@@ -68,9 +68,14 @@ def _add_missing_tokens(
     """Tokens that tokenizer_config.json lists and tokenizer.json lacks, in the order of their ids;
     and a named special token counts as special, whatever tokenizer.json says."""
     listed = config.get("added_tokens_decoder", {})
-    for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
-        if backend.token_to_id(token["content"]) is None:
-            backend.add_tokens([AddedToken(**token)])
+    try:
+        for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
+            if backend.token_to_id(token["content"]) is None:
+                backend.add_tokens([AddedToken(**token)])
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"tokenizer_config.json: added_tokens_decoder cannot be used: {_one_line(error)}"
+        ) from None
     backend.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text in special.values()]
     )
@@ -80,11 +85,21 @@ def _template(folder: Path, config: dict[str, Any]) -> str | None:
     """The default chat template: the .jinja file before tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path}: not UTF-8 at byte {error.start}") from None
     stated = config.get("chat_template")
     if isinstance(stated, list):
-        named = {entry["name"]: entry["template"] for entry in stated}
-        return named.get("default")
+        try:
+            return {entry["name"]: entry["template"] for entry in stated}.get("default")
+        except (LookupError, TypeError) as error:
+            raise CheckpointError(
+                "tokenizer_config.json: chat_template: expected a text, or a list of objects with "
+                f"name and template: {_one_line(error)}"
+            ) from None
     return stated if isinstance(stated, str) else None
 
 

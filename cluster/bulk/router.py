@@ -16,15 +16,14 @@ from typing import Any
 
 import msgspec
 import ray
-from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from cluster.application import groups_of
 from cluster.bulk.answering import Answering, Asked, BulkTask
 from cluster.bulk.driver import RouterLostError
 from cluster.bulk.rows import Answer
 from cluster.codec import Directory, decode_config, decode_directory
 from cluster.pipelines import Pipelines
-from cluster.serve_app import APP_NAME
 from cluster.wiring import pipelines, served_model
 from contracts.errors import JobError, TandemError
 from contracts.garbage import spare_what_lives_on
@@ -75,7 +74,7 @@ class BulkRouter:
 
     async def _open(self) -> Answering:
         model, tokenizer = await asyncio.to_thread(served_model, self._config)
-        groups = self._groups or serve.get_deployment_handle("Groups", APP_NAME)
+        groups = self._groups or groups_of(self._config.serve.name)
 
         async def directory(suspects: dict[str, str]) -> Directory:
             return decode_directory(await groups.directory.remote(suspects))

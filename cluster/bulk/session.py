@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 import ray
-from ray import serve
 
+from cluster.application import check_present, groups_of
 from cluster.codec import decode_config, decode_directory, encode_config
 from cluster.model_folder import resolve_model_folder
 from cluster.ray_session import ray_session
-from cluster.serve_app import APP_NAME, CLOSE_TIMEOUT_S, ON_HEAD, Groups
+from cluster.serve_app import CLOSE_TIMEOUT_S, ON_HEAD, Groups
 from contracts.config import GroupsConfig, TandemConfig
 from contracts.errors import LaunchError, ResourceError
 from models.checkpoint import check_checkpoint
@@ -32,21 +33,25 @@ class Workers(NamedTuple):
 
 
 @contextlib.contextmanager
-def running_workers(address: str, environment: Mapping[str, str]) -> Iterator[Workers]:
-    """Those of the Tandem application on the Ray cluster at `address`. Raises ResourceError."""
+def running_workers(address: str, name: str, environment: Mapping[str, str]) -> Iterator[Workers]:
+    """Those of the Tandem application of this name on the Ray cluster at `address`. Raises
+    ResourceError."""
     config = TandemConfig(groups=GroupsConfig(address=address))
     with ray_session(config, environment, show_rank_logs=False):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
-            groups = serve.get_deployment_handle("Groups", APP_NAME)
-            body = groups.config.remote().result(timeout_s=ASK_TIMEOUT_S)
+            check_present(name)
+            body = groups_of(name).config.remote().result(timeout_s=ASK_TIMEOUT_S)
         except Exception as error:  # noqa: BLE001 - what Serve raises if nothing of ours is there
             first = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ResourceError(
-                f"no Tandem application answers on the Ray cluster at {address}: {first}; start it "
-                "(tandem serve), or give --model to start workers for this job"
+                f"no Tandem application {name} answers on the Ray cluster at {address}: {first}; "
+                "start it (tandem serve), name another (--name), or give --model to start workers "
+                "for this job"
             ) from None
-        yield Workers(decode_config(body), lambda: None)
+        found = decode_config(body)
+        serve = msgspec.structs.replace(found.serve, name=name)  # `serve run` names it itself
+        yield Workers(msgspec.structs.replace(found, serve=serve), lambda: None)
 
 
 @contextlib.contextmanager

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from benchmarks.ray_head import ENVIRONMENT, ROOT, RayHead, ray_head
+from benchmarks.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
 from cluster.front import free_port
+from cluster.model_folder import resolve_model_folder
+from contracts.config import BUNDLED
 
 pytestmark = pytest.mark.ray
 
@@ -41,19 +44,11 @@ def ranks_of(head: RayHead) -> set[psutil.Process]:
     return {one for shell in SHELLS for one in head.running(shell)}
 
 
-def tandem(address: str, *arguments: str) -> subprocess.Popen[str]:
+def tandem(address: str, *arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "cluster",
-            "serve",
-            "--set",
-            f"groups.address={address}",
-            *arguments,
-        ],
-        env=ENVIRONMENT,
-        cwd=ROOT,
+        [str(BIN / "tandem"), *arguments],
+        env={**ENVIRONMENT, "RAY_ADDRESS": address},
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -66,37 +61,100 @@ def wait_until_none(head: RayHead) -> None:
         assert time.monotonic() < end_s, f"left running: {left}"
 
 
-def test_serve_joins_a_cluster_by_its_address_and_leaves_it_as_it_was(
-    cluster: RayHead,
+def wait_until_ready(server: subprocess.Popen[str]) -> None:
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    while not line.startswith("ready in "):
+        assert line, server.communicate(timeout=DEADLINE_S)
+        line = server.stdout.readline()
+
+
+def ended(server: subprocess.Popen[str]) -> None:
+    server.send_signal(signal.SIGTERM)
+    out, err = server.communicate(timeout=DEADLINE_S)
+    assert server.returncode == 0, err
+    assert out.endswith("stopping\n")
+    assert "Traceback" not in err
+
+
+def refused(server: subprocess.Popen[str]) -> str:
+    """The one line of a server that does not start."""
+    _, err = server.communicate(timeout=DEADLINE_S)
+    assert server.returncode == 2, err
+    assert err.count("\n") == 1, err
+    assert err.startswith("tandem serve: ")
+    return err
+
+
+def answers(port: int) -> bool:
+    body = {"model": "bundled", "prompt": "The", "max_tokens": 1}
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    return httpx.post(url, json=body, timeout=DEADLINE_S).status_code == 200
+
+
+STUB = (
+    *("--attention-ranks", "0", "--expert-ranks", "0", "--prefill-ranks", "1"),
+    *("--set", "prefill.engine=stub"),
+)
+
+
+def test_servers_of_different_names_share_a_cluster_and_end_only_themselves(
+    cluster: RayHead, tmp_path: Path
 ) -> None:
-    port = free_port()
-    with tandem(cluster.address, "--port", str(port), "--set", "kv.pool_tokens=4096") as server:
-        assert server.stdout is not None
-        assert server.stdout.readline().startswith("ready in ")
-        url = f"http://127.0.0.1:{port}"
-        body = {"model": "bundled", "prompt": "The", "max_tokens": 4}
-        assert httpx.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S).status_code == 200
+    """FINDINGS B5: the second one replaced the first without a word, and deleted it on exit.
+    FINDINGS B7: what an ingress alone finds out was told after minutes, below a traceback.
+    FINDINGS B8: modules in the folder that one stands in were imported by the server."""
+    (tmp_path / "models.py").write_text("raise RuntimeError('of the folder one stands in')\n")
+    hostile = tmp_path / "cluster"
+    hostile.mkdir()
+    (hostile / "__init__.py").write_text("raise RuntimeError('of the folder one stands in')\n")
+    first, second = free_port(), free_port()
+    pool = ("--set", "kv.pool_tokens=4096")
+    one = tandem(cluster.address, "serve", "--port", str(first), *pool, cwd=tmp_path)
+    with one:
+        wait_until_ready(one)
         assert len(ranks_of(cluster)) >= 4, "two ranks, Groups and Ingress"
-        server.send_signal(signal.SIGTERM)
-        out, err = server.communicate(timeout=DEADLINE_S)
-        assert server.returncode == 0, err
-        assert out.endswith("stopping\n")
-        assert "Traceback" not in err
+
+        asked = tandem(cluster.address, "serve", "--port", str(second), *STUB)
+        line = refused(asked)
+        for part in ("serve.name=tandem", "RUNNING", "--name", "--port", "tandem stop"):
+            assert part in line
+        assert answers(first), "the first one is untouched"
+
+        other = ("serve", "--name", "other", "--port", str(second), *STUB)
+        model = shutil.copytree(resolve_model_folder(BUNDLED), tmp_path / "bundled")
+        with tandem(cluster.address, *other, "--model", str(model)) as failing:
+            while len(cluster.running("Groups")) < 2:
+                assert failing.poll() is None, failing.communicate()
+            (model / "tokenizer.json").unlink()  # after the check, before the ingress reads it
+            assert "no tokenizer.json" in refused(failing)
+        assert answers(first)
+
+        with tandem(cluster.address, *other) as two:
+            wait_until_ready(two)
+            assert answers(first)
+            assert answers(second)
+            ended(two)
+        assert not can_connect(second)
+        assert answers(first)
+        one.kill()  # its application is left
+        one.wait(DEADLINE_S)
+    assert answers(first)
+    with tandem(cluster.address, "stop", cwd=tmp_path) as stop:
+        out, err = stop.communicate(timeout=DEADLINE_S)
+        assert (stop.returncode, out) == (0, "tandem: ended\n"), err
     wait_until_none(cluster)
-    assert not can_connect(port)
+    assert not can_connect(first)
     assert can_connect(int(cluster.address.rpartition(":")[2])), "the cluster stays"
 
 
 def test_what_only_the_cluster_can_refuse_is_one_line_and_leaves_nothing(
     cluster: RayHead,
 ) -> None:
-    port = free_port()
-    with tandem(cluster.address, "--port", str(port), "--set", "groups.placement=spread") as server:
-        out, err = server.communicate(timeout=DEADLINE_S)
-        assert server.returncode == 2
-    assert out == ""
-    assert err.count("\n") == 1, err
-    assert err.startswith("tandem serve: ")
+    port = str(free_port())
+    spread = ("--set", "groups.placement=spread")
+    with tandem(cluster.address, "serve", "--port", port, *spread) as server:
+        line = refused(server)
     for part in ("groups.placement=spread", "at least 2 nodes", "has 1"):
-        assert part in err
+        assert part in line
     wait_until_none(cluster)

@@ -17,6 +17,8 @@ import ray
 from safetensors.torch import load_file, save_file
 
 from cluster.cli import main
+from cluster.model_folder import resolve_model_folder
+from contracts.config import BUNDLED
 
 Checkpoints = Callable[..., Path]
 Run = Callable[..., str]
@@ -172,6 +174,78 @@ def test_an_unknown_architecture(run: Run, model: Path) -> None:
 def test_unsupported_quantisation(run: Run, model: Path) -> None:
     set_config(model, quantization_config={"quant_method": "awq"})
     assert "awq" in run("serve", "--model", str(model))
+
+
+# --- tokenizers and chat templates
+
+
+def in_config(**fields: Any) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+
+    return write
+
+
+def template(source: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / "chat_template.jinja").write_bytes(source)
+
+
+BROKEN_TEXT: list[tuple[Callable[[Path], object], list[str]]] = [
+    (lambda folder: (folder / "tokenizer.json").unlink(), ["no tokenizer.json"]),
+    (lambda folder: (folder / "tokenizer.json").write_text('{"a"'), ["tokenizer.json", "read"]),
+    (lambda folder: (folder / "tokenizer_config.json").write_text("{"), ["tokenizer_config.json"]),
+    (in_config(chat_template=[{"template": "a"}]), ["tokenizer_config.json", "chat_template"]),
+    (in_config(added_tokens_decoder={"x": {}}), ["tokenizer_config.json", "added_tokens_decoder"]),
+    (in_config(added_tokens_decoder=[1]), ["tokenizer_config.json", "added_tokens_decoder"]),
+    (template(b"{% for message in"), ["chat template", "end of template"]),
+    (template(b"\xff\xfe{{ messages }}"), ["chat_template.jinja", "UTF-8"]),
+    (template(b"{{ messages[0].content.nothing.at_all }}"), ["chat template", "Hello"]),
+    (template(b"{{ raise_exception('no chats here') }}"), ["chat template", "no chats here"]),
+]
+
+
+@pytest.mark.parametrize(("broken", "parts"), BROKEN_TEXT)
+def test_a_tokenizer_or_chat_template_that_cannot_be_used_is_told_before_ray_starts(
+    run: Run, tmp_path: Path, broken: Callable[[Path], object], parts: list[str]
+) -> None:
+    """FINDINGS B7: doctor was green, and serve's error came after minutes and named nothing."""
+    folder = shutil.copytree(resolve_model_folder(BUNDLED), tmp_path / "model")
+    broken(folder)
+    line = run("serve", "--model", str(folder))
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize(("broken", "parts"), BROKEN_TEXT)
+def test_doctor_names_a_tokenizer_or_chat_template_that_cannot_be_used(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    broken: Callable[[Path], object],
+    parts: list[str],
+) -> None:
+    """FINDINGS B7."""
+    folder = shutil.copytree(resolve_model_folder(BUNDLED), tmp_path / "model")
+    broken(folder)
+    assert main(["doctor", "--model", str(folder), "--json"]) == 2
+    findings = {f["check"]: f for f in json.loads(capsys.readouterr().out)}
+    assert findings["tokenizer"]["level"] == "error"
+    for part in parts:
+        assert part in findings["tokenizer"]["found"]
+
+
+def test_doctor_says_that_a_model_without_a_chat_template_answers_no_chats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(resolve_model_folder(BUNDLED), tmp_path / "model")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    main(["doctor", "--model", str(folder), "--json"])
+    findings = {f["check"]: f for f in json.loads(capsys.readouterr().out)}
+    assert findings["tokenizer"]["level"] == "warning"
+    assert "/v1/chat/completions" in findings["tokenizer"]["advice"]
 
 
 # --- this machine and the cluster

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from cluster.codec import decode_config, encode_config
+from cluster.config_options import with_absolute_paths
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError
 from contracts.loading import config_from, load_config
@@ -105,3 +106,25 @@ def test_a_configuration_cannot_be_changed() -> None:
         TandemConfig().groups.expert_ranks = 2  # type: ignore[misc]
     changed = msgspec.structs.replace(TandemConfig().groups, expert_ranks=2)
     assert (changed.expert_ranks, TandemConfig().groups.expert_ranks) == (2, 1)
+
+
+def test_relative_paths_are_those_of_the_command_line_wherever_ranks_start(tmp_path: Path) -> None:
+    """FINDINGS B8: ranks start in a folder of their own."""
+    for name in ("bundled", "a", "deeper"):
+        (tmp_path / name).mkdir()
+    given = ["planner.hardware=h200-node", "prefill.host_store=made/later", "model.name=a"]
+    for path, made in (("a", f"{tmp_path}/a"), ("bundled", "bundled"), ("org/model", "org/model")):
+        config = load_config(None, [f"model.path={path}", *given])
+        absolute = with_absolute_paths(config, tmp_path)
+        assert absolute.model.path == made
+        assert absolute.prefill.host_store == f"{tmp_path}/made/later"
+        assert (absolute.planner.hardware, absolute.model.name) == ("h200-node", "a")
+    assert with_absolute_paths(TandemConfig(), tmp_path) == TandemConfig()
+
+
+@pytest.mark.parametrize("name", ["", "Tandem", "a b", "-a", "a-", "a/b", "a" * 41, "ä"])
+def test_a_name_that_cannot_be_an_applications_is_refused(name: str) -> None:
+    """FINDINGS B5."""
+    with pytest.raises(ConfigError, match=r"1 to 40 of a-z, 0-9 and -.* `serve`"):
+        config_from({"serve": {"name": name}}, source="here")
+    assert load_config(None, ["serve.name=a-2"]).serve.name == "a-2"

@@ -1,0 +1,26 @@
+"""`tandem demo`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster.arguments import Commands, add_command
+
+_EXAMPLE = """example:
+  tandem demo
+  tandem demo --trace demo.trace.json     (open the file in https://ui.perfetto.dev)
+"""
+
+
+def add(commands: Commands) -> None:
+    help_ = "Start a local cluster, serve the bundled model, send real requests, show the answers."
+    demo = add_command(commands, "demo", help_, _EXAMPLE, run)
+    demo.add_argument("--trace", type=Path, help="also write a Perfetto trace to this file")
+
+
+def run(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    from cluster.demo import run_demo
+
+    return run_demo(options.trace)

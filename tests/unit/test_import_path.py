@@ -1,0 +1,90 @@
+"""Modules of the folder that a user stands in are never taken for ours (FINDINGS B8)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from contracts.import_path import (
+    PACKAGES,
+    ROOT,
+    module_command,
+    shadowing,
+    standing_in,
+    workers_path,
+)
+
+HOSTILE = "raise RuntimeError('of the folder one stands in')\n"
+
+
+def hostile(folder: Path, *packages: str) -> Path:
+    for name in packages:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(HOSTILE)
+    (folder / "models.py").write_text(HOSTILE)
+    return folder
+
+
+def run(*command: str, cwd: Path, path: str = f"{ROOT}") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_command_line_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    """FINDINGS B8. An empty entry of PYTHONPATH is the current folder, too."""
+    folder = hostile(tmp_path, "contracts", "kernels", "planner", "models")
+    command = "from cluster.cli import main; main(['--help'])"
+    before = "from cluster.current_folder import leave_current_folder as leave; leave(); "
+    done = run("-c", before + command, cwd=folder, path=f":{ROOT}")
+    assert "folder one stands in" not in done.stderr
+    assert "usage: tandem" in done.stdout
+    done = run("-c", command, cwd=folder)
+    assert "folder one stands in" in done.stderr, "without it, they are"
+
+
+def test_python_m_cluster_in_a_folder_with_a_module_of_ours(tmp_path: Path) -> None:
+    """FINDINGS B8."""
+    done = run("-m", "cluster", "--help", cwd=hostile(tmp_path, "contracts", "planner"))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_rank_in_a_process_of_its_own_in_such_a_folder(tmp_path: Path) -> None:
+    """FINDINGS B8."""
+    command = module_command("actors.process")
+    assert command[0] == sys.executable
+    done = run(*command[1:], cwd=hostile(tmp_path, "actors", "contracts"), path="")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_process_stands_elsewhere_only_inside(tmp_path: Path) -> None:
+    before = Path.cwd()
+    with standing_in(tmp_path):
+        assert Path.cwd() == tmp_path.resolve()
+    assert Path.cwd() == before
+
+
+def test_workers_are_given_our_folder_and_no_other() -> None:
+    assert workers_path() in ([], [str(ROOT)])
+    assert (ROOT / "cluster").is_dir()
+
+
+def test_what_shadows_our_packages_is_named(tmp_path: Path) -> None:
+    (tmp_path / "notes.py").touch()
+    assert shadowing(tmp_path) == []
+    assert shadowing(hostile(tmp_path, "cluster")) == ["cluster", "models.py"]
+    assert shadowing(ROOT) == []
+
+
+def test_all_our_packages_are_known() -> None:
+    folders = {entry.name for entry in ROOT.iterdir() if (entry / "__init__.py").is_file()}
+    assert set(PACKAGES) <= folders
