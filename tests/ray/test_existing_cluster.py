@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import socket
@@ -19,7 +20,7 @@ from cluster.front import free_port
 from cluster.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 DEADLINE_S = 60.0
 SHELLS = ("WorkerShell", "Groups", "Ingress")
@@ -44,8 +45,10 @@ def ranks_of(head: RayHead) -> set[psutil.Process]:
     return {one for shell in SHELLS for one in head.running(shell)}
 
 
-def tandem(address: str, *arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextlib.contextmanager
+def tandem(address: str, *arguments: str, cwd: Path = ROOT) -> Iterator[subprocess.Popen[str]]:
+    """The command, which has ended afterwards."""
+    process = subprocess.Popen(
         [str(BIN / "tandem"), *arguments],
         env={**ENVIRONMENT, "RAY_ADDRESS": address},
         cwd=cwd,
@@ -53,6 +56,11 @@ def tandem(address: str, *arguments: str, cwd: Path = ROOT) -> subprocess.Popen[
         stderr=subprocess.PIPE,
         text=True,
     )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def wait_until_none(head: RayHead) -> None:
@@ -110,13 +118,12 @@ def test_servers_of_different_names_share_a_cluster_and_end_only_themselves(
     (hostile / "__init__.py").write_text("raise RuntimeError('of the folder one stands in')\n")
     first, second = free_port(), free_port()
     pool = ("--set", "kv.pool_tokens=4096")
-    one = tandem(cluster.address, "serve", "--port", str(first), *pool, cwd=tmp_path)
-    with one:
+    with tandem(cluster.address, "serve", "--port", str(first), *pool, cwd=tmp_path) as one:
         wait_until_ready(one)
         assert len(ranks_of(cluster)) >= 4, "two ranks, Groups and Ingress"
 
-        asked = tandem(cluster.address, "serve", "--port", str(second), *STUB)
-        line = refused(asked)
+        with tandem(cluster.address, "serve", "--port", str(second), *STUB) as asked:
+            line = refused(asked)
         for part in ("serve.name=tandem", "RUNNING", "--name", "--port", "tandem stop"):
             assert part in line
         assert answers(first), "the first one is untouched"
