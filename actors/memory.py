@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 
-import psutil
 import torch
 
 from contracts.config import TandemConfig
 from contracts.errors import ResourceError
+from contracts.machine import available_bytes
 from models.kv_pool import kv_bytes_per_token
 from models.spec import ModelSpec
 
@@ -64,4 +64,4 @@ def kv_pool_blocks(
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return available_bytes()

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import psutil
 import torch
 
 from actors.channels.base import Endpoint, PeerJoined
@@ -31,6 +30,7 @@ from contracts.clock import Clock, monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, ResourceError
 from contracts.events import Stage, TaskSpan
+from contracts.machine import available_bytes
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
 from contracts.requests import Priority
@@ -236,7 +236,7 @@ def _check_memory(spec: ModelSpec, dtype: torch.dtype, pool_tokens: int) -> None
     experts = len(spec.moe_layers) * spec.num_experts * layout.expert_elements(spec)
     needed = experts * dtype.itemsize + total_bytes(layout.attention_half_tensors(spec), dtype)
     needed += pool_tokens * kv_bytes_per_token(spec, dtype)
-    available = psutil.virtual_memory().available
+    available = available_bytes()
     if needed > _MEMORY_FRACTION * available:
         raise ResourceError(
             f"model: {spec.num_layers} layers to measure need {needed / 2**30:.1f} GiB, "

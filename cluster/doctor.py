@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
-import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from cluster.front import bind
 from cluster.model_folder import check_tokenizer, resolve_model_folder
+from contracts import machine
 from contracts.config import TandemConfig
 from contracts.errors import TandemError
 from models import layout
@@ -92,18 +90,18 @@ def _packages() -> Finding:
 
 
 def _cores(config: TandemConfig) -> Finding:
-    cores = os.cpu_count() or 1
+    cores = machine.usable_cores()
     ranks = config.groups.ranks
-    found = f"{cores} cores for {ranks} ranks of {config.groups.torch_threads} thread(s)"
+    found = f"{cores:g} cores for {ranks} ranks of {config.groups.torch_threads} thread(s)"
     if ranks * config.groups.torch_threads > cores:
         return Finding("cores", "warning", found, "ranks share cores: right, but slower")
     return Finding("cores", "ok", found)
 
 
 def _memory() -> Finding:
-    memory = psutil.virtual_memory()
-    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
-    if memory.available < 3 * GIB:
+    available, total = machine.available_bytes(), machine.total_bytes()
+    found = f"{available / GIB:.1f} of {total / GIB:.1f} GiB free"
+    if available < 3 * GIB:
         return Finding("memory", "warning", found, "Ray and four ranks take about 2 GiB")
     return Finding("memory", "ok", found)
 
@@ -112,7 +110,7 @@ def _shared_memory() -> Finding:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return Finding("shared memory", "error", "no /dev/shm", "use channel.backend=tcp")
-    free = shutil.disk_usage(folder).free
+    free = machine.free_bytes(folder)
     found = f"{free / GIB:.1f} GiB free in /dev/shm"
     if free < GIB // 2:
         advice = "Ray's object store wants 256 MiB there; docker: --shm-size=1g"
@@ -191,7 +189,7 @@ def _prefill(config: TandemConfig) -> Finding:
     if workers == 1 and kind in ("gathered", "hybrid", "all_to_all"):
         advice = "one worker has no others to fetch from: prefill.experts=resident or streamed"
         return Finding("prefill", "warning", found, advice)
-    if config.groups.device != "cuda" and workers * each > psutil.virtual_memory().available:
+    if config.groups.device != "cuda" and workers * each > machine.available_bytes():
         advice = "more than is free here: prefill.experts=gathered or streamed, or fewer workers"
         return Finding("prefill", "warning", found, advice)
     return Finding("prefill", "ok", found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 from collections.abc import Iterator, Sequence
@@ -10,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import psutil
 import torch
 
 from actors.link_probe import LinkTransfer, link_probe
 from actors.memory import keep_freed_memory
 from actors.model_shape import shape_of
 from actors.stage_probe import PassTimes, StageProbe, pool_tokens_for, stage_probe
+from contracts import machine
 from contracts.clock import monotonic_s
 from contracts.errors import ConfigError
 from contracts.events import Stage
@@ -73,7 +72,7 @@ def profile(settings: ProfileSettings) -> Hardware:
     attention, attention_fit = fit_attention(shape, _attention_samples(spec, stages))
     expert, expert_fit = fit_expert(shape, _expert_samples(stages))
     shared, shared_fits = _shared(shape, stages)
-    cores = os.cpu_count() or 1
+    cores = machine.whole_cores()
     precision = str(dtype)[6:]
     return Hardware(
         version=FORMAT_VERSION,
@@ -83,7 +82,7 @@ def profile(settings: ProfileSettings) -> Hardware:
         f"{precision}, one core a rank, torch {torch.__version__}",
         device=f"one core of {_processor()}",
         devices=cores,
-        memory_bytes=psutil.virtual_memory().total // cores,
+        memory_bytes=machine.total_bytes() // cores,
         attention=attention,
         shared=shared,
         expert=expert,

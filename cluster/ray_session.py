@@ -18,6 +18,7 @@ from ray.job_config import JobConfig
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, ResourceError
 from contracts.import_path import standing_in, workers_path
+from contracts.machine import usable_cores
 
 OBJECT_STORE_BYTES = 256 << 20  # nothing large goes through it
 PROBE_TIMEOUT_S = 3.0
@@ -106,12 +107,12 @@ def check_cores(config: TandemConfig) -> None:
     """Raises ResourceError if a local cluster could not hold the ranks."""
     groups = config.groups
     needed = groups.cpus_per_rank * groups.ranks
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     if needed > cores:
         raise ResourceError(
             f"groups: {groups.attention_ranks} attention, {groups.expert_ranks} expert and "
             f"{groups.prefill_ranks} prefill ranks of {groups.cpus_per_rank:g} CPUs need "
-            f"{needed:g}, this machine has {cores}; "
+            f"{needed:g}, this machine has {cores:g}; "
             "use fewer ranks or lower groups.cpus_per_rank"
         )
 

@@ -13,7 +13,6 @@ import hashlib
 import logging
 import mmap
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from contracts.errors import ResourceError
+from contracts.machine import free_bytes
 from models.checkpoint import Checkpoint, expert_wants
 from models.checkpoint_part import CheckpointParts
 from models.expert_layout import ExpertLayout
@@ -171,7 +171,7 @@ def _open_file(
 
 
 def _write(checkpoint: Checkpoint, layout: ExpertLayout, path: Path, size: int) -> None:
-    free = shutil.disk_usage(path.parent).free
+    free = free_bytes(path.parent)
     if free < size:
         raise ResourceError(
             f"{path.parent}: {size} bytes are needed for the experts, {free} are free; set "

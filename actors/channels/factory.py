@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 import torch
 
@@ -17,6 +15,7 @@ from actors.channels.tcp import TcpEndpoint
 from contracts.clock import Clock
 from contracts.config import SPIN_S, ChannelConfig
 from contracts.errors import ChannelError
+from contracts.machine import usable_cores
 from contracts.worker import Group, WorkerSpec
 
 
@@ -28,7 +27,7 @@ def rank_endpoint(spec: WorkerSpec, device: torch.device, clock: Clock) -> Endpo
         ranks = spec.attention_ranks + spec.expert_ranks  # at most so many are on this node
         if spec.group is Group.PREFILL:
             ranks = spec.prefill_ranks
-        spin_s = SPIN_S if ranks <= len(os.sched_getaffinity(0)) else 0.0
+        spin_s = SPIN_S if ranks <= usable_cores() else 0.0
     return make_endpoint(
         name=spec.name,
         token=spec.token,

@@ -22,12 +22,12 @@ from functools import partial
 from typing import Final, Protocol
 
 import msgspec
-import psutil
 import torch
 
 from actors.channels.allocator import FirstFit
 from actors.channels.link import ALIGNMENT_BYTES, Views
 from contracts.errors import ChannelError, PeerError
+from contracts.machine import available_bytes
 
 FLAG_BYTES: Final = 4096  # one byte per slot
 IDLE_S: Final = 5.0
@@ -79,7 +79,7 @@ def create_memfd(
     `advice` where memory is short."""
     total = FLAG_BYTES + num_bytes
     try:  # each takes a descriptor
-        available = psutil.virtual_memory().available
+        available = available_bytes()
         if total > available:  # the kernel would hand out pages until it has to kill someone
             raise ChannelError(
                 f"a segment of {total} bytes exceeds the {available} bytes of free memory: {advice}"

@@ -1,0 +1,142 @@
+"""What this machine lets this process have: memory and processors, by its control groups.
+
+A container shows the host's /proc/meminfo; what it may use stands in /sys/fs/cgroup. Each level of
+the hierarchy has a limit of its own, so that the tightest one counts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+SYSTEM = Path("/")
+
+
+def available_bytes(root: Path = SYSTEM) -> int:
+    """Memory that this process may still take: the host's, or what is left below the limits of its
+    control groups. root: of the files read, "/" but in tests."""
+    return min([_host_available(root), *(max(0, left) for left in _left_in_groups(root))])
+
+
+def total_bytes(root: Path = SYSTEM) -> int:
+    """The machine's memory, or the tightest limit of this process's control groups."""
+    return min([_meminfo(root)["MemTotal"], *(limit for limit, _ in _memory_limits(root))])
+
+
+def free_bytes(folder: Path) -> int:
+    """What can still be written there: of a folder that is kept in memory, as /dev/shm, no more
+    than the memory that is left."""
+    free = shutil.disk_usage(folder).free
+    return min(free, available_bytes()) if _is_in_memory(folder) else free
+
+
+def usable_cores(root: Path = SYSTEM) -> float:
+    """Processors that this process may run on, less where a control group has a quota."""
+    return min([float(len(os.sched_getaffinity(0))), *_quotas(root)])
+
+
+def whole_cores(root: Path = SYSTEM) -> int:
+    """`usable_cores` as a number of threads: at least one."""
+    return max(1, math.floor(usable_cores(root)))
+
+
+def _is_in_memory(folder: Path) -> bool:
+    kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    mounts = (str(one) for one in (folder.resolve(), *folder.resolve().parents))
+    return next((kinds[one] for one in mounts if one in kinds), "") in ("tmpfs", "ramfs")
+
+
+def _host_available(root: Path) -> int:
+    return _meminfo(root)["MemAvailable"]
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    """MemTotal and MemAvailable in bytes."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        memory = psutil.virtual_memory()
+        return {"MemTotal": memory.total, "MemAvailable": memory.available}
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return {name: int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable")}
+
+
+def _left_in_groups(root: Path) -> list[int]:
+    return [limit - used for limit, used in _memory_limits(root)]
+
+
+def _memory_limits(root: Path) -> list[tuple[int, int]]:
+    """(limit, what is in use and cannot be given back) of each level that has a limit, in bytes.
+
+    Version 2: above memory.high a process is throttled until it stands still, so that it is as good
+    as a limit. Inactive file pages are dropped when memory is wanted; the rest may not be.
+    """
+    found = []
+    for folder in _levels(root, "", "cgroup"):
+        limits = [_number(folder / name) for name in ("memory.max", "memory.high")]
+        used = _number(folder / "memory.current")
+        found.append((_least(limits), used, _field(folder, "inactive_file")))
+    for folder in _levels(root, "memory", "cgroup/memory"):
+        limit = _number(folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.usage_in_bytes")
+        found.append((limit, used, _field(folder, "total_inactive_file")))
+    return [(limit, (used or 0) - idle) for limit, used, idle in found if limit is not None]
+
+
+def _quotas(root: Path) -> list[float]:
+    """Processors by the quota of each level that has one."""
+    found = []
+    for folder in _levels(root, "", "cgroup"):
+        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        if quota.isdigit() and period.isdigit():
+            found.append(int(quota) / int(period))
+    for folder in _levels(root, "cpu", "cgroup/cpu"):
+        microseconds = _number(folder / "cpu.cfs_quota_us")
+        length = _number(folder / "cpu.cfs_period_us")
+        if microseconds is not None and length:
+            found.append(microseconds / length)
+    return found
+
+
+def _levels(root: Path, controller: str, mount: str) -> Iterator[Path]:
+    """The folders of this process's group and of those above it. controller: of version 1; empty:
+    version 2. In a container whose own group is mounted as the root, the path that /proc gives may
+    not be there: its root then is all that can be seen."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        if controller not in names.split(","):
+            continue
+        base = root / "sys/fs" / mount
+        folder = base / path.lstrip("/")
+        while folder != base and base in folder.parents:
+            yield folder
+            folder = folder.parent
+        yield base
+
+
+def _text(path: Path) -> str:
+    """Empty where it cannot be read: that level or controller is not there."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    """None: no such file, or no limit ("max", or -1 for a quota)."""
+    text = _text(path)
+    return int(text) if text.isdigit() else None
+
+
+def _field(folder: Path, name: str) -> int:
+    lines = (line.split() for line in _text(folder / "memory.stat").splitlines())
+    return next((int(words[1]) for words in lines if words[0] == name), 0)
+
+
+def _least(limits: list[int | None]) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -1,0 +1,141 @@
+"""Memory and processors by control groups, on made-up files of /proc and /sys (FINDINGS B12)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import actors.memory
+import contracts.machine
+from actors.memory import kv_pool_blocks
+from cluster.model_folder import resolve_model_folder
+from contracts.config import BUNDLED
+from contracts.loading import load_config
+from contracts.machine import available_bytes, free_bytes, total_bytes, usable_cores, whole_cores
+from models.kv_pool import kv_bytes_per_token
+from models.spec import read_spec
+
+GIB = 1 << 30
+CORES = len(os.sched_getaffinity(0))
+
+
+def machine(root: Path, group: str, files: dict[str, str]) -> Path:
+    """A host of 64 GiB, 40 of them free. group: the content of /proc/self/cgroup."""
+    proc = {"meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable: {40 << 20} kB\n"}
+    for name, text in {**proc, "self/cgroup": group}.items():
+        write(root / "proc" / name, text)
+    for name, text in files.items():
+        write(root / "sys/fs/cgroup" / name, text)
+    return root
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def limited(limit: str, current_gib: float, inactive_gib: float = 0.0) -> dict[str, str]:
+    return {
+        "memory.max": f"{limit}\n",
+        "memory.current": f"{int(current_gib * GIB)}\n",
+        "memory.stat": f"anon 1\ninactive_file {int(inactive_gib * GIB)}\nactive_file 5\n",
+    }
+
+
+def at(folder: str, files: dict[str, str]) -> dict[str, str]:
+    return {f"{folder}/{name}": text for name, text in files.items()}
+
+
+def test_without_control_groups_the_hosts_free_memory_counts(tmp_path: Path) -> None:
+    assert available_bytes(machine(tmp_path, "0::/\n", {})) == 40 * GIB
+    assert total_bytes(tmp_path) == 64 * GIB
+    assert usable_cores(tmp_path) == CORES
+
+
+def test_a_containers_limit_counts_less_what_is_in_use_and_cannot_be_given_back(
+    tmp_path: Path,
+) -> None:
+    machine(tmp_path, "0::/\n", limited(str(2 * GIB), 1.5, 0.5))
+    assert available_bytes(tmp_path) == 1 * GIB
+    assert total_bytes(tmp_path) == 2 * GIB
+
+
+@pytest.mark.parametrize("tight", ["pod", "pod/container"])
+def test_the_tightest_level_above_a_process_counts(tmp_path: Path, tight: str) -> None:
+    files = {
+        **at("pod", limited("max", 5)),
+        **at("pod/container", limited("max", 1)),
+        **at(tight, limited(str(3 * GIB), 1)),
+    }
+    assert available_bytes(machine(tmp_path, "0::/pod/container\n", files)) == 2 * GIB
+
+
+def test_a_level_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    assert available_bytes(machine(tmp_path, "0::/\n", limited(str(GIB), 2))) == 0
+
+
+def test_a_path_that_is_outside_the_container_leaves_its_own_root(tmp_path: Path) -> None:
+    machine(tmp_path, "0::/../../docker/ab12\n", limited(str(2 * GIB), 1))
+    assert available_bytes(tmp_path) == 1 * GIB
+
+
+def test_memory_high_holds_a_process_up_as_a_limit_does(tmp_path: Path) -> None:
+    files = {**limited(str(8 * GIB), 1), "memory.high": str(3 * GIB)}
+    assert available_bytes(machine(tmp_path, "0::/\n", files)) == 2 * GIB
+
+
+def test_version_1_has_other_names(tmp_path: Path) -> None:
+    memory = {
+        "memory.limit_in_bytes": str(4 * GIB),
+        "memory.usage_in_bytes": str(3 * GIB),
+        "memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB}\n",
+    }
+    unlimited = {"memory.limit_in_bytes": "9223372036854771712", "memory.usage_in_bytes": "1"}
+    cpu = {"cpu.cfs_quota_us": "150000", "cpu.cfs_period_us": "100000"}
+    files = {
+        **at("memory", unlimited),
+        **at("memory/docker/ab", memory),
+        **at("cpu/docker/ab", cpu),
+        **at("cpu", {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}),
+    }
+    group = "3:cpu,cpuacct:/docker/ab\n2:memory:/docker/ab\n1:name=systemd:/docker/ab\n"
+    machine(tmp_path, group, files)
+    assert available_bytes(tmp_path) == 2 * GIB
+    assert usable_cores(tmp_path) == min(CORES, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores", "threads"), [("max 100000", CORES, CORES), ("50000 100000", 0.5, 1)]
+)
+def test_a_quota_of_processor_time_counts(
+    tmp_path: Path, quota: str, cores: float, threads: int
+) -> None:
+    machine(tmp_path, "0::/a\n", {"a/cpu.max": quota, "cpu.max": "max 100000"})
+    assert (usable_cores(tmp_path), whole_cores(tmp_path)) == (cores, threads)
+
+
+def test_a_kv_pool_is_sized_by_the_containers_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FINDINGS B12: 3.9 GiB in a group of 2 GiB."""
+    machine(tmp_path, "0::/\n", limited(str(GIB // 64), 0))
+    monkeypatch.setattr(actors.memory, "available_bytes", lambda: available_bytes(tmp_path))
+    model = read_spec(resolve_model_folder(BUNDLED))
+    config, cpu = load_config(None, ["kv.memory_fraction=0.5"]), torch.device("cpu")
+    blocks = kv_pool_blocks(model, torch.bfloat16, config, cpu, ranks_on_node=1)
+    used = blocks * config.kv.block_tokens * kv_bytes_per_token(model, torch.bfloat16)
+    assert 0 < used <= GIB // 128
+
+
+def test_a_folder_in_memory_has_no_more_room_than_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FINDINGS B12."""
+    monkeypatch.setattr(contracts.machine, "available_bytes", lambda: 5)
+    shm = Path("/dev/shm")
+    if shm.is_dir() and os.path.ismount(shm):
+        assert free_bytes(shm) == 5
+    assert free_bytes(Path("/sys")) != 5, "no folder in memory"
