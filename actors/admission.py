@@ -7,6 +7,14 @@ from typing import NamedTuple
 from actors.scheduler import Scheduler
 from contracts.errors import OverloadError, RequestError, TooLongError
 from contracts.messages import Submit
+from contracts.sampling_limits import (
+    INT64,
+    MAX_LOGPROBS,
+    check_ids,
+    check_integer,
+    check_lengths,
+    check_sampling,
+)
 
 
 class Admission(NamedTuple):
@@ -22,7 +30,7 @@ class Admission(NamedTuple):
         """Raises RequestError, OverloadError or TooLongError."""
         if scheduler.has((client, submit.request_id)):
             raise RequestError(f"request_id {submit.request_id} is in use", "request_id")
-        self._check_token_ids(submit)
+        self._check_fields(submit)
         if scheduler.waiting >= self.max_waiting:
             raise OverloadError(f"{self.rank}: {scheduler.waiting} requests wait", 1.0)
         tokens = len(submit.token_ids)
@@ -37,8 +45,15 @@ class Admission(NamedTuple):
                 "prompt",
             )
 
-    def _check_token_ids(self, submit: Submit) -> None:
-        """The HTTP side checks these too; but one bad id in a batch would end the whole rank."""
+    def _check_fields(self, submit: Submit) -> None:
+        """The HTTP side checks these too; but what one bad value makes of a batch is no request's
+        to decide."""
         for field, ids in (("token_ids", submit.token_ids), ("candidates", submit.candidates)):
-            if ids and not (min(ids) >= 0 and max(ids) < self.vocabulary):
-                raise RequestError(f"{field}: ids must be from 0 to {self.vocabulary - 1}", field)
+            check_ids(field, ids or (), self.vocabulary)
+        if submit.score_from is not None:
+            check_integer("score_from", submit.score_from, 1, INT64 - 1)
+        check_integer("score_top", submit.score_top, 0, MAX_LOGPROBS)
+        if submit.sampling is not None:
+            check_integer("max_tokens", submit.sampling.max_tokens, 1, INT64 - 1)
+            check_sampling(submit.sampling, self.vocabulary)
+            check_lengths(submit.sampling)

@@ -154,7 +154,9 @@ class Finisher:
         cached_tokens = sequence.num_cached if sequence.generated == 1 else None
         event = Tokens(request_id, [token], logprobs, cached_tokens)
         self.answers.append((sequence, event))
-        stopped = token in submit.eos_token_ids and not submit.sampling.ignore_eos
+        stopped = token in sequence.ending_ids or (
+            sequence.rules is not None and sequence.rules.has_chosen(sequence.token_ids)
+        )
         full = (
             sequence.generated >= submit.sampling.max_tokens
             or len(sequence.token_ids) >= self._max_context_tokens

@@ -37,10 +37,13 @@ class NextTokens:
         assert sampling is not None
         if self._is_finite is not None and not self._is_finite[row]:
             raise not_finite()
-        logits_V = self._logits_RV[row]
+        logits_V = chosen_by_V = self._logits_RV[row]
         token = self._best[row]
+        if sequence.rules is not None:
+            chosen_by_V = sequence.rules.shaped(logits_V, sequence.token_ids)
+            token = int(chosen_by_V.argmax())
         if sampling.temperature >= GREEDY_BELOW:
-            token = _draw(logits_V, sampling, _generator(sequence, logits_V.device))
+            token = _draw(chosen_by_V, sampling, _generator(sequence, logits_V.device))
         wanted = sampling.logprobs
         return token, None if wanted is None else token_logprob(logits_V, token, wanted)
 
@@ -63,20 +66,32 @@ def _generator(sequence: Sequence, device: torch.device) -> torch.Generator:
     return sequence.generator
 
 
-def _draw(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token by temperature, then top_k, then top_p. The likeliest one is never left out."""
+def distribution(
+    logits_V: torch.Tensor, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What is drawn from, by temperature, then min_p, top_k and top_p: probabilities, not
+    normalised, and whose they are (None: of all tokens, in order). The likeliest is always there.
+    """
     logits_V = logits_V.float()
     scaled_V = (logits_V - logits_V.max()) / sampling.temperature  # at most 0: never infinite
+    if sampling.min_p > 0:
+        scaled_V.masked_fill_(scaled_V < math.log(sampling.min_p), -math.inf)
     limit = sampling.top_k if sampling.top_k > 0 else len(scaled_V)
     if sampling.top_p >= 1 and limit >= len(scaled_V):
-        return int(torch.multinomial(scaled_V.softmax(-1), 1, generator=generator))
+        return scaled_V.softmax(-1), None
     sorted_K, ids_K = scaled_V.topk(min(limit, len(scaled_V)))
     probs_K = sorted_K.softmax(-1)
     # keep the smallest set whose probability reaches top_p: drop a token if those before it do
     dropped_K = (probs_K.cumsum(-1) - probs_K) >= sampling.top_p
     dropped_K[0] = False  # none is before it, but 0 >= top_p where that is 0 in float32
     probs_K[dropped_K] = 0.0
-    return int(ids_K[torch.multinomial(probs_K, 1, generator=generator)])
+    return probs_K, ids_K
+
+
+def _draw(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    probs_K, ids_K = distribution(logits_V, sampling)
+    place = torch.multinomial(probs_K, 1, generator=generator)
+    return int(place if ids_K is None else ids_K[place])
 
 
 def token_logprob(logits_V: torch.Tensor, token: int, wanted: int) -> TokenLogprob:

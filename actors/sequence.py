@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from actors.logit_rules import ending_ids, logit_rules
 from contracts.block_hash import chain_hashes
 from contracts.messages import Submit, TokenLogprob
 from contracts.requests import Priority, Usage
@@ -32,6 +33,8 @@ class Sequence:
         self.done = False  # finished or cancelled: ends when its batch does
         self.scored: list[TokenLogprob] = []
         self.generator: torch.Generator | None = None
+        self.rules = logit_rules(submit)
+        self.ending_ids = ending_ids(submit)
         self._hashes: list[bytes] = []
 
     @property

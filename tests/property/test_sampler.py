@@ -1,0 +1,265 @@
+"""What is drawn, against the distribution that the request asks for, computed independently in
+float64; and the logits that it is made of, against a slow reading of every field."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from actors.sampler import NextTokens, distribution
+from actors.sequence import Sequence
+from contracts.errors import SamplingError
+from contracts.messages import Submit
+from contracts.requests import Sampling
+
+DRAWS = 3000
+EOS = 0
+
+
+def sequence_of(sampling: Sampling, prompt: SequenceOf[int] = (1, 2, 3)) -> Sequence:
+    submit = Submit(request_id=1, token_ids=list(prompt), sampling=sampling, eos_token_ids=[EOS])
+    return Sequence((0, 1), submit, 4)
+
+
+# --- a slow reference
+
+
+def softmax(logits: list[float]) -> list[float]:
+    top = max(logits)
+    weights = [math.exp(x - top) for x in logits]
+    return [w / math.fsum(weights) for w in weights]
+
+
+def shaped_by_hand(
+    logits: list[float], sampling: Sampling, prompt: list[int], generated: list[int]
+) -> list[float]:
+    """Choices, min_tokens, logit_bias, repetition, frequency, presence: as the fields are defined,
+    from all tokens at every step."""
+    out = list(logits)
+    if sampling.choices is not None:
+        done = len(generated)
+        open_ = [c for c in sampling.choices if c[:done] == generated]
+        allowed = {c[done] for c in open_ if len(c) > done}
+        if any(len(c) == done for c in open_):
+            allowed.add(EOS)
+        out = [x if token in allowed else -math.inf for token, x in enumerate(out)]
+    if len(generated) < sampling.min_tokens:
+        for token in {*([] if sampling.ignore_eos else [EOS]), *sampling.stop_token_ids}:
+            out[token] = -math.inf
+    for token, bias in (sampling.logit_bias or {}).items():
+        out[token] += bias
+    for token in {*prompt, *generated}:
+        by = sampling.repetition_penalty
+        out[token] = out[token] / by if out[token] > 0 else out[token] * by
+    for token in set(generated):
+        out[token] -= sampling.frequency_penalty * generated.count(token)
+        out[token] -= sampling.presence_penalty
+    return out
+
+
+def probabilities_by_hand(logits: list[float], sampling: Sampling) -> dict[int, float]:
+    """Temperature, min_p, top_k, top_p; those that can be drawn, most probable first."""
+    scaled = [x / sampling.temperature for x in logits]
+    probs = softmax(scaled)
+    order = sorted(range(len(probs)), key=lambda token: -probs[token])
+    kept = [token for token in order if probs[token] >= sampling.min_p * probs[order[0]]]
+    kept = kept[: sampling.top_k or None]
+    whole = math.fsum(probs[token] for token in kept)
+    nucleus, before = [], 0.0
+    for token in kept:
+        if nucleus and before >= sampling.top_p:
+            break
+        nucleus.append(token)
+        before += probs[token] / whole
+    whole = math.fsum(probs[token] for token in nucleus)
+    return {token: probs[token] / whole for token in nucleus if probs[token] > 0}
+
+
+def on_an_edge(logits: list[float], sampling: Sampling) -> bool:
+    """Whether float32 may decide otherwise about a token."""
+    probs = sorted(softmax([x / sampling.temperature for x in logits]), reverse=True)
+    if any(abs(p - sampling.min_p * probs[0]) < 1e-5 for p in probs if p > 0):
+        return True
+    kept = [p for p in probs if p >= sampling.min_p * probs[0]][: sampling.top_k or None]
+    sums = [math.fsum(kept[:end]) / math.fsum(kept) for end in range(1, len(kept))]
+    return any(abs(s - sampling.top_p) < 1e-5 for s in sums)
+
+
+def chi_square_limit(freedom: int) -> float:
+    """About the 99.9 % quantile (Wilson and Hilferty)."""
+    z, k = 3.09, 2 / (9 * freedom)
+    return freedom * (1 - k + z * math.sqrt(k)) ** 3
+
+
+def assert_drawn_from(drawn: SequenceOf[int], expected: dict[int, float]) -> None:
+    """Everything that can be drawn was, nothing else was, and as often as it should be."""
+    counts = Counter(drawn)
+    assert set(counts) == set(expected)
+    statistic = sum(
+        (counts[token] - len(drawn) * p) ** 2 / (len(drawn) * p) for token, p in expected.items()
+    )
+    assert statistic < chi_square_limit(max(1, len(expected) - 1)), (counts, expected)
+
+
+# --- what is drawn
+
+LOGITS = [2.0, 1.5, 1.2, 1.0, 0.7, 0.4, 0.1, -0.2, -0.6, -1.0]
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.5},
+    {"temperature": 2.0},
+    {"top_k": 1},
+    {"top_k": 4},
+    {"temperature": 1.7, "top_k": 9},
+    {"top_p": 0.3},
+    {"top_p": 0.5},
+    {"top_p": 0.75, "temperature": 1.3},
+    {"top_p": 0.95},
+    {"top_p": 0.6, "top_k": 6},
+    {"min_p": 0.25},
+    {"min_p": 0.1, "top_p": 0.8, "top_k": 7, "temperature": 0.9},
+    {"logit_bias": {9: 3.0, 0: -100.0}, "top_p": 0.9},
+    {"repetition_penalty": 1.5, "top_k": 8},
+]
+
+
+@pytest.mark.parametrize("fields", SETTINGS, ids=str)
+def test_a_seed_draws_from_exactly_the_distribution_asked_for(fields: dict[str, Any]) -> None:
+    """FINDINGS B18: nothing held what temperature, top_k, top_p and seeds do."""
+    sampling = Sampling(seed=5, **fields)
+    expected = probabilities_by_hand(shaped_by_hand(LOGITS, sampling, [1, 2, 3], []), sampling)
+    sequence, logits_RV = sequence_of(sampling), torch.tensor([LOGITS])
+    drawn = [NextTokens(logits_RV).of(0, sequence)[0] for _ in range(DRAWS)]
+    assert_drawn_from(drawn, expected)
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.75}, {"top_k": 3}], ids=str)
+def test_first_tokens_of_many_seeds_are_from_that_distribution_too(fields: dict[str, Any]) -> None:
+    """FINDINGS B18: as the n choices of a prompt are drawn, from seed, seed + 1, ..."""
+    next_tokens = NextTokens(torch.tensor([LOGITS]))
+    settings = [Sampling(seed=seed, **fields) for seed in range(DRAWS)]
+    drawn = [next_tokens.of(0, sequence_of(sampling))[0] for sampling in settings]
+    assert_drawn_from(drawn, probabilities_by_hand(LOGITS, settings[0]))
+
+
+def test_without_a_seed_two_sequences_draw_differently() -> None:
+    next_tokens = NextTokens(torch.zeros(1, 1000))
+    sequences = [sequence_of(Sampling()) for _ in range(2)]
+    first, second = ([next_tokens.of(0, s)[0] for _ in range(20)] for s in sequences)
+    assert first != second
+
+
+def test_a_seed_draws_the_same_tokens_whatever_rows_are_around_it() -> None:
+    """FINDINGS B18."""
+    generator = torch.Generator().manual_seed(1)
+    steps = [torch.randn(50, generator=generator) for _ in range(30)]
+    sampling = Sampling(seed=9, top_p=0.9, presence_penalty=0.5, max_tokens=100)
+    runs = []
+    for around in (0, 3):
+        sequence, tokens = sequence_of(sampling), []
+        others = [sequence_of(Sampling(seed=i)) for i in range(around)]
+        for logits_V in steps:
+            rows = [torch.randn(50) for _ in others] + [logits_V]
+            next_tokens = NextTokens(torch.stack(rows))
+            for row, other in enumerate(others):
+                next_tokens.of(row, other)
+            tokens.append(next_tokens.of(len(others), sequence)[0])
+            sequence.token_ids.append(tokens[-1])
+        runs.append(tokens)
+    assert runs[0] == runs[1]
+
+
+# --- every field, against the reference
+
+VOCABULARY = 12
+SIZES = st.floats(-6, 6, width=32)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[Sampling, list[int]]:
+    """Fields in any combination, and a prompt."""
+    some = st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=3)
+    choices = st.one_of(st.none(), st.none(), st.lists(some, min_size=1, max_size=4))
+    biases = st.dictionaries(st.integers(0, VOCABULARY - 1), st.floats(-5, 5), max_size=4)
+    picked = draw(choices)
+    sampling = Sampling(
+        temperature=draw(st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.9])),
+        top_p=draw(st.sampled_from([1.0, 0.9, 0.5, 0.05])),
+        top_k=draw(st.sampled_from([0, 0, 1, 3, 50])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 0.1, 0.6, 1.0])),
+        presence_penalty=draw(st.sampled_from([0.0, 1.5, -2.0])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.8, -0.4])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.7, 5.0])),
+        logit_bias=draw(st.one_of(st.none(), biases)),
+        min_tokens=draw(st.integers(0, 3)) if picked is None else 0,
+        stop_token_ids=draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=2)),
+        ignore_eos=draw(st.booleans()),
+        choices=picked,
+        seed=draw(st.integers(0, 99)),
+        max_tokens=50,
+    )
+    return sampling, draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6))
+
+
+@given(requests(), st.lists(st.lists(SIZES, min_size=12, max_size=12), min_size=1, max_size=6))
+def test_every_field_does_what_a_slow_reading_of_it_does(
+    request: tuple[Sampling, list[int]], steps: list[list[float]]
+) -> None:
+    """The logits to choose by, what may be drawn and how probable it is, step after step, from
+    state that is kept; greedy rows take the likeliest."""
+    sampling, prompt = request
+    sequence = sequence_of(sampling, prompt)
+    for logits in steps:
+        expected = shaped_by_hand(logits, sampling, prompt, sequence.token_ids[len(prompt) :])
+        logits_V = torch.tensor(logits)
+        if sequence.rules is not None:
+            shaped_V = sequence.rules.shaped(logits_V, sequence.token_ids)
+            assert shaped_V.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-4)
+            assert logits_V.tolist() == logits, "the model's own are for the logprobs"
+        token, _ = NextTokens(logits_V.unsqueeze(0)).of(0, sequence)
+        if sampling.temperature == 0:
+            assert expected[token] == pytest.approx(max(expected), abs=1e-4)
+        else:
+            assume(not on_an_edge(expected, sampling))
+            probs_K, ids_K = distribution(torch.tensor(expected), sampling)
+            ids = range(VOCABULARY) if ids_K is None else ids_K.tolist()
+            whole = float(probs_K.sum())
+            got = {i: p / whole for i, p in zip(ids, probs_K.tolist(), strict=True) if p > 0}
+            by_hand = probabilities_by_hand(expected, sampling)
+            assert sorted(got.values()) == pytest.approx(sorted(by_hand.values()), abs=1e-4)
+            assert expected[token] > -math.inf
+        sequence.token_ids.append(token)
+        if token in sequence.ending_ids or (
+            sequence.rules is not None and sequence.rules.has_chosen(sequence.token_ids)
+        ):
+            break
+    if sampling.choices is not None and sequence.generated:
+        generated = [t for t in sequence.token_ids[len(prompt) :] if t != EOS]
+        assert any(choice[: len(generated)] == generated for choice in sampling.choices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_logits_of_any_width_are_shaped_and_drawn_in_float32(dtype: torch.dtype) -> None:
+    """FINDINGS A1: in float16, 65504 + 100 is infinite."""
+    logits_RV = torch.full((1, 8), -60000.0).to(dtype)
+    logits_RV[0, 3] = 65504.0
+    for temperature in (0.0, 1e-5, 1.0):
+        sampling = Sampling(temperature=temperature, logit_bias={3: 100.0}, logprobs=2, top_p=0.5)
+        token, logprob = NextTokens(logits_RV).of(0, sequence_of(sampling))
+        assert token == 3
+        assert logprob is not None
+        assert (logprob.logprob, logprob.top[1][1]) == (0.0, -9999.0)
+
+
+def test_fields_that_leave_no_token_are_an_error_and_not_a_draw() -> None:
+    """FINDINGS A1."""
+    sampling = Sampling(min_tokens=2, stop_token_ids=[1, 2])
+    with pytest.raises(SamplingError, match="no token is left"):
+        NextTokens(torch.zeros(1, 3)).of(0, sequence_of(sampling))
