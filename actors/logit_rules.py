@@ -7,15 +7,16 @@ actors/sampler.py.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
 import torch
 
-from actors.choice_trie import ChoiceNode
 from contracts.errors import SamplingError
 from contracts.messages import Submit
 from contracts.requests import Sampling
+from contracts.token_trie import ROOT, TokenTrie
 
 _FIRST_ROOM = 64
 
@@ -27,8 +28,7 @@ class LogitRules:
     def __init__(self, submit: Submit, sampling: Sampling) -> None:
         self._sampling = sampling
         self._submit = submit
-        self._ending = ending_ids(submit)
-        self._node = None if sampling.choices is None else ChoiceNode.root_of(sampling.choices)
+        self._way: _Way | None = None
         self._seen: SeenTokens | None = None
         self._noted = len(submit.token_ids)  # so many of the sequence's tokens are in this state
         self._masked: torch.Tensor | None = None
@@ -41,10 +41,13 @@ class LogitRules:
         if sampling.penalises and self._seen is None:
             prompt = self._submit.token_ids if sampling.repetition_penalty != 1 else ()
             self._seen = SeenTokens(prompt, logits_V.device)
+        if sampling.choices is not None and self._way is None:  # not while it waits
+            self._way = _Way(tuple(map(tuple, sampling.choices)))
         self._note(token_ids)
         shaped_V = logits_V.to(torch.float32, copy=True)
-        if self._node is not None:
-            shaped_V = _only(shaped_V, self._node.allowed(_within(self._submit.eos_token_ids, shaped_V)))
+        if self._way is not None:
+            allowed = self._way.allowed(_within(self._submit.eos_token_ids, shaped_V))
+            shaped_V = _only(shaped_V, allowed)
         if len(token_ids) - len(self._submit.token_ids) < sampling.min_tokens:
             self._mask_endings(shaped_V)
         if sampling.logit_bias:
@@ -57,22 +60,22 @@ class LogitRules:
 
     def has_chosen(self, token_ids: Sequence[int]) -> bool:
         """Whether one of the choices is complete, and none longer can follow."""
-        if self._node is None:
+        if self._way is None:
             return False
         self._note(token_ids)
-        return not self._node.children
+        return self._way.at_end
 
     def _note(self, token_ids: Sequence[int]) -> None:
         for token in token_ids[self._noted :]:
-            if self._node is not None:  # an eos leads to the end
-                self._node = self._node.children.get(token) or ChoiceNode()
+            if self._way is not None:
+                self._way.step(token)
             if self._seen is not None:
                 self._seen.generated(token)
         self._noted = len(token_ids)
 
     def _mask_endings(self, shaped_V: torch.Tensor) -> None:
         if self._masked is None:
-            ids = _within(self._ending, shaped_V)
+            ids = _within(self._submit.ending_ids, shaped_V)
             self._masked = torch.tensor(ids, dtype=torch.int64, device=shaped_V.device)
         shaped_V[self._masked] = -math.inf
 
@@ -83,6 +86,36 @@ class LogitRules:
             self._biases = ids, values.float()
         ids_B, values_B = self._biases
         shaped_V[ids_B] += values_B
+
+
+@functools.lru_cache(maxsize=64)  # requests of one job have the same choices
+def _choice_trie(choices: tuple[tuple[int, ...], ...]) -> tuple[TokenTrie, frozenset[int]]:
+    """The trie, and the nodes at which a choice ends."""
+    trie = TokenTrie(choices)
+    return trie, frozenset(trie.ends)
+
+
+class _Way:
+    """Down the trie of the choices, as far as has been generated."""
+
+    def __init__(self, choices: tuple[tuple[int, ...], ...]) -> None:
+        self._trie, self._ends = _choice_trie(choices)
+        self._node: int | None = ROOT
+
+    def step(self, token: int) -> None:
+        """An eos leads out of the trie."""
+        self._node = None if self._node is None else self._trie.step(self._node, token)
+
+    @property
+    def at_end(self) -> bool:
+        return self._node is None or not self._trie.followers(self._node)
+
+    def allowed(self, eos_token_ids: list[int]) -> list[int]:
+        """The tokens that may come next: an eos only where one choice ends and another goes on."""
+        if self._node is None:
+            return eos_token_ids
+        followers = list(self._trie.followers(self._node))
+        return followers + eos_token_ids if self._node in self._ends else followers
 
 
 class SeenTokens:
@@ -121,15 +154,6 @@ def logit_rules(submit: Submit) -> LogitRules | None:
     """None where the tokens are chosen by the model's own logits."""
     sampling = submit.sampling
     return LogitRules(submit, sampling) if sampling and sampling.shapes_logits else None
-
-
-def ending_ids(submit: Submit) -> frozenset[int]:
-    """The tokens that end the sequence."""
-    sampling = submit.sampling
-    if sampling is None:
-        return frozenset()
-    eos = () if sampling.ignore_eos else submit.eos_token_ids
-    return frozenset((*eos, *sampling.stop_token_ids))
 
 
 def _within(token_ids: Iterable[int], logits_V: torch.Tensor) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from actors.logit_rules import ending_ids, logit_rules
+from actors.logit_rules import logit_rules
 from contracts.block_hash import chain_hashes
 from contracts.messages import Submit, TokenLogprob
 from contracts.requests import Priority, Usage
@@ -34,7 +34,7 @@ class Sequence:
         self.scored: list[TokenLogprob] = []
         self.generator: torch.Generator | None = None
         self.rules = logit_rules(submit)
-        self.ending_ids = ending_ids(submit)
+        self.ending_ids = submit.ending_ids
         self._hashes: list[bytes] = []
 
     @property

@@ -29,14 +29,17 @@ class StopStrings:
         self._held = ""
         self.hit = False
 
-    def push(self, text: str) -> str:
-        """What may be shown now. After a hit, nothing."""
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        """What may be shown now. After a hit, nothing. may_end: a stop that `text` completes is a
+        hit; else it is text like any other."""
         if self.hit:
             return ""
         if not self._stops:
             return text
         buffer = self._held + text
-        ends = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        ends = may_end and [
+            (at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0
+        ]
         if ends:
             self.hit = True
             self._held = ""
@@ -79,7 +82,8 @@ class SequenceText:
 
     A token's log-probability is given out with the text that the token begins; tokens that a stop
     string cuts off are not shown but do count in `usage`. Tokens of hidden_ids add no text; they
-    are listed, with an empty piece of it, if lists_hidden.
+    are listed, with an empty piece of it, if lists_hidden. A stop string that one of the first
+    `stops_after` tokens completes ends nothing.
     """
 
     def __init__(
@@ -88,11 +92,13 @@ class SequenceText:
         *,
         prompt_tokens: int,
         stops: Sequence[str] = (),
+        stops_after: int = 0,
         hidden_ids: Collection[int] = (),
         lists_hidden: bool = False,
     ) -> None:
         self._detokenizer = tokenizer.detokenizer()
         self._stops = StopStrings(stops)
+        self._stops_after = stops_after
         self._hidden_ids = frozenset(hidden_ids)
         self._lists_hidden = lists_hidden
         self._pending: deque[ShownToken] = deque()
@@ -140,7 +146,8 @@ class SequenceText:
 
     def _add(self, decoded: str, pieces: list[str]) -> None:
         self._decoded += len(decoded)
-        pieces.append(self._stops.push(decoded))
+        may_end = self.completion_tokens > self._stops_after
+        pieces.append(self._stops.push(decoded, may_end=may_end))
 
     def _finish(self, pieces: list[str], reason: str) -> Delta:
         """The last delta. The flushed rest may itself complete a stop."""

@@ -50,6 +50,16 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
         """Of the prompt's full blocks, as every cache and every table of them names them."""
         return chain_hashes(self.token_ids, block_tokens, salt=self.caller.salt)
 
+    @property
+    def ending_ids(self) -> frozenset[int]:
+        """Tokens that end what is generated, and are no part of its text. With choices an eos does
+        in any case: it comes only where one of them is complete."""
+        sampling = self.sampling
+        if sampling is None:
+            return frozenset()
+        eos = () if sampling.ignore_eos and sampling.choices is None else self.eos_token_ids
+        return frozenset((*eos, *sampling.stop_token_ids))
+
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     request_id: int

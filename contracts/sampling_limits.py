@@ -14,7 +14,7 @@ MAX_BIASES = 1024  # entries of logit_bias
 MAX_BIAS = 100.0
 MAX_STOP_TOKENS = 128
 MAX_CHOICES = 256
-MAX_CHOICE_TOKENS = 16_384  # of all choices together
+MAX_CHOICE_TOKENS = 2048  # of all choices together: a trie of some 0.6 MB per running sequence
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),

@@ -76,6 +76,7 @@ class Api:
         )
         self.dispatcher: Dispatcher
         self.app: FastAPI
+        self.eos: list[int]
 
     @property
     def rank(self) -> FakeRank:
@@ -104,7 +105,12 @@ class Api:
 
 @contextlib.contextmanager
 def serve_api(
-    folder: Path, ranks: Sequence[FakeRank], http: HttpConfig | None = None, **limits: int
+    folder: Path,
+    ranks: Sequence[FakeRank],
+    http: HttpConfig | None = None,
+    *,
+    eos_text: str = EOS,
+    **limits: int,
 ) -> Iterator[Api]:
     """The API in front of `ranks`; limits: fields of DispatcherConfig."""
     tokenizer = Tokenizer.load(folder)
@@ -115,7 +121,7 @@ def serve_api(
         dispatcher = Dispatcher(clients, DispatcherConfig(**limits))
         dispatcher.start()
         await dispatcher.wait_ready()
-        eos = tokenizer.encode(EOS, add_special_tokens=False)
+        eos = tokenizer.encode(eos_text, add_special_tokens=False)
         model = ServedModel(
             name=MODEL,
             max_context_tokens=CONTEXT_TOKENS,
@@ -142,6 +148,7 @@ def serve_api(
     api = Api(loop, f"http://127.0.0.1:{port}", ranks, tokenizer)
     api.dispatcher = dispatcher
     api.app = server.app
+    api.eos = tokenizer.encode(eos_text, add_special_tokens=False)
     try:
         yield api
     finally:

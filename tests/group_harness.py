@@ -54,9 +54,16 @@ def group_config(attention_ranks: int = 1, expert_ranks: int = 1, **sections: An
 class ThreadGroup:
     """Ranks as threads of this process. A context manager: no thread or socket is left after it."""
 
-    def __init__(self, folder: Path, config: TandemConfig, *, backend: str = "shm") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: TandemConfig,
+        *,
+        backend: str = "shm",
+        token: bytes | None = None,
+    ) -> None:
         groups = config.groups
-        self.token = secrets.token_bytes(32)
+        self.token = token or secrets.token_bytes(32)
         formation = Formation(config, str(folder), self.token, 1, backend)
         seat = Seat("cpu", "127.0.0.1", groups.attention_ranks)
         specs = make_specs(formation, [seat] * groups.attention_ranks, [seat] * groups.expert_ranks)

@@ -22,6 +22,7 @@ from cluster.api.checks import (
     room_for,
 )
 from cluster.api.errors import UnsupportedFieldError
+from cluster.api.guided import samplings
 from cluster.api.logprobs import chat_logprobs
 from cluster.api.schemas import ChatBody, ChatMessage, GenerationOptions
 from cluster.api.sequences import Choice, Tally, run_choices, with_seed
@@ -30,7 +31,7 @@ from cluster.text import ShownToken
 from contracts.errors import RequestError
 from contracts.messages import Submit
 from contracts.metrics import Pipeline
-from contracts.requests import Usage
+from contracts.requests import Sampling, Usage
 
 _NO_TEMPLATES = frozenset({"refusal", "annotations", "audio", "function_call"})
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
@@ -38,7 +39,7 @@ _RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation
 
 class Job(msgspec.Struct, frozen=True):
     token_ids: list[int]
-    max_tokens: int
+    sampling: Sampling
     options: GenerationOptions
 
 
@@ -47,7 +48,7 @@ async def chat_completions(services: Services, session: Session, request: Reques
     session.caller = salted(session.caller, body.cache_salt)
     job = await session.run(_job(services, body))
     session.priority = job.options.priority
-    if job.max_tokens <= 1:
+    if job.sampling.max_tokens <= 1:
         session.pipeline = Pipeline.PREFILL
     run = _Run(services, session, job)
     if job.options.stream:
@@ -70,7 +71,7 @@ async def _job(services: Services, body: ChatBody) -> Job:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
     top = check_logprobs("top_logprobs", body.top_logprobs or 0) if body.logprobs else None
-    options = check_options(body, logprobs=top)
+    options = check_options(body, services.model, logprobs=top)
     if options.n > services.http.max_batch_items:
         raise RequestError(f"n={options.n} is more than http.max_batch_items", "n")
     messages = [_plain(index, message) for index, message in enumerate(body.messages)]
@@ -80,7 +81,8 @@ async def _job(services: Services, body: ChatBody) -> Job:
     check_tokens(token_ids, services.model, "messages")
     context = services.model.max_context_tokens
     room = room_for(len(token_ids), options, services.model, default=context, param="messages")
-    return Job(token_ids, room, options)
+    (sampling,) = await samplings(services.tokenizer, [(token_ids, room)], options, services.model)
+    return Job(token_ids, sampling, options)
 
 
 def _plain(index: int, message: ChatMessage) -> dict[str, Any]:
@@ -142,11 +144,10 @@ class _Run:
 
     def _submit(self, index: int) -> Submit:
         options = self._job.options
-        sampling = msgspec.structs.replace(options.sampling, max_tokens=self._job.max_tokens)
         return Submit(
             request_id=0,
             token_ids=self._job.token_ids,
-            sampling=with_seed(sampling, index),
+            sampling=with_seed(self._job.sampling, index),
             priority=options.priority,
             eos_token_ids=list(self._services.model.eos_token_ids),
         )

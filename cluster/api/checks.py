@@ -6,9 +6,8 @@ their range, the context. The first fault found is the one reported. Only then i
 
 from __future__ import annotations
 
-import math
-
 from cluster.api.errors import UnsupportedFieldError
+from cluster.api.guided import check_choices
 from cluster.api.schemas import (
     NEUTRAL,
     GenerationBody,
@@ -18,13 +17,24 @@ from cluster.api.schemas import (
 )
 from contracts.errors import RequestError, TooLongError, UnknownModelError
 from contracts.requests import Priority, Sampling
+from contracts.sampling_limits import INT64, MAX_LOGPROBS, check_sampling
 
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_N = 128
-MAX_LOGPROBS = 20
-DEFAULT_TEMPERATURE = 1.0
-INT64 = 1 << 63
+MAX_ID_DIGITS = 10
+_AS_GIVEN = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "stop_token_ids",
+    "min_tokens",
+)
 
 
 def check_supported(body: Unsupported) -> None:
@@ -44,7 +54,9 @@ def check_model(name: str, model: ServedModel) -> None:
         raise UnknownModelError(f"model {name!r} is not served; this is {model.name!r}", "model")
 
 
-def check_options(body: GenerationBody, *, logprobs: int | None) -> GenerationOptions:
+def check_options(
+    body: GenerationBody, model: ServedModel, *, logprobs: int | None
+) -> GenerationOptions:
     """The common fields, with defaults filled in. max_tokens 0 is the caller's to judge."""
     n = _within("n", body.n, 1, MAX_N, default=1)
     if body.best_of is not None and body.best_of != n:
@@ -56,11 +68,16 @@ def check_options(body: GenerationBody, *, logprobs: int | None) -> GenerationOp
     if body.max_tokens is not None and body.max_tokens < 0:
         raise RequestError(f"max_tokens={body.max_tokens} must not be negative", "max_tokens")
     options = body.stream_options
+    sampling = _sampling(body, logprobs, model)
+    choices, choices_field = check_choices(body)
+    _check_min_tokens(sampling, choices)
     return GenerationOptions(
-        sampling=_sampling(body, logprobs),
+        sampling=sampling,
         max_tokens=body.max_tokens,
         priority=check_priority(body.priority, default=Priority.LS),
         stops=_stops(body.stop),
+        choices=choices,
+        choices_field=choices_field,
         n=n,
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
@@ -123,24 +140,35 @@ def room_for(
     return options.max_tokens
 
 
-def _sampling(body: GenerationBody, logprobs: int | None) -> Sampling:
-    temperature = DEFAULT_TEMPERATURE if body.temperature is None else body.temperature
-    if not (math.isfinite(temperature) and 0 <= temperature <= 2):
-        raise RequestError(f"temperature={temperature} must be within 0 and 2", "temperature")
-    top_p = 1.0 if body.top_p is None else body.top_p
-    if not 0 < top_p <= 1:
-        raise RequestError(f"top_p={top_p} must be above 0 and at most 1", "top_p")
-    top_k = _within("top_k", body.top_k, -1, INT64 - 1, default=0)
-    if body.seed is not None:
-        _within("seed", body.seed, -INT64, INT64 - 1, default=0)
-    return Sampling(
-        temperature=temperature,
-        top_p=top_p,
+def _check_min_tokens(sampling: Sampling, choices: tuple[str, ...] | None) -> None:
+    if sampling.min_tokens and choices is not None:
+        raise RequestError(
+            f"min_tokens={sampling.min_tokens}: a choice is as long as it is; leave min_tokens out",
+            "min_tokens",
+        )
+
+
+def _sampling(body: GenerationBody, logprobs: int | None, model: ServedModel) -> Sampling:
+    given = {name: getattr(body, name) for name in _AS_GIVEN}
+    top_k = body.top_k if body.top_k is not None else 0
+    if top_k < -1:
+        raise RequestError(f"top_k={top_k} must be within -1 and {INT64 - 1}", "top_k")
+    sampling = Sampling(
+        **{name: value for name, value in given.items() if value is not None},
         top_k=max(top_k, 0),  # vLLM says -1 where we say 0: no limit
-        seed=body.seed,
-        ignore_eos=bool(body.ignore_eos),
+        logit_bias=_biases(body.logit_bias or {}),
         logprobs=logprobs,
     )
+    check_sampling(sampling, model.vocab_size)
+    return sampling
+
+
+def _biases(given: dict[str, float]) -> dict[int, float] | None:
+    """By token id; None where there are none."""
+    for token in given:
+        if not (token.isascii() and token.isdecimal() and len(token) <= MAX_ID_DIGITS):
+            raise RequestError(f"logit_bias: {token[:32]!r} is not the id of a token", "logit_bias")
+    return {int(token): bias for token, bias in given.items()} or None
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from cluster.api.checks import (
     room_for,
 )
 from cluster.api.echo import echo
+from cluster.api.guided import samplings
 from cluster.api.logprobs import completion_logprobs
 from cluster.api.schemas import CompletionBody, GenerationOptions
 from cluster.api.sequences import Choice, Tally, run_choices, with_seed
@@ -31,7 +32,7 @@ from cluster.text import Delta, ShownToken
 from contracts.errors import RequestError
 from contracts.messages import Submit
 from contracts.metrics import Pipeline
-from contracts.requests import Usage
+from contracts.requests import Sampling, Usage
 
 DEFAULT_MAX_TOKENS = 16
 CONCURRENT_ECHOES = 64
@@ -42,7 +43,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     text: str
     token_ids: list[int]
-    max_tokens: int
+    sampling: Sampling
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -54,6 +55,13 @@ class Job(msgspec.Struct, frozen=True):
     def count(self) -> int:
         return len(self.prompts) * self.options.n
 
+    @property
+    def prefill_only(self) -> bool:
+        """Whether one pass over each prompt is all of it."""
+        return self.options.max_tokens == 0 or all(
+            prompt.sampling.max_tokens <= 1 for prompt in self.prompts
+        )
+
     def prompt_of(self, index: int) -> int:
         """Choices are ordered by prompt, then by repetition."""
         return index // self.options.n
@@ -64,7 +72,7 @@ async def completions(services: Services, session: Session, request: Request) ->
     session.caller = salted(session.caller, body.cache_salt)
     job = await session.run(_job(services, body))
     session.priority = job.options.priority
-    if job.options.max_tokens is not None and job.options.max_tokens <= 1:
+    if job.prefill_only:
         session.pipeline = Pipeline.PREFILL
     run = _Run(services, session, job)
     if job.options.stream:
@@ -76,7 +84,9 @@ async def _job(services: Services, body: CompletionBody) -> Job:
     """The request, checked: see `checks.py` for the order."""
     check_supported(body)
     check_model(body.model, services.model)
-    options = check_options(body, logprobs=check_logprobs("logprobs", body.logprobs))
+    options = check_options(
+        body, services.model, logprobs=check_logprobs("logprobs", body.logprobs)
+    )
     if options.max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1 (0 only with echo)", "max_tokens")
     listed = _prompts(body.prompt)
@@ -87,13 +97,15 @@ async def _job(services: Services, body: CompletionBody) -> Job:
             "prompt",
         )
     token_ids = await _token_ids(services, listed)
-    prompts = []
-    for number, ids in enumerate(token_ids):
-        check_tokens(ids, services.model, "prompt")
-        room = room_for(
-            len(ids), options, services.model, default=DEFAULT_MAX_TOKENS, param="prompt"
-        )
-        prompts.append(Prompt(_echo_text(services, listed[number]) if body.echo else "", ids, room))
+    model, rooms = services.model, []
+    default = DEFAULT_MAX_TOKENS if options.choices is None else model.max_context_tokens
+    for ids in token_ids:
+        check_tokens(ids, model, "prompt")
+        rooms.append(room_for(len(ids), options, model, default=default, param="prompt"))
+    with_rooms = list(zip(token_ids, rooms, strict=True))
+    sampled = await samplings(services.tokenizer, with_rooms, options, model)
+    texts = [_echo_text(services, given) if body.echo else "" for given in listed]
+    prompts = list(map(Prompt, texts, token_ids, sampled))
     return Job(prompts, options, bool(body.echo))
 
 
@@ -193,11 +205,10 @@ class _Run:
     def _submit(self, index: int) -> Submit:
         options = self._job.options
         prompt = self._job.prompts[self._job.prompt_of(index)]
-        sampling = msgspec.structs.replace(options.sampling, max_tokens=prompt.max_tokens)
         return Submit(
             request_id=0,
             token_ids=prompt.token_ids,
-            sampling=with_seed(sampling, index % options.n),
+            sampling=with_seed(prompt.sampling, index % options.n),
             priority=options.priority,
             eos_token_ids=list(self._services.model.eos_token_ids),
         )

@@ -10,12 +10,22 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.api.callers import MAX_CACHE_SALT_CHARACTERS
-from cluster.api.checks import INT64, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
+from cluster.api.checks import MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
 from cluster.api.classification import MAX_LABELS
+from cluster.api.guided import MAX_CHOICE_CHARACTERS
 from cluster.api.schemas import NEUTRAL, ServedModel
 from cluster.api.scoring import MAX_LABEL_TOKENS
 from contracts.config import HttpConfig
 from contracts.requests import Priority
+from contracts.sampling_limits import (
+    INT64,
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKENS,
+    RANGES,
+)
 
 Schema = dict[str, Any]
 NULL: Schema = {"type": "null"}
@@ -28,6 +38,7 @@ def request_bounds(model: ServedModel, http: HttpConfig) -> dict[str, dict[str, 
         "CompletionBody": {**generation, **_completion(model, http)},
         "ContentPart": {"type": {"const": "text"}, "text": {"type": "string"}},
         "ChatBody": {**generation, **_chat(model)},
+        "StructuredOutputs": _structured(),
         "ClassifyBody": _classify(model, http),
         "ScoreBody": _score(model),
     }
@@ -46,9 +57,16 @@ def _unsupported() -> dict[str, Schema]:
 def _generation(model: ServedModel, http: HttpConfig) -> dict[str, Schema]:
     return {
         "model": {"const": model.name},
-        "temperature": _number(minimum=0, maximum=2),
+        "temperature": _number(
+            "Below 1e-5: the likeliest token. Applied in this order, as in vLLM: choices,"
+            " min_tokens, logit_bias, repetition_penalty, frequency_penalty, presence_penalty,"
+            " temperature, min_p, top_k, top_p. logprobs are of the distribution before all that.",
+            minimum=0,
+            maximum=2,
+        ),
         "top_p": _number(exclusiveMinimum=0, maximum=1),
         "top_k": _integer(-1, INT64 - 1, "-1 and 0: no limit."),
+        **_shaping(model),
         "seed": _integer(-INT64, INT64 - 1, "Choice i of a prompt draws from seed + i."),
         "stop": {
             "anyOf": [_stop(), {"type": "array", "maxItems": MAX_STOPS, "items": _stop()}, NULL]
@@ -57,6 +75,44 @@ def _generation(model: ServedModel, http: HttpConfig) -> dict[str, Schema]:
         "best_of": _integer(1, MAX_N, "Only as large as n."),
         "priority": _priority(),
         "cache_salt": _cache_salt(),
+    }
+
+
+def _structured() -> dict[str, Schema]:
+    only = {"description": "Not supported.", "type": "null"}
+    names = ("grammar", "json", "json_object", "regex", "structural_tag")
+    return {"choice": _choice(), **dict.fromkeys(names, only)}
+
+
+def _choice() -> Schema:
+    texts = {"type": "string", "minLength": 1}
+    return {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": texts}
+
+
+def _shaping(model: ServedModel) -> dict[str, Schema]:
+    """The fields that change logits, or say when a sequence ends."""
+    low, high = RANGES["repetition_penalty"]
+    bias = {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
+    guided = f"The answer is one of these texts, of {MAX_CHOICE_CHARACTERS} characters together."
+    return {
+        "min_p": _number("Of the likeliest token's probability.", minimum=0, maximum=1),
+        "presence_penalty": _number("Of generated tokens.", minimum=-2, maximum=2),
+        "frequency_penalty": _number("Of generated tokens.", minimum=-2, maximum=2),
+        "repetition_penalty": _number("Of all tokens.", minimum=low, maximum=high),
+        "logit_bias": {
+            "description": "By token id.",
+            "type": ["object", "null"],
+            "maxProperties": MAX_BIASES,
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": bias,
+        },
+        "stop_token_ids": {"anyOf": [_token_ids(model, MAX_STOP_TOKENS, least=0), NULL]},
+        "min_tokens": _integer(
+            0,
+            model.max_context_tokens - 1,
+            "Nothing ends the answer before; at most max_tokens. Not with choices.",
+        ),
+        "guided_choice": {"description": guided, "anyOf": [_choice(), NULL]},
     }
 
 
@@ -177,8 +233,9 @@ def _integer(low: int, high: int | None, description: str | None = None) -> Sche
     return {**told, "anyOf": [{"type": "integer", **within}, NULL]}
 
 
-def _number(**bounds: float) -> Schema:
-    return {"anyOf": [{"type": "number", **bounds}, NULL]}
+def _number(description: str | None = None, **bounds: float) -> Schema:
+    told = {} if description is None else {"description": description}
+    return {**told, "anyOf": [{"type": "number", **bounds}, NULL]}
 
 
 def bound_together(components: dict[str, Schema], model: ServedModel, http: HttpConfig) -> None:

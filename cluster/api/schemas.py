@@ -16,26 +16,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "continue_final_message": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -70,26 +61,17 @@ class Unsupported(Harmless, kw_only=True):
     audio: Any = None
     bad_words: Any = None
     continue_final_message: Any = None
-    frequency_penalty: Any = None
     function_call: Any = None
     functions: Any = None
-    guided_choice: Any = None
     guided_grammar: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     include_stop_str_in_output: Any = None
-    logit_bias: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
     modalities: Any = None
     prediction: Any = None
-    presence_penalty: Any = None
     prompt_logprobs: Any = None
-    repetition_penalty: Any = None
     response_format: Any = None
     skip_special_tokens: Any = None
-    stop_token_ids: Any = None
-    structured_outputs: Any = None
     suffix: Any = None
     tool_choice: Any = None
     tools: Any = None
@@ -105,6 +87,17 @@ class StreamOptions(Strict, kw_only=True):
     include_obfuscation: Any = None
 
 
+class StructuredOutputs(Strict, kw_only=True):
+    """vLLM's name for guided decoding, of which choice is supported."""
+
+    choice: list[str] | None = None
+    grammar: Any = None
+    json: Any = None
+    json_object: Any = None
+    regex: Any = None
+    structural_tag: Any = None
+
+
 class GenerationBody(Unsupported, kw_only=True):
     """What completions and chat completions have in common."""
 
@@ -113,8 +106,17 @@ class GenerationBody(Unsupported, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    guided_choice: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
     n: int | None = None
     best_of: int | None = None
     stream: bool | None = None
@@ -168,6 +170,7 @@ class ChatBody(GenerationBody, kw_only=True):
 # By the field in whose value they stand.
 NESTED: dict[str, type[msgspec.Struct]] = {
     "stream_options": StreamOptions,
+    "structured_outputs": StructuredOutputs,
     "messages": ChatMessage,
     "content": ContentPart,
 }
@@ -196,13 +199,15 @@ class ScoreBody(Harmless, kw_only=True):
 
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A generation request's fields after checking. `sampling.max_tokens` is set per prompt;
-    max_tokens None: not stated."""
+    """A generation request's fields after checking. `sampling.max_tokens` and `sampling.choices`
+    are set per prompt; max_tokens None: not stated. choices_field: what `choices` came in."""
 
     sampling: Sampling
     max_tokens: int | None
     priority: Priority
     stops: tuple[str, ...]
+    choices: tuple[str, ...] | None
+    choices_field: str
     n: int
     stream: bool
     include_usage: bool

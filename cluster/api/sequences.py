@@ -67,13 +67,13 @@ async def run_choice(
     services: Services, session: Session, choice: Choice, usages: dict[int, Usage]
 ) -> AsyncGenerator[Delta, None]:
     """The choice's deltas, one per arrival; its usage goes to `usages` when it ends."""
-    submit = choice.submit
-    ignore_eos = submit.sampling is not None and submit.sampling.ignore_eos
+    submit, sampling = choice.submit, choice.submit.sampling
     text = SequenceText(
         services.tokenizer,
         prompt_tokens=len(submit.token_ids),
         stops=choice.stops,
-        hidden_ids=() if ignore_eos else submit.eos_token_ids,
+        stops_after=0 if sampling is None else sampling.min_tokens,
+        hidden_ids=submit.ending_ids,
         lists_hidden=choice.lists_eos,
     )
     first_s = last_s = 0.0

@@ -78,10 +78,12 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "priority": "urgent"}, "priority"),
     ({"prompt": "a", "priority": -1}, "priority"),
     ({"prompt": "a", "suffix": "z"}, "suffix"),
-    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
-    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
-    ({"prompt": "a", "min_p": 0.5}, "min_p"),
+    ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+    ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+    ({"prompt": "a", "min_p": 1.5}, "min_p"),
     ({"prompt": "a", "min_p": False}, "min_p"),
+    ({"prompt": "a", "allowed_token_ids": [1]}, "allowed_token_ids"),
+    ({"prompt": "a", "guided_regex": "a*"}, "guided_regex"),
     ({"prompt": "a", "use_beam_search": 0.0}, "use_beam_search"),
 ]
 
