@@ -215,7 +215,7 @@ def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
 
 def _port(config: TandemConfig) -> Finding:
     try:
-        bind(config.http.host, config.http.port, reuse_port=False).close()
+        bind(config.http.host, config.http.port).close()
     except TandemError as error:
         return Finding("port", "error", error.message)
     return Finding("port", "ok", f"{config.http.host}:{config.http.port} is free")

@@ -118,6 +118,12 @@ class Ingress:
     def __init__(self, config: bytes, groups: DeploymentHandle) -> None:
         self._config = decode_config(config)
         self._groups = groups
+        self._front: DirectFront | None = None
+
+    def check_health(self) -> None:
+        """Asked by Serve, which replaces a replica that raises."""
+        if self._front is not None:
+            self._front.check()
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """The application, connected. What keeps it from that is told by way of Groups: a launcher

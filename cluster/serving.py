@@ -73,7 +73,7 @@ def preflight(config: TandemConfig) -> None:
             f"groups.expert_ranks={config.groups.expert_ranks}: the model has "
             f"{model.num_experts} experts per layer; use at most that many ranks"
         )
-    bind(config.http.host, config.http.port, reuse_port=False).close()
+    bind(config.http.host, config.http.port).close()
 
 
 def _wait_healthy(url: str, deployed: application.Deployed, timeout_s: float) -> None:

@@ -23,6 +23,7 @@ OutputFolder = Annotated[str, Meta(extra={"path": "output"})]
 
 BUNDLED = "bundled"
 SPIN_S = 0.005
+MAX_KEY_CHARACTERS = 200  # of an API key: must fit into the smallest max_header_bytes
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -214,7 +215,24 @@ class ServeConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """front "direct": the ingress listens on host:port itself, so that a streamed token costs no
-    Ray call; "serve": through Ray Serve's proxy (`serve run`), which has its own host and port."""
+    Ray call; "serve": through Ray Serve's proxy (`serve run`), which has its own host and port.
+
+    api_keys: bearer tokens, one of which every request for the model must carry; none: open to all.
+    metrics_key: the bearer token of /metrics and /load; None: these are open to all.
+    tls_certificate, tls_key: PEM files; both or neither. root_path: the prefix that a proxy in
+    front takes off. access_log: one line a request (logger tandem.access), never its text.
+
+    What a client may cost before and beside its request, on front "direct":
+    max_header_bytes: request line and headers, or the trailers of a body; max_headers: how many.
+    max_connections: None: what the descriptor limit allows, up to 8192. At the cap the oldest
+    connection that has not yet sent a complete request (with a valid key, where keys are
+    configured) makes room, then the one that has been idle longest; where all are at work a new one
+    is refused. max_connections_per_address: for servers that no proxy stands in front of.
+    header_timeout_s: from accepting a connection, or from the first byte of a further request, to
+    the end of its headers. keep_alive_s: idle between requests. body_timeout_s: from the end of the
+    headers to the end of the body, however it trickles in (also on front "serve").
+    write_timeout_s: a client that reads less than 1 KiB/s of its answer over so long is cut off.
+    """
 
     front: Literal["direct", "serve"] = "direct"
     host: str = "127.0.0.1"
@@ -223,6 +241,63 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_batch_items: Count = 4096
     request_timeout_s: Seconds = 600.0
     api_keys: list[str] = []
+    metrics_key: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    root_path: str = ""
+    access_log: bool = True
+    max_header_bytes: Annotated[int, Meta(ge=256, le=1 << 20)] = 16 << 10
+    max_headers: Count = 100
+    max_connections: Count | None = None
+    max_connections_per_address: Count | None = None
+    header_timeout_s: Seconds = 10.0
+    keep_alive_s: Seconds = 75.0
+    body_timeout_s: Seconds = 60.0
+    write_timeout_s: Seconds = 60.0
+
+    def __post_init__(self) -> None:
+        _check_keys(self)
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError(
+                "tls_certificate and tls_key belong together (--ssl-certfile, --ssl-keyfile): "
+                "give both, or neither"
+            )
+        if self.tls_certificate is not None and self.front == "serve":
+            raise ValueError(
+                "tls_certificate has no effect with front=serve: encrypt in front of Serve's proxy"
+            )
+        if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):
+            raise ValueError(
+                f"root_path={self.root_path!r}: give a path such as /llm, without a slash at the "
+                "end"
+            )
+
+
+def _check_keys(http: HttpConfig) -> None:
+    """Raises ValueError for a key that would let everybody in, or nobody. Names its place, never
+    the key: messages end in logs."""
+    for index, key in enumerate(http.api_keys):
+        _check_key(f"api_keys[{index}]", key)
+        first = http.api_keys.index(key)
+        if first < index:
+            raise ValueError(f"api_keys[{index}] is the same as api_keys[{first}]: remove one")
+    if http.metrics_key is not None:
+        _check_key("metrics_key", http.metrics_key)
+
+
+def _check_key(name: str, key: str) -> None:
+    if not key:
+        raise ValueError(f"{name} is empty: remove it, or give a key")
+    if len(key) > MAX_KEY_CHARACTERS:
+        raise ValueError(
+            f"{name} has {len(key)} characters, at most {MAX_KEY_CHARACTERS} are accepted"
+        )
+    wrong = next((at for at, one in enumerate(key) if not "!" <= one <= "~"), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{name}: character {wrong + 1} of {len(key)} is white space, a control character or "
+            "not ASCII; no Authorization header can carry that: use visible ASCII characters"
+        )
 
 
 class TraceConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

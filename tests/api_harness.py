@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import msgspec
 import openai
-import uvicorn
 from fastapi import FastAPI
 
 from actors.channels.handshake import Identity
 from cluster.api.app import build_app
 from cluster.api.schemas import ServedModel
 from cluster.dispatcher import Dispatcher, DispatcherConfig
+from cluster.front import DirectFront
 from cluster.rank_client import RankClient
 from cluster.rank_socket import RankClientConfig
 from contracts.config import HttpConfig
@@ -37,8 +38,10 @@ QUICK = RankClientConfig(silence_s=0.6, check_every_s=0.05, max_backoff_s=0.05)
 class Loop:
     """An event loop in a thread."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+    def __init__(
+        self, make: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    ) -> None:
+        self._loop = make()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
@@ -47,6 +50,12 @@ class Loop:
 
     def start(self, work: Coroutine[Any, Any, object]) -> Future[object]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Returns once the loop has called it."""
+        done = threading.Event()
+        self._loop.call_soon_threadsafe(lambda: (function(), done.set()))
+        assert done.wait(TIMEOUT_S)
 
     def close(self) -> None:
         self.run(_cancel_all())
@@ -115,8 +124,9 @@ def serve_api(
     """The API in front of `ranks`; limits: fields of DispatcherConfig."""
     tokenizer = Tokenizer.load(folder)
     loop = Loop()
+    settings = msgspec.structs.replace(http or HttpConfig(), port=0)
 
-    async def start() -> tuple[Dispatcher, _Server, asyncio.Task[None]]:
+    async def start() -> tuple[Dispatcher, FastAPI, DirectFront]:
         clients = [RankClient(rank.name, await rank.listen(), ME, QUICK) for rank in ranks]
         dispatcher = Dispatcher(clients, DispatcherConfig(**limits))
         dispatcher.start()
@@ -128,26 +138,22 @@ def serve_api(
             vocab_size=tokenizer.vocab_size,
             eos_token_ids=tuple(eos),
         )
-        app = build_app(dispatcher, tokenizer, model, http or HttpConfig())
-        started = asyncio.Event()
-        server = _Server(app, started)
-        serving = asyncio.create_task(server.serve())
-        await started.wait()
-        return dispatcher, server, serving
+        app = build_app(dispatcher, tokenizer, model, settings)
+        front = DirectFront(app, settings)
+        await front.start()
+        return dispatcher, app, front
 
-    dispatcher, server, serving = loop.run(start())
+    dispatcher, app, front = loop.run(start())
 
     async def stop() -> None:
-        server.should_exit = True
-        await serving
+        await front.close()
         await dispatcher.close()
         for rank in ranks:
             await rank.close()
 
-    port = server.servers[0].sockets[0].getsockname()[1]
-    api = Api(loop, f"http://127.0.0.1:{port}", ranks, tokenizer)
+    api = Api(loop, f"http://127.0.0.1:{front.port}", ranks, tokenizer)
     api.dispatcher = dispatcher
-    api.app = server.app
+    api.app = app
     api.eos = tokenizer.encode(eos_text, add_special_tokens=False)
     try:
         yield api
@@ -155,23 +161,3 @@ def serve_api(
         api.close()
         loop.run(stop())
         loop.close()
-
-
-class _Server(uvicorn.Server):
-    """Says when it listens."""
-
-    def __init__(self, app: FastAPI, listening: asyncio.Event) -> None:
-        self.app = app
-        config = uvicorn.Config(
-            app, port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=1
-        )
-        super().__init__(config)
-        self._listening = listening
-
-    async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
-        self._listening.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # not the main thread

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -18,6 +17,7 @@ from cluster.api.chat import chat_completions
 from cluster.api.classification import classify
 from cluster.api.completions import completions
 from cluster.api.errors import error_response, install_handlers, outcome_of
+from cluster.api.keys import check_key
 from cluster.api.openapi import openapi_document
 from cluster.api.schemas import ServedModel
 from cluster.api.scoring import score
@@ -28,7 +28,6 @@ from contracts.config import HttpConfig
 from contracts.errors import (
     NotReadyError,
     TandemError,
-    UnauthorizedError,
     UnknownModelError,
 )
 from contracts.metrics import Outcome
@@ -94,7 +93,7 @@ def _counted(
         own = msgspec.structs.replace(services, backend=CallersBackend(services.backend, session))
         outcome = Outcome.ERROR
         try:
-            session.caller = callers.caller(_check_key(services.http, request))
+            session.caller = callers.caller(check_key(services.http, request))
             response = await endpoint(own, session, request)
             outcome = Outcome.OK
         except TandemError as error:
@@ -125,19 +124,6 @@ def _simple(
     return call
 
 
-def _check_key(http: HttpConfig, request: Request) -> str | None:
-    """The key that the request came with; None if http.api_keys is not set. Raises
-    UnauthorizedError if the bearer token is not among them."""
-    if not http.api_keys:
-        return None
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    given = key.strip()
-    known = [hmac.compare_digest(given.encode(), api_key.encode()) for api_key in http.api_keys]
-    if scheme.lower() != "bearer" or not any(known):
-        raise UnauthorizedError("a valid API key is needed (Authorization: Bearer KEY)", None)
-    return given
-
-
 async def _health(services: Services, request: Request) -> Response:
     """200 once every rank serves. Open to all: load balancers ask without a key."""
     problems = services.backend.problems()
@@ -161,12 +147,12 @@ async def _openapi(services: Services, request: Request) -> Response:
 
 
 async def _models(services: Services, request: Request) -> Response:
-    _check_key(services.http, request)
+    check_key(services.http, request)
     return json_response({"object": "list", "data": [_model_card(services.model)]})
 
 
 async def _one_model(services: Services, request: Request) -> Response:
-    _check_key(services.http, request)
+    check_key(services.http, request)
     name = request.path_params["name"]
     if name != services.model.name:
         raise UnknownModelError(f"model {name!r} is not served", "model")

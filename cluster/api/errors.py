@@ -37,6 +37,35 @@ class BodyTimeoutError(RequestError):
     status = 408
 
 
+class MalformedHttpError(RequestError):
+    """What a client sent is not HTTP, or nothing that we would take the time to read."""
+
+    code = "malformed_http"
+
+
+class HeadersTooSlowError(RequestError):
+    code = "header_timeout"
+    status = 408
+
+
+class TargetTooLongError(RequestError):
+    code = "target_too_long"
+    status = 414
+
+
+class HeadersTooLargeError(RequestError):
+    code = "headers_too_large"
+    status = 431
+
+
+class TooManyConnectionsError(TandemError):
+    """All connections that the front may hold are at work."""
+
+    code = "too_many_connections"
+    status = 503
+    retryable = True
+
+
 class MediaTypeError(RequestError):
     code = "unsupported_media_type"
     status = 415

@@ -17,7 +17,12 @@ from cluster.api.errors import (
     ROUTING_CODES,
     BodyTimeoutError,
     BodyTooLargeError,
+    HeadersTooLargeError,
+    HeadersTooSlowError,
+    MalformedHttpError,
     MediaTypeError,
+    TargetTooLongError,
+    TooManyConnectionsError,
     UnknownFieldError,
     UnsupportedFieldError,
 )
@@ -42,9 +47,14 @@ ERRORS: tuple[type[errors.TandemError], ...] = (
     BodyTooLargeError,
     BodyTimeoutError,
     MediaTypeError,
+    MalformedHttpError,
+    HeadersTooSlowError,
+    TargetTooLongError,
+    HeadersTooLargeError,
     errors.OverloadError,
     errors.TandemError,
     errors.NotReadyError,
+    TooManyConnectionsError,
     errors.ChannelError,
     errors.PeerError,
     errors.PeerDeadError,
@@ -52,7 +62,8 @@ ERRORS: tuple[type[errors.TandemError], ...] = (
     errors.RequestTimeoutError,
 )
 _RANK_CODES = {500: ("bad_score", "no_answer")}  # of RankError, which has no code of its own
-_POST_STATUSES = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
+_FRONT_STATUSES = (400, 408, 414, 431, 503)  # before a request is one: of every route
+_POST_STATUSES = (401, 404, 413, 415, 429, 500, 504)
 
 
 def openapi_document(model: ServedModel, http: HttpConfig) -> Schema:
@@ -131,7 +142,7 @@ def _plain_paths(keys: bool) -> Schema:
 def _operation(summary: str, answer: Schema, statuses: Iterable[int], keys: bool) -> Schema:
     """405 is not listed: it is never the answer to an operation that is."""
     responses = {"200": answer}
-    for status in statuses:
+    for status in sorted({*_FRONT_STATUSES, *statuses}):
         if keys or status != 401:
             responses[str(status)] = {"$ref": f"#/components/responses/Error{status}"}
     security: Schema = {"security": [{"key": []}]} if keys else {}

@@ -80,15 +80,24 @@ class Session:
         self._finished = False
 
     async def read(self, body: Awaitable[Result]) -> Result:
-        """The request's body. Raises BodyTimeoutError if it does not come within the time that the
-        whole request has, or what reading it raises."""
+        """The request's body. Raises BodyTimeoutError if it does not come in its time, or what
+        reading it raises.
+
+        A deadline for the whole: a pace could be kept by a client that trickles for ever, and a
+        body of http.max_body_bytes takes seconds.
+        """
+        http = self._services.http
+        limits = {
+            "http.body_timeout_s": http.body_timeout_s,
+            "http.request_timeout_s": http.request_timeout_s,
+        }
+        name, limit_s = min(limits.items(), key=lambda limit: limit[1])
         try:
-            async with asyncio.timeout_at(self._deadline_s):
+            async with asyncio.timeout_at(self._deadline_s - http.request_timeout_s + limit_s):
                 return await body
         except TimeoutError:
-            limit_s = self._services.http.request_timeout_s
             raise BodyTimeoutError(
-                f"the body did not arrive within {limit_s:g} s (http.request_timeout_s)", None
+                f"the body did not arrive within {limit_s:g} s ({name})", None
             ) from None
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:

@@ -1,0 +1,63 @@
+"""API keys that would let everybody in, or nobody, are refused when the configuration is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from contracts.errors import ConfigError
+from contracts.loading import config_from, load_config
+
+
+@pytest.mark.parametrize(
+    ("keys", "place"),
+    [
+        ([""], "api_keys[0] is empty"),
+        (["good", ""], "api_keys[1] is empty"),
+        ([" key"], "character 1 of 4"),
+        (["key "], "character 4 of 4"),
+        (["two words"], "character 4 of 9"),
+        (["tab\tbed"], "character 4 of 7"),
+        (["line\nfeed"], "character 5 of 9"),
+        (["nul\0"], "character 4 of 4"),
+        (["schlüssel"], "character 5 of 9"),
+        (["k" * 201], "201 characters, at most 200"),
+        (["a", "b", "a"], "api_keys[2] is the same as api_keys[0]"),
+    ],
+)
+def test_a_key_that_opens_to_all_or_to_none_is_refused_by_its_place(
+    keys: list[str], place: str
+) -> None:
+    """FINDINGS B9: an empty string among api_keys opened the server."""
+    with pytest.raises(ConfigError) as caught:
+        config_from({"http": {"api_keys": keys}}, source="here")
+    assert place in caught.value.message
+    assert "\n" not in caught.value.message
+    for key in keys:
+        assert len(key) < 3 or key not in caught.value.message, "keys do not belong into logs"
+
+
+@pytest.mark.parametrize("key", ["", " ", "ä"])
+def test_the_metrics_key_is_held_to_the_same_rules(key: str) -> None:
+    """FINDINGS B9."""
+    with pytest.raises(ConfigError, match="metrics_key"):
+        config_from({"http": {"metrics_key": key}}, source="here")
+
+
+def test_usual_keys_are_taken() -> None:
+    keys = ["sk-abcDEF0123", "a/b+c==", "0" * 200]
+    config = config_from({"http": {"api_keys": keys}}, source="here")
+    assert config.http.api_keys == keys
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("http.tls_certificate=a.pem", "belong together"),
+        ("http.tls_key=a.pem", "belong together"),
+        ("http.root_path=llm", "root_path"),
+        ("http.root_path=/llm/", "root_path"),
+    ],
+)
+def test_half_a_certificate_and_a_path_that_is_none_are_refused(override: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        load_config(None, [override])
