@@ -49,6 +49,7 @@ class Groups:
         self._launch_id = launch_id
         self._awaited = self._config.http.front == "direct"
         self._ingress_failure = b""
+        self._ingress_listens = False
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="groups")
         self._launch = self._threads.submit(self._run)
 
@@ -71,6 +72,14 @@ class Groups:
     async def ingress_failure(self) -> bytes:
         """What an ingress has told last; empty: nothing."""
         return self._ingress_failure
+
+    async def ingress_listens(self) -> None:
+        """From the ingress: the port is its own."""
+        self._ingress_listens = True
+
+    async def listens(self) -> bool:
+        """Whether it is our ingress that answers on the port, and not another server."""
+        return self._ingress_listens
 
     async def served(self) -> None:
         """From the launcher: everything serves, and nobody waits any more."""
@@ -146,6 +155,7 @@ class Ingress:
         if self._config.http.front == "direct":
             self._front = DirectFront(app, self._config.http)
             await self._front.start()
+            await self._groups.ingress_listens.remote()
         return app
 
     async def _prefill_addresses(self, suspects: dict[str, str]) -> dict[str, str]:

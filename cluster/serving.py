@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster import application
 from cluster.codec import Directory, decode_directory
-from cluster.front import bind
+from cluster.front import bind, check_tls
 from cluster.model_folder import check_tokenizer, resolve_model_folder
 from cluster.ray_session import cluster_address, ray_session
 from contracts.config import TandemConfig
@@ -44,7 +44,8 @@ def serving(config: TandemConfig, *, show_rank_logs: bool = False) -> Iterator[S
             limit_s = config.groups.ready_timeout_s
             body = application.answer_of(deployed, "directory", limit_s, "the ranks were not up")
             directory = decode_directory(body)
-            url = f"http://{_url_host(config.http.host)}:{config.http.port}"
+            scheme = "http" if config.http.tls_certificate is None else "https"
+            url = f"{scheme}://{_url_host(config.http.host)}:{config.http.port}"
             _wait_healthy(url, deployed, limit_s)
             yield Served(url, directory, deployed.groups, time.monotonic() - started_s)
         finally:
@@ -73,6 +74,7 @@ def preflight(config: TandemConfig) -> None:
             f"groups.expert_ranks={config.groups.expert_ranks}: the model has "
             f"{model.num_experts} experts per layer; use at most that many ranks"
         )
+    check_tls(config.http)
     bind(config.http.host, config.http.port).close()
 
 
@@ -83,11 +85,16 @@ def _wait_healthy(url: str, deployed: application.Deployed, timeout_s: float) ->
     reason = "no answer yet"
     while time.monotonic() < deadline_s:
         try:
-            answer = httpx.get(f"{url}/health", timeout=5.0)
-            if answer.status_code == 200:
+            # Whatever the certificate says: it is for the name that clients use.
+            answer = httpx.get(f"{url}/health", timeout=5.0, verify=False)
+            listens = deployed.groups.listens.remote().result(timeout_s=application.STOP_TIMEOUT_S)
+            if not listens:
+                reason = "another server answers there"
+            elif answer.status_code == 200:
                 deployed.groups.served.remote().result(timeout_s=application.STOP_TIMEOUT_S)
                 return
-            reason = answer.text
+            else:
+                reason = answer.text
         except httpx.HTTPError as error:
             reason = str(error)
         application.check_told(deployed)

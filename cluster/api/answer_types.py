@@ -199,6 +199,26 @@ class ModelList(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
     data: list[ModelCard]
 
 
+class Version(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which Tandem answers."""
+
+    version: str
+
+
+class PipelineLoad(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Requests under way, and of their sequences those that wait for a first answer, by class."""
+
+    requests: int
+    waiting: dict[str, int]
+
+
+class Load(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What runs and waits. server_load: all requests under way."""
+
+    server_load: int
+    pipelines: dict[str, PipelineLoad]
+
+
 class Health(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every rank serves."""
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from actors.telemetry import CONTENT_TYPE, Telemetry, merge_expositions
 from cluster.api.answers import json_response
@@ -17,11 +20,14 @@ from cluster.api.chat import chat_completions
 from cluster.api.classification import classify
 from cluster.api.completions import completions
 from cluster.api.errors import error_response, install_handlers, outcome_of
-from cluster.api.keys import check_key
+from cluster.api.keys import check_key, check_metrics_key
 from cluster.api.openapi import openapi_document
+from cluster.api.request_log import REQUEST_ID, RequestLog
 from cluster.api.schemas import ServedModel
 from cluster.api.scoring import score
+from cluster.api.scrapes import Scrapes
 from cluster.api.session import Backend, EventStream, Services, Session
+from cluster.version import version
 from contracts import metrics
 from contracts.clock import Clock, monotonic_s
 from contracts.config import HttpConfig
@@ -30,10 +36,16 @@ from contracts.errors import (
     TandemError,
     UnknownModelError,
 )
-from contracts.metrics import Outcome
+from contracts.metrics import Outcome, Pipeline
+from contracts.requests import Priority
 from models.tokenizer import Tokenizer
 
+log = logging.getLogger("tandem.ingress")
+
+SCRAPE_TIMEOUT_S = 5.0
+
 Endpoint = Callable[[Services, Session, Request], Awaitable[Response]]
+Plain = Callable[[Services, Request], Awaitable[Response]]
 ExtraMetrics = Callable[[], Awaitable[str]]
 
 
@@ -63,7 +75,8 @@ def build_app(
         extra=extra,
     )
     callers = Callers(http.api_keys, share_between_keys=share_between_keys)
-    app = FastAPI(title="Tandem", openapi_url=None, redirect_slashes=False)
+    app = _App(title="Tandem", openapi_url=None, redirect_slashes=False)
+    app.access_log = http.access_log
     install_handlers(app)
     for path, endpoint in (
         ("/v1/completions", completions),
@@ -74,13 +87,25 @@ def build_app(
         app.add_route(path, _counted(services, callers, endpoint), methods=["POST"])
     for path, plain in (
         ("/health", _health),
-        ("/metrics", _metrics),
+        ("/load", _load),
+        ("/metrics", _metrics_of(services)),
         ("/openapi.json", _openapi),
+        ("/version", _version),
         ("/v1/models", _models),
         ("/v1/models/{name:path}", _one_model),
     ):
         app.add_route(path, _simple(services, plain), methods=["GET"])
     return app
+
+
+class _App(FastAPI):
+    """With the request log outside of what makes a 500 of our own bugs."""
+
+    access_log = True
+
+    def build_middleware_stack(self) -> ASGIApp:
+        inner = super().build_middleware_stack()
+        return RequestLog(inner, monotonic_s, access_log=self.access_log)
 
 
 def _counted(
@@ -89,7 +114,7 @@ def _counted(
     """The endpoint with keys checked, errors mapped, and its outcome counted once."""
 
     async def call(request: Request) -> Response:
-        session = Session(services, request.receive)
+        session = Session(services, request.receive, request.scope["state"][REQUEST_ID])
         own = msgspec.structs.replace(services, backend=CallersBackend(services.backend, session))
         outcome = Outcome.ERROR
         try:
@@ -112,9 +137,7 @@ def _counted(
     return call
 
 
-def _simple(
-    services: Services, endpoint: Callable[[Services, Request], Awaitable[Response]]
-) -> Callable[[Request], Awaitable[Response]]:
+def _simple(services: Services, endpoint: Plain) -> Callable[[Request], Awaitable[Response]]:
     async def call(request: Request) -> Response:
         try:
             return await endpoint(services, request)
@@ -132,13 +155,46 @@ async def _health(services: Services, request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-async def _metrics(services: Services, request: Request) -> Response:
+async def _version(services: Services, request: Request) -> Response:
+    return json_response({"version": version()})
+
+
+async def _load(services: Services, request: Request) -> Response:
+    """Requests under way, and of their sequences those that wait for a first answer."""
+    check_metrics_key(services.http, request)
+    requests = Counter(session.pipeline for session in services.sessions)
+    waiting = services.backend.waiting()
+    pipelines = {
+        pipeline.value: {
+            "requests": requests[pipeline],
+            "waiting": {one.label: waiting.get((pipeline.value, one.label), 0) for one in Priority},
+        }
+        for pipeline in Pipeline
+    }
+    return json_response({"server_load": requests.total(), "pipelines": pipelines})
+
+
+def _metrics_of(services: Services) -> Plain:
+    scrapes = Scrapes(lambda: _scrape(services), services.clock)
+
+    async def answer(services: Services, request: Request) -> Response:
+        check_metrics_key(services.http, request)
+        return Response(await scrapes.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    return answer
+
+
+async def _scrape(services: Services) -> str:
     for (pipeline, label), waiting in services.backend.waiting().items():
         services.telemetry.set(metrics.QUEUE_DEPTH, pipeline, label, to=waiting)
     texts = [services.telemetry.exposition()]
     if services.extra is not None:
-        texts.append(await services.extra())
-    return Response(merge_expositions(texts), headers={"Content-Type": CONTENT_TYPE})
+        try:
+            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+                texts.append(await services.extra())
+        except TimeoutError:  # the ingress's own metrics are still worth a scrape
+            log.warning("rank_metrics_failed error=none within %g s", SCRAPE_TIMEOUT_S)
+    return merge_expositions(texts)
 
 
 async def _openapi(services: Services, request: Request) -> Response:

@@ -72,7 +72,7 @@ def openapi_document(model: ServedModel, http: HttpConfig) -> Schema:
         *(answers.Completion, answers.CompletionChunk),
         *(answers.ChatCompletion, answers.ChatCompletionChunk),
         *(answers.Classification, answers.Scoring),
-        *(answers.ModelList, answers.Health, answers.ErrorAnswer),
+        *(answers.ModelList, answers.Health, answers.Version, answers.Load, answers.ErrorAnswer),
     ]
     _, components = msgspec.json.schema_components(shapes, ref_template=_REF)
     bounded(components, request_bounds(model, http))
@@ -84,15 +84,20 @@ def openapi_document(model: ServedModel, http: HttpConfig) -> Schema:
             "version": "1",
             "description": "Mixture-of-Experts serving: generation, classification, scoring.",
         },
-        "paths": _paths(bool(http.api_keys)),
+        "paths": _paths(bool(http.api_keys), metrics_key=http.metrics_key is not None),
         "components": {"schemas": components, "responses": _error_responses()},
     }
-    if http.api_keys:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    bearer = {"type": "http", "scheme": "bearer"}
+    given = {"key": bool(http.api_keys), "metrics_key": http.metrics_key is not None}
+    if any(given.values()):
+        schemes = {name: bearer for name, is_given in given.items() if is_given}
+        document["components"]["securitySchemes"] = schemes
+    if http.root_path:
+        document["servers"] = [{"url": http.root_path}]
     return document
 
 
-def _paths(keys: bool) -> Schema:
+def _paths(keys: bool, *, metrics_key: bool) -> Schema:
     posts = (
         ("/v1/completions", "Continue prompts", schemas.CompletionBody, answers.Completion),
         ("/v1/chat/completions", "Answer a conversation", schemas.ChatBody, answers.ChatCompletion),
@@ -108,7 +113,7 @@ def _paths(keys: bool) -> Schema:
         operation = _operation(summary, _answered(answer, chunks.get(answer)), _POST_STATUSES, keys)
         operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(body)}}}
         paths[path] = {"post": operation}
-    return {**paths, **_plain_paths(keys)}
+    return {**paths, **_plain_paths(keys), **_server_paths(metrics_key)}
 
 
 def _plain_paths(keys: bool) -> Schema:
@@ -121,11 +126,6 @@ def _plain_paths(keys: bool) -> Schema:
         "schema": {"type": "string", "minLength": 1},
     }
     one = {**_operation("One model", card, (401, 404, 500), keys), "parameters": [name]}
-    health = _answered(answers.Health, None)
-    text = {
-        "description": "Metrics in Prometheus text format",
-        "content": {"text/plain": {"schema": {"type": "string"}}},
-    }
     document = {
         "description": "This document",
         "content": {_JSON: {"schema": {"type": "object"}}},
@@ -133,19 +133,38 @@ def _plain_paths(keys: bool) -> Schema:
     return {
         "/v1/models": {"get": _operation("Models", listed, (401, 500), keys)},
         "/v1/models/{name}": {"get": one},
-        "/health": {"get": _operation("Does every rank serve?", health, (500, 503), False)},
-        "/metrics": {"get": _operation("Metrics", text, (500,), False)},
         "/openapi.json": {"get": _operation("OpenAPI", document, (500,), False)},
     }
 
 
-def _operation(summary: str, answer: Schema, statuses: Iterable[int], keys: bool) -> Schema:
+def _server_paths(metrics_key: bool) -> Schema:
+    health, version = _answered(answers.Health, None), _answered(answers.Version, None)
+    load = _answered(answers.Load, None)
+    text = {
+        "description": "Metrics in Prometheus text format",
+        "content": {"text/plain": {"schema": {"type": "string"}}},
+    }
+    return {
+        "/health": {"get": _operation("Does every rank serve?", health, (500, 503), False)},
+        "/version": {"get": _operation("Version", version, (500,), False)},
+        "/load": {"get": _watched("What runs and waits", load, metrics_key)},
+        "/metrics": {"get": _watched("Metrics", text, metrics_key)},
+    }
+
+
+def _watched(summary: str, answer: Schema, metrics_key: bool) -> Schema:
+    return _operation(summary, answer, (401, 500), metrics_key, "metrics_key")
+
+
+def _operation(
+    summary: str, answer: Schema, statuses: Iterable[int], keys: bool, scheme: str = "key"
+) -> Schema:
     """405 is not listed: it is never the answer to an operation that is."""
     responses = {"200": answer}
     for status in sorted({*_FRONT_STATUSES, *statuses}):
         if keys or status != 401:
             responses[str(status)] = {"$ref": f"#/components/responses/Error{status}"}
-    security: Schema = {"security": [{"key": []}]} if keys else {}
+    security: Schema = {"security": [{scheme: []}]} if keys else {}
     return {"summary": summary, "responses": responses, **security}
 
 

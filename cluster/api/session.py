@@ -48,7 +48,8 @@ class Backend(Protocol):
 
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):
-    """What every endpoint works with. extra: metrics of the ranks, in Prometheus text format."""
+    """What every endpoint works with. extra: metrics of the ranks, in Prometheus text format.
+    sessions: of the requests under way."""
 
     backend: Backend
     tokenizer: Tokenizer
@@ -57,6 +58,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     telemetry: Telemetry
     clock: Clock
     extra: Callable[[], Awaitable[str]] | None
+    sessions: set[Session] = msgspec.field(default_factory=set)
 
 
 class Session:
@@ -66,7 +68,8 @@ class Session:
     caller: whose all that it submits is (cluster/api/callers.py).
     """
 
-    def __init__(self, services: Services, receive: Receive) -> None:
+    def __init__(self, services: Services, receive: Receive, request_id: str = "") -> None:
+        self.request_id = request_id
         self.pipeline = Pipeline.GENERATION
         self.priority = Priority.LS
         self.caller = Caller()
@@ -78,6 +81,7 @@ class Session:
         self._deadline_s = asyncio.get_running_loop().time() + services.http.request_timeout_s
         self._has_token = False
         self._finished = False
+        services.sessions.add(self)
 
     async def read(self, body: Awaitable[Result]) -> Result:
         """The request's body. Raises BodyTimeoutError if it does not come in its time, or what
@@ -161,6 +165,7 @@ class Session:
         if self._finished:
             return
         self._finished = True
+        self._services.sessions.discard(self)
         self._telemetry.count(metrics.REQUESTS, *self._labels(), outcome)
         if outcome is Outcome.OK:
             spent_s = self._clock() - self._arrived_s

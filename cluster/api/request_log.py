@@ -1,0 +1,75 @@
+"""What stands around every request: its id, in and out, and its line in the access log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from contracts.clock import Clock
+
+log = logging.getLogger("tandem.access")
+
+HEADER = b"x-request-id"
+REQUEST_ID = "request_id"  # in scope["state"]
+MAX_PATH_CHARACTERS = 200
+_USABLE = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class RequestLog:
+    """Outside of everything that answers, errors included.
+
+    The log holds no text of a request: of its target only the path, as it was sent (percent-encoded
+    ASCII, so that it cannot end a line).
+    """
+
+    def __init__(self, app: ASGIApp, clock: Clock, *, access_log: bool) -> None:
+        self._app = app
+        self._clock = clock
+        self._access_log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = request_id_of(scope["headers"])
+        header = (HEADER, request_id.encode())
+        scope.setdefault("state", {})[REQUEST_ID] = request_id
+        arrived_s = self._clock()
+        status = 0
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], header]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_on)
+        finally:
+            if self._access_log and log.isEnabledFor(logging.INFO):
+                spent_ms = 1e3 * (self._clock() - arrived_s)
+                line = "method=%s path=%s status=%d ms=%.1f request_id=%s"
+                log.info(line, scope["method"], _path(scope), status, spent_ms, request_id)
+
+
+def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The client's own where it can be used in a header and a line of a log, else a fresh one."""
+    for name, value in headers:
+        if name == HEADER:
+            if _USABLE.fullmatch(value):
+                return value.decode()
+            break
+    return uuid.uuid4().hex
+
+
+def _path(scope: Scope) -> str:
+    raw = scope.get("raw_path") or scope["path"].encode()
+    path = raw[: MAX_PATH_CHARACTERS + 1].decode("ascii", "backslashreplace")
+    if len(path) > MAX_PATH_CHARACTERS:
+        path = path[:MAX_PATH_CHARACTERS] + "..."
+    return path if path.isprintable() else ascii(path)
