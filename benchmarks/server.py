@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -23,13 +25,26 @@ POLL_S = 0.02
 
 class ServerProcess:
     """A context manager: starts at once, and is gone afterwards. `url` has no /v1.
-    checkout: whose code runs; None: this one's."""
+    checkout: whose code runs; None: this one's. limits: what `resource.setrlimit` is told, by
+    resource, in every process of the server. log: where its standard error goes; None: to ours."""
 
-    def __init__(self, *arguments: str, checkout: Path | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        checkout: Path | None = None,
+        limits: Mapping[int, int] | None = None,
+        log: Path | None = None,
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._arguments: Sequence[str] = arguments
         self._checkout = checkout
+        self._limits = dict(limits or {})
+        self._log = log
+
+    def _limit(self) -> None:
+        for kind, most in self._limits.items():
+            resource.setrlimit(kind, (most, most))
 
     @property
     def pid(self) -> int:
@@ -39,12 +54,16 @@ class ServerProcess:
         self.started_s = time.monotonic()
         command = [sys.executable, "-m", "cluster", "serve", "--port", str(self.port)]
         folder = None if self._checkout is None else str(self._checkout.resolve())
-        self._process = subprocess.Popen(
-            [*command, *self._arguments],
-            stdout=subprocess.DEVNULL,
-            cwd=folder,
-            env=None if folder is None else {**os.environ, "PYTHONPATH": folder},
-        )
+        with contextlib.ExitStack() as stack:
+            log = None if self._log is None else stack.enter_context(self._log.open("wb"))
+            self._process = subprocess.Popen(
+                [*command, *self._arguments],
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                preexec_fn=self._limit,
+                cwd=folder,
+                env=None if folder is None else {**os.environ, "PYTHONPATH": folder},
+            )
         return self
 
     def __exit__(

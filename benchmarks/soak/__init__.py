@@ -1,0 +1,1 @@
+"""Hours of good, bad, huge, slow and vanishing clients against one server."""

@@ -1,0 +1,156 @@
+"""README's servers, started and asked as a new user would: from an empty folder, by the commands
+that stand there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from cluster.front import free_port
+from cluster.model_folder import resolve_model_folder
+from contracts.config import BUNDLED
+from tests.documented import Command, documented
+
+pytestmark = pytest.mark.ray
+
+DEADLINE_S = 120.0
+BIN = Path(sys.executable).parent
+SMALL = "--set kv.pool_tokens=4096"  # other tests run beside this one
+
+
+def _asked_after() -> dict[str, list[Command]]:
+    """README's servers, each with the commands that ask it: those that follow."""
+    servers: dict[str, list[Command]] = {}
+    asked: list[Command] = []
+    for command in documented():
+        if command.document != "README.md":
+            continue
+        if re.match(r"tandem serve .*-ranks", command.text):
+            asked = servers.setdefault(command.text, [])
+        elif command.text.startswith("curl ") or command.language == "python":
+            asked.append(command)
+    return servers
+
+
+SERVERS = _asked_after()
+ASKED = [(server, command) for server, asked in SERVERS.items() for command in asked]
+BULK = sorted({c.text for c in documented() if c.text.startswith("tandem bulk --model")})
+
+
+class Server(NamedTuple):
+    port: int
+    folder: Path
+
+
+def environment() -> dict[str, str]:
+    return {
+        **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+    }
+
+
+@contextlib.contextmanager
+def started(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command, ended by Ctrl-C. Its end is in order."""
+    process = subprocess.Popen(
+        ["bash", "-c", f"exec {text}"],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder, port = tmp_path_factory.mktemp("user"), free_port()
+    (folder / "DIR").symlink_to(resolve_model_folder(BUNDLED))
+    with started(f"{request.param} --port {port} {SMALL}", folder) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("ready in "), line
+        yield Server(port, folder)
+
+
+@pytest.mark.parametrize(
+    ("server", "command"),
+    [pytest.param(*pair, id=f"README {pair[1].line}-{n}") for n, pair in enumerate(ASKED)],
+    indirect=["server"],
+    scope="module",
+)
+def test_a_documented_request_is_answered(server: Server, command: Command) -> None:
+    text = command.text.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+    shell = [sys.executable, "-c"] if command.language == "python" else ["bash", "-c"]
+    done = subprocess.run(
+        [*shell, text],
+        cwd=server.folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    if command.text.startswith("curl "):
+        answer = json.loads(done.stdout)
+        assert "error" not in answer, answer
+
+
+def test_documented_servers_have_documented_requests() -> None:
+    assert len(SERVERS) >= 2
+    assert all(SERVERS.values()), SERVERS
+
+
+@pytest.mark.parametrize("text", BULK)
+def test_documented_files_are_classified(text: str, tmp_path: Path) -> None:
+    rows = [{"text": text} for text in ("It works well.", "It broke after two days.", "Fine.")]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "reviews.jsonl").write_text(lines, encoding="utf-8")
+    done = subprocess.run(
+        ["bash", "-c", f"{text} {SMALL}"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    parts = sorted((tmp_path / "out").glob("part-*.jsonl"))
+    answers = [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+    assert [answer["label"] in ("negative", "positive") for answer in answers] == [True] * 3
+
+
+@pytest.mark.slow
+def test_the_demo_runs_and_leaves_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", "tandem demo --trace demo.json"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "nothing is left running" in done.stdout
+    assert json.loads((tmp_path / "demo.json").read_text())
