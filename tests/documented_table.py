@@ -35,6 +35,8 @@ TABLE: list[tuple[str, Tried | Left]] = [
     ("tandem serve --config tandem.yaml*", Tried(HERE, "`tandem doctor` reads the same file")),
     ("tandem serve --model DIR*", Tried(SERVED, f"with ranks; {DIR}")),
     ("tandem serve --prefill-ranks 2", Tried("tests/ray/test_prefill_serving.py", "by its keys")),
+    ("tandem stop --name NAME", Tried("tests/ray/test_existing_cluster.py")),
+    ("tandem bulk --address … *", Tried("tests/ray/test_existing_cluster.py")),
     ("tandem doctor --model DIR", Tried(HERE, DIR)),
     ("cat spec.json", Tried(HERE, "writes what the document shows")),
     ("tandem plan spec.json*", Tried(HERE, "Qwen3-235B-A22B is a folder with a config.json")),
