@@ -4,7 +4,9 @@
                                    └─ no: plan_batch ────────────────┘
     BatchReport, ExpertReport -> models -> moved by more than DRIFT? -> answers are forgotten
 
-A plain object: whoever owns it calls it from one thread and has the clock.
+With a hardware file there are two sets of stage models, the file's and those that follow what is
+measured; planner/trial.py says which are believed. A plain object: whoever owns it calls it from
+one thread and has the clock.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from contracts.plan import Plan
 from contracts.planning import BatchReport, ExpertReport
@@ -23,6 +26,7 @@ from planner.refit import OnlineLinear
 from planner.schedule import Piece, schedule_of_pieces
 from planner.solver import PlannedBatch
 from planner.stages import Linear, PlanSpec
+from planner.trial import Trial
 
 DRIFT = 0.15  # of a stage's time at some reference size: the models are then new ones
 REPORTS_BETWEEN = 32  # at least, from one version of the models to the next
@@ -45,11 +49,30 @@ class OnlinePlanner:
         """Raises ConfigError for a split that the hardware file has no figures for."""
         self.version = 1
         self._setup = setup
-        self._models = OnlineModels(setup)
+        self._following = OnlineModels(setup)
+        follower = _View(self._following, OnlineLinear(Linear(0.0, 1.0), _EVEN))
+        self._views = [follower]
+        if setup.hardware is not None:
+            file = OnlineModels(setup)
+            as_measured = _View(file, OnlineLinear(Linear(0.0, 1.0), _EVEN))
+            self._views = [_View(file, None), as_measured, follower]
+        self._trial = Trial(len(self._views))
         self._known: OrderedDict[Bucket, PlannedBatch] = OrderedDict()
-        self._makespans = OnlineLinear(Linear(0.0, 1.0), _EVEN)
         self._reference = _reference_times(self._models)
         self._reports = 0
+
+    @property
+    def believes_file(self) -> bool:
+        """Whether plans are made with the hardware file's stages as they stand there."""
+        return self._models is not self._following
+
+    @property
+    def _view(self) -> _View:
+        return self._views[self._trial.believed]
+
+    @property
+    def _models(self) -> OnlineModels:
+        return self._view.models
 
     def known(self, batch: Chunks) -> PlannedBatch | None:
         """The plan of a batch of this shape, if there is one already."""
@@ -75,7 +98,7 @@ class OnlinePlanner:
             )
         except ValueError as error:
             raise NoPlanError(str(error)) from None
-        uncut_ms = self._replayed_ms(Plan(), [batch])
+        uncut_ms = _replayed_ms(self._models, Plan(), [batch])
         if uncut_ms is not None and planned.makespan_ms > (1 - LEAST_GAIN) * uncut_ms:
             planned = PlannedBatch(Plan(me=spec.me(tokens, 1)), uncut_ms, len(batch))
         self._known[bucket_of(batch)] = planned
@@ -86,42 +109,33 @@ class OnlinePlanner:
     def expected_ms(self, planned: PlannedBatch) -> float:
         """Its makespan as batches turn out: what no stage model has (logits, sampling, queues) is
         learned from measured makespans."""
-        return max(0.0, self._makespans.model.at(planned.makespan_ms))
+        return self._view.expected_ms(planned.makespan_ms)
 
     def predict_ms(self, plan: Plan, micro_batches: Sequence[Chunks]) -> float | None:
         """The same for a batch cut in whatever way; None while a stage is cold."""
-        replayed_ms = self._replayed_ms(plan, micro_batches)
-        return None if replayed_ms is None else max(0.0, self._makespans.model.at(replayed_ms))
+        replayed_ms = _replayed_ms(self._models, plan, micro_batches)
+        return None if replayed_ms is None else self._view.expected_ms(replayed_ms)
 
     def observe_batch(self, report: BatchReport) -> None:
         """Takes what an attention rank has measured."""
         if not self._setup.refit:
             return
-        replayed_ms = self._replayed_ms(report.plan, [m.batch for m in report.micro_batches])
-        if replayed_ms is not None:
-            self._makespans.update(replayed_ms, report.measured_ms)
-        self._models.add_batch(report)
+        batches = [times.batch for times in report.micro_batches]
+        replayed = [_replayed_ms(view.models, report.plan, batches) for view in self._views]
+        known = [ms for ms in replayed if ms is not None]
+        if len(known) == len(self._views):
+            said = [v.expected_ms(ms) for v, ms in zip(self._views, known, strict=True)]
+            self._trial.add(said, report.measured_ms)
+            for view, ms in zip(self._views, known, strict=True):
+                view.learn(ms, report.measured_ms)
+        self._following.add_batch(report)
         self._count_report()
 
     def observe_experts(self, report: ExpertReport) -> None:
         """Takes what an expert rank has measured."""
         if self._setup.refit:
-            self._models.add_experts(report)
+            self._following.add_experts(report)
             self._count_report()
-
-    def _replayed_ms(self, plan: Plan, micro_batches: Sequence[Chunks]) -> float | None:
-        spec = self._models.spec()
-        if spec is None:
-            return None
-        chunk_ms = self._models.attention.chunk_time()
-        pieces = []
-        for batch in micro_batches:
-            tokens = sum(stop - start for start, stop in batch)
-            attention_ms = spec.stages.attention.alpha_ms + sum(chunk_ms(*c) for c in batch)
-            pieces.append(Piece(attention_ms, spec.shared.at(tokens), tokens))
-        if plan.expert_wise:
-            return None
-        return makespan_ms(schedule_of_pieces(spec, plan, pieces, 1))
 
     def _count_report(self) -> None:
         self._reports += 1
@@ -133,6 +147,34 @@ class OnlinePlanner:
             self._reports = 0
             self._reference = times
             self._known.clear()
+
+
+class _View(NamedTuple):
+    """Stage models, and the line from their makespans to measured ones (None: as they are)."""
+
+    models: OnlineModels
+    line: OnlineLinear | None
+
+    def expected_ms(self, replayed_ms: float) -> float:
+        return replayed_ms if self.line is None else max(0.0, self.line.model.at(replayed_ms))
+
+    def learn(self, replayed_ms: float, measured_ms: float) -> None:
+        if self.line is not None:
+            self.line.update(replayed_ms, measured_ms)
+
+
+def _replayed_ms(models: OnlineModels, plan: Plan, micro_batches: Sequence[Chunks]) -> float | None:
+    """The makespan of a plan on these micro-batches; None while a stage is cold."""
+    spec = models.spec()
+    if spec is None or plan.expert_wise:
+        return None
+    chunk_ms = models.attention.chunk_time()
+    pieces = []
+    for batch in micro_batches:
+        tokens = sum(stop - start for start, stop in batch)
+        attention_ms = spec.stages.attention.alpha_ms + sum(chunk_ms(*c) for c in batch)
+        pieces.append(Piece(attention_ms, spec.shared.at(tokens), tokens))
+    return makespan_ms(schedule_of_pieces(spec, plan, pieces, 1))
 
 
 def _reference_times(models: OnlineModels) -> list[list[float]]:
