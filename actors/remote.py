@@ -11,7 +11,18 @@ from ray.exceptions import RayActorError, RayTaskError
 from actors.shell import WorkerShell
 from contracts.errors import LaunchError, TandemError
 
-RemoteWorker = ray.remote(WorkerShell)
+_STATUS, _LOOKS = "status", "looks"
+# What is answered whatever else runs in the actor, `connect` for example. The status has a thread
+# to itself: by it a supervisor tells whether the rank lives.
+_GROUP_OF = {"status": _STATUS, "metrics": _LOOKS, "spans": _LOOKS}
+
+
+def remote_worker(shell: type[WorkerShell]) -> Any:
+    """An actor class of the shell, for `RayRank`."""
+    return ray.remote(concurrency_groups={_STATUS: 1, _LOOKS: 1})(shell)
+
+
+RemoteWorker = remote_worker(WorkerShell)
 
 
 class RayRank:
@@ -27,7 +38,10 @@ class RayRank:
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         answer: Future[Any] = Future()
-        raw = getattr(self.actor, method).remote(*arguments).future()
+        bound = getattr(self.actor, method)
+        if method in _GROUP_OF:
+            bound = bound.options(concurrency_group=_GROUP_OF[method])
+        raw = bound.remote(*arguments).future()
         raw.add_done_callback(lambda done: _copy(done, answer, self.name))
         return answer
 

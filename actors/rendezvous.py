@@ -80,9 +80,14 @@ def make_specs(
 
 
 def form_group(
-    specs: Sequence[WorkerSpec], handles: Sequence[WorkerHandle], *, timeout_s: float
+    specs: Sequence[WorkerSpec],
+    handles: Sequence[WorkerHandle],
+    *,
+    timeout_s: float,
+    others: Sequence[RankReady] = (),
 ) -> list[RankReady]:
-    """Brings a group up; what each rank told, in the order of `specs`.
+    """Brings a group up; what each rank told, in the order of `specs`. others: ranks that run and
+    are joined too.
 
     Raises the first error of any rank, with the rank's name, or LaunchError at the deadline.
     """
@@ -97,7 +102,7 @@ def form_group(
         (Group.ATTENTION, Group.EXPERT, "the expert ranks"),
         (Group.PREFILL, Group.PREFILL, "the other prefill workers"),
     ):
-        addresses = channel_addresses(ready, peers)
+        addresses = channel_addresses([*others, *ready], peers)
         members = [(spec.name, h) for spec, h in pairs if spec.group is group]
         connecting = [(name, handle.call("connect", addresses)) for name, handle in members]
         _gather(connecting, f"connect to {who}", deadline_s)

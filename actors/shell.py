@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from actors.attention_worker import AttentionWorker
+from actors.channels.neighbour import here
 from actors.expert_worker import ExpertWorker
 from actors.planner_worker import PlannerWorker
 from actors.prefill_worker import PrefillWorker
@@ -31,7 +34,7 @@ class WorkerShell:
     def prepare(self, spec: WorkerSpec) -> RankReady:
         """Makes the worker: loads weights, listens. Raises what keeps it from doing so."""
         self._worker = _make(spec)
-        return self._worker.ready
+        return msgspec.structs.replace(self._worker.ready, whereabouts=here())
 
     def connect(self, addresses: dict[str, str]) -> None:
         self._made.connect(addresses)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from actors.channels import handshake
+from actors.channels import handshake, neighbour
 from actors.channels.handshake import Identity
 from actors.channels.listener import dial
 from actors.channels.segments import FLAG_BYTES, check_memfd
@@ -90,13 +90,15 @@ def bytes_of(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
 
 
 class WeightLink:
-    """`received_bytes`: so far. `progress_s`: when the peer last gave a sign of life."""
+    """`received_bytes`: so far. `progress_s`: when the peer last gave a sign of life. `neighbour`:
+    its process, where that is known."""
 
     def __init__(
         self, peer: str, sock: socket.socket, epoch: int, segment: memoryview | None
     ) -> None:
         sock.setblocking(False)
         self.peer, self.epoch = peer, epoch
+        self.neighbour = neighbour.behind(sock)
         self.received_bytes = 0
         self.progress_s = monotonic_s()
         self._sock = sock
@@ -135,6 +137,8 @@ class WeightLink:
 
     def close(self) -> None:
         self._sock.close()
+        if self.neighbour is not None:
+            self.neighbour.close()
         self._into = []
 
     def _advance(self) -> bool:

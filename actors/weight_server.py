@@ -1,7 +1,8 @@
 """Serves a worker's part of the experts to its peers, beside the compute.
 
 One thread that copies nothing: over TCP the kernel sends from the segment's pages (sendfile), over
-shared memory the peer reads them itself.
+shared memory the peer reads them itself. Where others may come from another node, it serves either
+way at once: a worker that was moved there has no shared memory with us.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from collections import deque
 
 import msgspec
 
+from actors.channels import neighbour
 from actors.channels.handshake import Identity, Remote
-from actors.channels.listener import Listener, listen_tcp, listen_unix
+from actors.channels.listener import ALTERNATIVE, Listener, listen_tcp, listen_unix
+from actors.channels.neighbour import is_hung
 from actors.weight_shard import Shard, ShardWindow
 from actors.weight_wire import (
     DONE,
@@ -48,6 +51,8 @@ class _Peer:
     def __init__(self, sock: socket.socket, name: str, now_s: float) -> None:
         sock.setblocking(False)
         self.sock, self.name = sock, name
+        self.shared = sock.family == socket.AF_UNIX
+        self.neighbour = neighbour.behind(sock)
         self.said = b""  # part of a request
         self.wanted: int | None = None
         self.taken: int | None = None
@@ -59,6 +64,11 @@ class _Peer:
     def is_served(self) -> bool:
         return bool(self.wanted is not None or self.head or self.left)
 
+    def close(self) -> None:
+        self.sock.close()
+        if self.neighbour is not None:
+            self.neighbour.close()
+
 
 class WeightServer:
     """`listen`, then any number of peers; `close`."""
@@ -69,11 +79,10 @@ class WeightServer:
         self._me, self._terms, self._shard, self._config = me, terms, shard, config
         self._part_bytes = part_bytes
         self.sent_bytes = 0  # so far, those that peers read themselves included
-        self._shared = False
         self._epochs: dict[str, int] = {}  # the newest of each name
         self._arrived: deque[tuple[socket.socket, str]] = deque()
         self._peers: dict[int, _Peer] = {}
-        self._listener: Listener | None = None
+        self._listeners: list[Listener] = []
         self._closed = False
         self._lock = threading.Lock()  # guards _wake_fd
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -83,20 +92,22 @@ class WeightServer:
             shard.ready = self._wake
         self._thread = threading.Thread(target=self._run, name=f"{me.name}-weights", daemon=True)
 
-    def listen(self, host: str, *, shared_memory: bool) -> str:
-        """Starts to serve. Returns the address for the peers' `connect`."""
-        self._shared = shared_memory
-        sock, address = listen_unix() if shared_memory else listen_tcp(host)
+    def listen(self, host: str, *, shared_memory: bool, tcp: bool) -> str:
+        """Starts to serve, in one way or both. Returns the address for the peers' `connect`."""
+        opened = [*([listen_unix()] if shared_memory else []), *([listen_tcp(host)] if tcp else [])]
         self._thread.start()
-        self._listener = Listener(sock, self._me, answer=self._judge, accepted=self._accept)
-        return address
+        for sock, _ in opened:
+            listener = Listener(sock, self._me, answer=self._judge, accepted=self._accept)
+            self._listeners.append(listener)
+        return ALTERNATIVE.join(address for _, address in opened)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        if self._listener is not None:
-            self._listener.close(self._config.deadline_s)
+        for listener in self._listeners:
+            listener.close(self._config.deadline_s)
+        if self._listeners:
             self._wake()
             self._thread.join(self._config.deadline_s)
         for peer in list(self._peers.values()):
@@ -118,7 +129,7 @@ class WeightServer:
         return msgspec.msgpack.encode(self._terms)
 
     def _accept(self, sock: socket.socket, remote: Remote) -> None:
-        if self._shared:
+        if sock.family == socket.AF_UNIX:
             try:
                 socket.send_fds(sock, [b"\0"], [self._shard.slots.fd])
             except OSError:
@@ -160,7 +171,7 @@ class WeightServer:
         """What the peer had taken is free again: it must not use it once it finds us closed."""
         del self._peers[peer.sock.fileno()]
         self._poll.unregister(peer.sock)
-        peer.sock.close()
+        peer.close()
         if peer.wanted is not None:
             self._shard.unwant(peer.wanted)
         if peer.taken is not None:
@@ -180,7 +191,9 @@ class WeightServer:
         try:
             if peer.wanted is not None:
                 self._answer(peer, peer.wanted, now_s)
-            elif (peer.head or peer.left) and now_s - peer.progress_s > self._config.silence_s:
+            elif (peer.head or peer.left) and is_hung(
+                now_s - peer.progress_s, self._config.silence_s, peer.neighbour
+            ):
                 silence_s = self._config.silence_s
                 raise PeerHungError(f"{peer.name} took nothing for {silence_s:g} s", peer.name)
         except (PeerError, OSError) as error:
@@ -226,7 +239,7 @@ class WeightServer:
         peer.wanted, peer.taken, peer.progress_s = None, layer, now_s
         self.sent_bytes += self._part_bytes
         peer.offset = self._shard.slots.offset_bytes(slot)
-        if self._shared:
+        if peer.shared:
             peer.head = REPLY.pack(HERE, layer, peer.offset)
         else:
             peer.head, peer.left = REPLY.pack(HERE, layer, self._part_bytes), self._part_bytes

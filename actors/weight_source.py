@@ -5,9 +5,10 @@ gives them to its peers, and fetches theirs.
                                    socket or       memory     socket or
                                    its segment                its segment      all at once
 
-A peer that dies or falls silent costs one wait of `channel.silence_s`. From then on its part comes
-from the fallback (the checkpoint, or a host store): slower, and right. It is dialled again now and
-then, and taken back when `connect` names its new address.
+A peer that dies or falls silent costs one wait of `channel.silence_s` (four times as long where it
+is a process of this machine that may wait for a core). From then on its part comes from the
+fallback (the checkpoint, or a host store): slower, and right. It is dialled again now and then, and
+taken back when `connect` names its new address (actors/weight_dialler.py).
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import threading
 from collections.abc import Mapping
 
 from actors.channels.handshake import Identity
-from actors.weight_link import WeightLink, bytes_of, join
+from actors.channels.neighbour import is_hung
+from actors.weight_dialler import Dialler
+from actors.weight_link import WeightLink, bytes_of
 from actors.weight_server import WeightServer
 from actors.weight_shard import Part, PartSource, Shard
 from actors.weight_wire import Terms, digest
 from contracts.clock import monotonic_s
-from contracts.errors import ChannelError, HandshakeError, PeerError, PeerHungError, ResourceError
+from contracts.errors import ChannelError, PeerError, PeerHungError, ResourceError
 from contracts.worker import Group, WorkerSpec, rank_name
 from models.expert_layout import ExpertLayout
 from models.expert_store import ExpertBuffer
@@ -32,8 +35,6 @@ from models.spec import ModelSpec
 from planner.placement import ExpertPlacement
 
 log = logging.getLogger(__name__)
-
-REDIAL_S = 5.0
 
 
 def own_part(spec: WorkerSpec, layout: ExpertLayout) -> Part:
@@ -49,6 +50,11 @@ def check_placement(spec: WorkerSpec) -> None:
             f"shm or tcp, not to {spec.device} over {spec.backend}: set prefill.experts to "
             "resident or streamed"
         )
+
+
+def _is_far(host: str) -> bool:
+    """Whether peers of other machines may come: one that was replaced may be on another node."""
+    return host not in ("localhost", "::1") and not host.startswith("127.")
 
 
 def _bounds(model: ModelSpec, workers: int) -> list[tuple[int, int]]:
@@ -77,43 +83,39 @@ class PeerSource:
         self._me = Identity(name=spec.name, token=spec.token, epoch=None)
         self._terms = Terms(spec.epoch, same, layout.digest, shard.slots.payload_bytes)
         self._server = WeightServer(self._me, self._terms, shard, part.num_bytes, self._config)
-        self._lock = threading.Lock()  # guards the three below, and starting to redial
-        self._addresses: dict[str, str] = {}
-        self._epochs: dict[str, int] = {}
-        self._arrived: dict[str, WeightLink] = {}
+        self._dialler = Dialler(self._me, self._terms, self._config)
         self._links: dict[str, WeightLink] = {}
-        self._lost: dict[str, str] = {}  # peer -> reason
+        self._lost: dict[str, str] = {}  # peer -> why its link ended
         self._copying = threading.Lock()
         self._introduced = threading.Event()
         self._closing = threading.Event()
-        self._redial_thread: threading.Thread | None = None
         self._before_bytes = 0  # of links that are gone
         self.fallbacks = 0
 
     def listen(self, host: str) -> str:
         """Starts to serve the peers. Returns the address for their `connect`."""
-        self.address = self._server.listen(host, shared_memory=self._spec.backend == "shm")
+        shared = self._spec.backend == "shm"
+        tcp = not shared or _is_far(host)
+        self.address = self._server.listen(host, shared_memory=shared, tcp=tcp)
         return self.address
 
     def connect(self, addresses: Mapping[str, str]) -> None:
-        """Joins the peers named, again where one has a new address. One that cannot be reached is
-        lost until it can; of one that refuses us, or does not fit, the HandshakeError is raised."""
-        for peer, address in addresses.items():
-            if peer not in self._bounds or peer == self.name:
-                continue
-            with self._lock:
-                there = peer in self._links or peer in self._arrived
-                known = there and self._addresses.get(peer) == address
-                self._addresses[peer] = address
-            if not known:
-                self._join(peer, address)
-        self._introduced.set()
+        """Joins the peers named, again where one has a new address. One that cannot be reached, or
+        that is slow to answer, holds up nobody: it is dialled until it is there. Of one that
+        refuses us, or does not fit, the HandshakeError is raised, once all have been tried."""
+        peers = {p: at for p, at in addresses.items() if p in self._bounds and p != self.name}
+        try:
+            self._dialler.introduce(peers, self._config.silence_s)
+        finally:
+            self._introduced.set()
 
     @property
     def lost(self) -> dict[str, str]:
         """Why each of the peers whose part now comes from the fallback does not give it."""
         return {
-            peer: self._lost.get(peer, f"{peer} has not been joined yet")
+            peer: self._lost.get(peer)
+            or self._dialler.problem(peer)
+            or f"{peer} has not been joined yet"
             for peer, (first, last) in self._bounds.items()
             if first < last and peer != self.name and peer not in self._links
         }
@@ -151,13 +153,9 @@ class PeerSource:
     def close(self) -> None:
         self._closing.set()
         self._introduced.set()
-        with self._lock:  # after it none is started
-            redial_thread = self._redial_thread
-        if redial_thread is not None:
-            redial_thread.join(self._config.deadline_s)
+        self._dialler.close()
         self._server.close()
-        with self._lock:
-            links = [*self._links.values(), *self._arrived.values()]
+        links = list(self._links.values())
         for link in links:
             link.shut()
         ended = self._copying.acquire(timeout=self._config.deadline_s)
@@ -192,7 +190,8 @@ class PeerSource:
         while under_way:
             oldest_s = min(link.progress_s for link in under_way.values())
             left_s = oldest_s + self._config.silence_s - monotonic_s()
-            ready = {fd for fd, _ in poll.poll(1e3 * max(left_s, 0.0))}
+            # Silent for longer, one may be excused: it is looked at again and again.
+            ready = {fd for fd, _ in poll.poll(1e3 * max(left_s, self._config.heartbeat_s))}
             for fd, link in list(under_way.items()):
                 if self._advance(link, overdue=fd not in ready):
                     del under_way[fd]
@@ -208,7 +207,8 @@ class PeerSource:
                 return False
             if link.advance():  # bytes too few to wake for are a sign of life too
                 return True
-            if monotonic_s() - link.progress_s >= silence_s:
+            silent_s = monotonic_s() - link.progress_s
+            if is_hung(silent_s, silence_s, link.neighbour):
                 raise PeerHungError(f"{link.peer} sent nothing for {silence_s:g} s", link.peer)
         except PeerError as error:
             self._lose(link, error)
@@ -221,47 +221,13 @@ class PeerSource:
         link.close()
         self._before_bytes += link.received_bytes
         del self._links[link.peer]
-        self._do_without(link.peer, error)
-
-    def _join(self, peer: str, address: str) -> None:
-        try:
-            self._dial(peer, address, self._config.deadline_s)
-        except HandshakeError:
-            raise
-        except ChannelError as error:
-            if peer not in self._links:
-                self._do_without(peer, error)
-
-    def _do_without(self, peer: str, error: ChannelError) -> None:
-        self._lost[peer] = error.message
-        with self._lock:
-            if self._closing.is_set():
-                return
-            log.warning("weights_from_fallback peer=%s reason=%s", peer, error.message)
-            if self._redial_thread is None:
-                self._redial_thread = threading.Thread(
-                    target=self._redial, name=f"{self.name}-redial", daemon=True
-                )
-                self._redial_thread.start()
-
-    def _dial(self, peer: str, address: str, deadline_s: float) -> None:
-        newest = self._epochs.get(peer, 0)
-        try:
-            link = join(peer, address, self._me, self._terms, newest, deadline_s)
-        except ChannelError as error:
-            raise type(error)(f"cannot join {peer}: {error.message}", *error.args[1:]) from None
-        with self._lock:
-            before = self._arrived.get(peer)
-            self._arrived[peer] = link
-            self._epochs[peer] = max(newest, link.epoch)
-        if before is not None:
-            before.close()
+        self._lost[link.peer] = error.message
+        log.warning("weights_from_fallback peer=%s reason=%s", link.peer, error.message)
+        self._dialler.lost(link.peer)
 
     def _adopt(self) -> None:
-        """Takes over links that other threads have made."""
-        with self._lock:
-            arrived, self._arrived = self._arrived, {}
-        for peer, link in arrived.items():
+        """Takes over links that the dialler has made."""
+        for peer, link in self._dialler.take().items():
             old = self._links.pop(peer, None)
             if old is not None:
                 old.close()
@@ -269,17 +235,3 @@ class PeerSource:
             if self._lost.pop(peer, None) is not None:
                 log.warning("weights_from_peer_again peer=%s", peer)
             self._links[peer] = link
-
-    def _redial(self) -> None:
-        """Tries lost peers at the address that was heard of last: one that only hung comes back."""
-        while not self._closing.wait(REDIAL_S):
-            for peer in list(self._lost):
-                with self._lock:
-                    waits = peer in self._arrived
-                    address = self._addresses[peer]
-                if waits:
-                    continue
-                try:
-                    self._dial(peer, address, self._config.silence_s)
-                except ChannelError as error:
-                    log.debug("redial_failed peer=%s reason=%s", peer, error.message)

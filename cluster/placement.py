@@ -147,12 +147,6 @@ class Node(NamedTuple):
     host: str
     listen_host: str
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process runs on it."""
-        here: str = ray.get_runtime_context().get_node_id()
-        return self.id == here
-
 
 def node_of(placement: PlacementGroup, bundle: int) -> Node:
     """Where the bundle is, which has been placed."""

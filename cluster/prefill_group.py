@@ -2,21 +2,20 @@
 
 launch ── place, prepare, connect, start ──> worker 0, 1, …      epoch 1
 supervisor thread: every CHECK_PERIOD_S asks each for its status
-    gone, silent for HUNG_AFTER_S, not healthy, or given up by a router ─> killed;
+    gone, silent (rank_watch.py), not healthy, or given up by a router ─> killed;
     another in its place, epoch + 1; the others are told its address, routers find it in `addresses`
+    (all_to_all: all of them, under one epoch: they work in lockstep or not at all)
     its node is gone ─> the same on another node, as soon as one has room for it
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import ray
@@ -35,7 +34,9 @@ from cluster.placement import (
     seat_ranks,
     start_rank,
 )
+from cluster.prefill_member import Member
 from cluster.rank_calls import expositions, recorded_spans, statuses, stop_all
+from cluster.rank_watch import CHECK_PERIOD_S
 from contracts import metrics
 from contracts.config import TandemConfig
 from contracts.errors import TandemError
@@ -44,44 +45,9 @@ from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
 
 log = logging.getLogger("tandem.prefill_group")
 
-CHECK_PERIOD_S = 0.25
-HUNG_AFTER_S = 3.0  # without an answer to `status`, which no batch holds up
 RETRY_S = 1.0  # before another try to replace a worker; doubled up to MAX_RETRY_S
 MAX_RETRY_S = 30.0
 PLACE_PERIOD_S = 1.0  # how often a worker that has no node yet is looked for
-
-
-class Member:
-    """A worker's place: who is in it now."""
-
-    def __init__(self, spec: WorkerSpec, rank: RayRank, ready: RankReady, node: Node) -> None:
-        self.spec = spec
-        self.rank = rank
-        self.ready = ready
-        self.node = node
-        self.problem = ""  # why it is being replaced; empty: it works
-        self._asked: Future[RankStatus] | None = None
-        self._asked_s = 0.0
-
-    def look(self, now_s: float, stalled_s: float) -> str:
-        """Why it must be replaced; empty: it need not. stalled_s: how long we did not look."""
-        if self._asked is None:
-            self._asked, self._asked_s = self.rank.call("status"), now_s
-            return ""
-        if not self._asked.done():
-            self._asked_s += stalled_s
-            silent_s = now_s - self._asked_s
-            return f"no answer for {silent_s:.1f} s" if silent_s > HUNG_AFTER_S else ""
-        asked, self._asked = self._asked, None
-        error = asked.exception()
-        if error is not None:
-            return str(error)
-        status = asked.result()
-        return "" if status.healthy else status.reason or "not healthy"
-
-    def settle(self, spec: WorkerSpec, rank: RayRank, ready: RankReady, node: Node) -> None:
-        self.spec, self.rank, self.ready, self.node = spec, rank, ready, node
-        self._asked, self.problem = None, ""
 
 
 class PrefillGroup:
@@ -102,8 +68,9 @@ class PrefillGroup:
         self._placement = placement
         self._members = members
         self._config = formation.config
+        self._lockstep = formation.config.prefill.experts == "all_to_all"
         self._telemetry = Telemetry()
-        self._lock = threading.Lock()  # one replacement at a time counts the epoch up
+        self._lock = threading.Lock()  # guards the epoch, the counts, and who is told of whom
         self._suspects: dict[str, str] = {}  # what routers say: client address -> reason
         self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(len(members), thread_name_prefix="replace")
@@ -165,65 +132,91 @@ class PrefillGroup:
     def _look_at(self, member: Member, now_s: float, stalled_s: float) -> None:
         reason = self._suspects.pop(member.ready.client_address, "")
         try:
-            member.problem = reason or member.look(now_s, stalled_s)
+            reason = reason or member.look(now_s, stalled_s)
         except Exception as error:  # noqa: BLE001 - supervision must not end; it is asked again
             log.warning("worker_not_asked name=%s error=%s", member.ready.name, error)
-        if member.problem:
-            log.error("worker_lost name=%s reason=%s", member.ready.name, member.problem)
-            self._threads.submit(self._replace, member)
+        if reason:
+            log.error("worker_lost name=%s reason=%s", member.ready.name, reason)
+            lost = self._members if self._lockstep else [member]
+            for one in lost:
+                one.problem = reason
+            self._threads.submit(self._replace, lost)
 
-    def _replace(self, member: Member) -> None:
-        """Another worker in its place, tried until it is there or the group is closed."""
+    def _replace(self, lost: list[Member]) -> None:
+        """Others in their places, tried until they are there or the group is closed."""
+        names = ", ".join(member.ready.name for member in lost)
         retry_s = RETRY_S
-        self._kill(member)
+        for member in lost:
+            member.kill()
         while not self._closing.is_set():
             try:
-                self._start_again(member)
+                self._start_again(lost)
                 return
             except Exception as error:  # noqa: BLE001 - whatever it is, it is told and tried again
                 if not self._closing.is_set():
-                    log.error("worker_not_replaced name=%s error=%s", member.ready.name, error)
+                    log.error("worker_not_replaced name=%s error=%s", names, error)
             self._closing.wait(retry_s)
             retry_s = min(2 * retry_s, MAX_RETRY_S)
 
-    def _kill(self, member: Member) -> None:
-        """Ray lets a process that hangs have five seconds to end by itself; on this node it need
-        not."""
-        try:
-            if member.node.is_ours:
-                os.kill(member.ready.pid, signal.SIGKILL)
-        except OSError as error:
-            log.info("worker_not_killed name=%s error=%s", member.ready.name, error)
-        ray.kill(member.rank.actor)
-
-    def _start_again(self, member: Member) -> None:
-        """Raises what keeps the worker from starting; its actor is gone then."""
-        rank_number, timeout_s = member.spec.rank, self._config.groups.ready_timeout_s
+    def _start_again(self, lost: list[Member]) -> None:
+        """All under one new epoch. Raises what keeps them from starting; their actors are gone
+        then."""
         with self._lock:
             self.epoch += 1
             epoch = self.epoch
-        rank = start_rank(self._requests[rank_number], self._placement, rank_number)
+        timeout_s = self._config.groups.ready_timeout_s
+        ranks = [
+            start_rank(self._requests[member.spec.rank], self._placement, member.spec.rank)
+            for member in lost
+        ]
         try:
-            node = self._settled(member, rank)
-            spec = msgspec.structs.replace(member.spec, epoch=epoch, host=node.listen_host)
-            ready = rank.call("prepare", spec).result(timeout_s)
-            addresses = channel_addresses([*self.ready, ready], Group.PREFILL)
-            rank.call("connect", addresses).result(timeout_s)
-            rank.call("start").result(timeout_s)
+            pairs = list(zip(lost, ranks, strict=True))
+            nodes = [self._settled(member, rank) for member, rank in pairs]
+            specs = self._specs(lost, nodes, epoch)
+            others = [member.ready for member in self._members if not member.problem]
+            ready = form_group(specs, ranks, timeout_s=timeout_s, others=others)
         except BaseException as error:
-            ray.kill(rank.actor)
+            for rank in ranks:
+                ray.kill(rank.actor)
             if isinstance(error, TimeoutError):
-                message = f"not up within {timeout_s:g} s (groups.ready_timeout_s)"
+                message = f"not placed within {timeout_s:g} s (groups.ready_timeout_s)"
                 raise TandemError(message) from None
             raise
         if self._closing.is_set():
-            ray.kill(rank.actor)
+            for rank in ranks:
+                ray.kill(rank.actor)
             return
-        member.settle(spec, rank, ready, node)
-        self._count(ready)
-        for other in self._members:
-            if other is not member and not other.problem:
-                other.rank.call("connect", addresses)
+        settled = zip(lost, specs, ranks, ready, nodes, strict=True)
+        for member, spec, rank, told, node in settled:
+            member.settle(spec, rank, told, node)
+            self._count(member)
+        self._introduce()
+
+    def _specs(self, lost: list[Member], nodes: list[Node], epoch: int) -> list[WorkerSpec]:
+        """With the backend that fits where they are now, if that is for them alone to say. (Workers
+        that gather from each other serve those of other nodes too.)"""
+        backend = lost[0].spec.backend
+        if self._lockstep:
+            device = lost[0].spec.device.partition(":")[0]
+            hosts = [node.host for node in nodes]
+            backend = self.backend = resolve_backend(self._config, device, hosts)
+        return [
+            msgspec.structs.replace(
+                member.spec, epoch=epoch, host=node.listen_host, backend=backend
+            )
+            for member, node in zip(lost, nodes, strict=True)
+        ]
+
+    def _introduce(self) -> None:
+        """Tells all that work of each other. Lost ones are left out: whoever dials them waits for
+        nothing, and they are told of, and tell, when they are back."""
+        if self._lockstep:
+            return  # they have been joined as a whole
+        with self._lock:
+            working = [member for member in self._members if not member.problem]
+            addresses = channel_addresses([member.ready for member in working], Group.PREFILL)
+            for member in working:
+                member.rank.call("connect", addresses)
 
     def _settled(self, member: Member, rank: RayRank) -> Node:
         """Where its process has started. While no node has room for it, it waits; else raises
@@ -243,11 +236,12 @@ class PrefillGroup:
                 log.error("worker_has_no_node name=%s needs=%s", member.ready.name, needs)
         raise TimeoutError
 
-    def _count(self, ready: RankReady) -> None:
+    def _count(self, member: Member) -> None:
         with self._lock:
             self.restarts += 1
             self._telemetry.count(metrics.RANK_RESTARTS, Group.PREFILL.value)
-        log.warning("worker_replaced name=%s epoch=%d pid=%d", ready.name, self.epoch, ready.pid)
+        name, pid = member.ready.name, member.ready.pid
+        log.warning("worker_replaced name=%s epoch=%d pid=%d", name, member.spec.epoch, pid)
 
 
 def launch_prefill(

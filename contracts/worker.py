@@ -54,7 +54,8 @@ def rank_name(group: Group, rank: int) -> str:
 class RankReady(msgspec.Struct, frozen=True, kw_only=True):
     """A rank has loaded its weights and listens. `client_address`: attention ranks and prefill
     workers. `channel_address`: expert ranks', where a prefill worker hands out its experts ("" if
-    it does not), and where the planner listens."""
+    it does not), and where the planner listens. `whereabouts`: its process, as
+    actors/channels/neighbour.py finds it."""
 
     name: str
     pid: int
@@ -62,6 +63,7 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True):
     client_address: str = ""
     load_s: float = 0.0
     kv_blocks: int = 0
+    whereabouts: bytes = b""
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):

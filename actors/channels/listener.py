@@ -26,6 +26,7 @@ from contracts.errors import ChannelError, HandshakeError
 
 log = logging.getLogger(__name__)
 
+ALTERNATIVE: Final = ","  # between the addresses of one listener: the first that answers is meant
 _BACKLOG: Final = 128
 _BACKLOG_RETRY_S: Final = 0.005
 _CREDENTIALS = struct.Struct("3i")
@@ -57,7 +58,19 @@ def listen_tcp(host: str) -> tuple[socket.socket, str]:
 
 
 def dial(address: str, timeout_s: float) -> socket.socket:
-    """A connection to an address as `listen_*` made it. Raises ChannelError."""
+    """A connection to an address as `listen_*` made it, or to the first of several, joined by
+    ALTERNATIVE, that answers. Raises ChannelError."""
+    end_s = monotonic_s() + timeout_s
+    *others, last = address.split(ALTERNATIVE)
+    for other in others:
+        try:
+            return _dial(other, timeout_s)
+        except ChannelError:
+            timeout_s = max(end_s - monotonic_s(), 1e-3)
+    return _dial(last, timeout_s)
+
+
+def _dial(address: str, timeout_s: float) -> socket.socket:
     scheme, _, rest = address.partition(":")
     try:
         if scheme == "unix" and rest.startswith("@"):

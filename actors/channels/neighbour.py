@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import socket
 import struct
 from pathlib import Path
@@ -116,3 +117,29 @@ def _machine() -> str:
 def boot_id() -> str:
     """Equal in processes that share a monotonic clock."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def end(whereabouts: bytes) -> bool:
+    """Kills the process that said it is `here()`, and no other that has its number now. False: it
+    is gone, or on another machine. Raises OSError."""
+    try:
+        said = msgspec.msgpack.decode(whereabouts, type=Whereabouts)
+    except BAD_FRAME:
+        return False
+    if said.machine != _machine():
+        return False
+    try:
+        handle = os.pidfd_open(said.pid)
+    except ProcessLookupError:
+        return False
+    try:
+        process = found(whereabouts)  # looked at once the handle is: it is the same process
+        if process is None:
+            return False
+        process.close()
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(handle)

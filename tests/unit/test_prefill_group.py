@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import pytest
+import ray
+
+import cluster.prefill_group
 from actors.remote import RayRank
-from cluster.placement import Node
-from cluster.prefill_group import HUNG_AFTER_S, Member
+from cluster.placement import Node, Placed, RankRequest
+from cluster.prefill_group import launch_prefill
+from cluster.prefill_member import Member
+from cluster.rank_watch import HUNG_AFTER_S
 from contracts.errors import LaunchError
+from contracts.loading import config_from
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
 
 
@@ -82,3 +92,123 @@ def test_a_new_worker_in_its_place_does_not_answer_for_the_old_one() -> None:
     worker.settle(worker.spec, SilentRank(), worker.ready, worker.node)
     assert worker.problem == ""
     assert worker.look(100.0, 0.0) == ""
+
+
+class FakeRank(RayRank):
+    """Does at once what it is told. calls: what that was. dead: it answers `status` so."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, self)
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.dead = False
+        self.hold: Future[Any] | None = None  # of its `prepare`
+
+    def started(self) -> Future[Any]:
+        return done(None)
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        self.calls.append((method, arguments))
+        if method == "status":
+            return done(RankStatus(name=self.name, healthy=not self.dead, reason="it broke"))
+        if method != "prepare":
+            return done(None)
+        (spec,) = arguments
+        address = f"tcp:{self.name}:{spec.epoch}"
+        ready = RankReady(name=self.name, pid=1, channel_address=address, client_address=address)
+        if self.hold is None:
+            return done(ready)
+        self.hold.add_done_callback(lambda _: held.set_result(ready))
+        held: Future[Any] = Future()
+        return held
+
+    def told(self, method: str) -> list[Any]:
+        return [arguments[0] for called, arguments in self.calls if called == method and arguments]
+
+
+def done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+class Rig:
+    """A group of three, without Ray. started: all that have been, in order. hold: `prepare` of the
+    next one of a name waits for it."""
+
+    def __init__(self, experts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[FakeRank] = []
+        self.hold: dict[str, Future[Any]] = {}
+        node = Node("a", "10.0.0.1", "10.0.0.1")
+        module = cluster.prefill_group
+        monkeypatch.setattr(module, "start_rank", lambda request, *_: self._start(request))
+        monkeypatch.setattr(module, "node_of", lambda *_: node)
+        monkeypatch.setattr(module, "remove_placement_group", lambda _: None)
+        monkeypatch.setattr(ray, "kill", lambda actor: None)
+        config = config_from(
+            {
+                "groups": {"attention_ranks": 0, "expert_ranks": 0, "prefill_ranks": 3},
+                "prefill": {"experts": experts},
+            },
+            source="test",
+        )
+        requests = [RankRequest(Group.PREFILL, rank, {}) for rank in range(3)]
+        placed = Placed(requests, None, "cpu", [node] * 3)  # type: ignore[arg-type]
+        self.group = launch_prefill(config, "", b"", placed, Counter())
+
+    def _start(self, request: RankRequest) -> FakeRank:
+        rank = FakeRank(f"prefill-{request.rank}")
+        rank.hold = self.hold.pop(rank.name, None)
+        self.started.append(rank)
+        return rank
+
+    def wait(self, true: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + 20.0
+        while not true():
+            assert time.monotonic() < end_s
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    made = Rig(request.param, monkeypatch)
+    yield made
+    made.group.close()
+
+
+@pytest.mark.parametrize("rig", ["gathered"], indirect=True)
+def test_lost_members_are_left_out_and_all_are_told_when_they_are_back(rig: Rig) -> None:
+    """FINDINGS B2: a new worker dialled the lost ones, for ten seconds each."""
+    rig.hold["prefill-1"] = late = Future()
+    rig.started[1].dead = True
+    rig.wait(lambda: len(rig.started) == 4)
+    rig.started[0].dead = True
+    rig.wait(lambda: rig.group.restarts == 1)
+    fresh = rig.started[4]
+    assert fresh.name == "prefill-0"
+    assert fresh.told("connect")[0].keys() == {"prefill-0", "prefill-2"}
+    late.set_result(None)
+    rig.wait(lambda: rig.group.restarts == 2)
+    addresses = rig.group.addresses
+    for rank in (fresh, rig.started[2], rig.started[3]):
+        rig.wait(lambda rank=rank: rank.told("connect")[-1:] == [addresses])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("rig", ["all_to_all"], indirect=True)
+def test_workers_in_lockstep_are_replaced_together_under_one_epoch(rig: Rig) -> None:
+    """FINDINGS B13: each under its own, so that they could never join again."""
+    rig.started[1].dead = True
+    rig.wait(lambda: rig.group.restarts == 3)
+    fresh = rig.started[3:]
+    assert [rank.name for rank in fresh] == ["prefill-0", "prefill-1", "prefill-2"]
+    assert {spec.epoch for rank in fresh for spec in rank.told("prepare")} == {2}
+    for rank in fresh:
+        assert rank.told("connect") == [{f"prefill-{i}": f"tcp:prefill-{i}:2" for i in range(3)}]
+    assert rig.group.epoch == 2
+
+
+@pytest.mark.parametrize("rig", ["gathered"], indirect=True)
+def test_one_that_is_lost_costs_the_others_nothing(rig: Rig) -> None:
+    rig.started[2].dead = True
+    rig.wait(lambda: rig.group.restarts == 1)
+    assert [rank.name for rank in rig.started[3:]] == ["prefill-2"]
+    assert not rig.started[0].told("prepare")[1:]

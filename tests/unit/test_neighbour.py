@@ -1,0 +1,90 @@
+"""A process of this machine is told from one that has its number later (FINDINGS B16)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from actors.channels import neighbour
+from actors.channels.neighbour import STARVED, Neighbour, Whereabouts, behind, end, found, is_hung
+
+SLEEP = "import time; time.sleep(60)"
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", SLEEP]) as process:
+        yield process
+        process.kill()
+
+
+def whereabouts_of(pid: int, *, later_ticks: int = 0) -> bytes:
+    process = Neighbour(pid)
+    started = process.started + later_ticks
+    process.close()
+    machine = msgspec.msgpack.decode(neighbour.here(), type=Whereabouts).machine
+    return msgspec.msgpack.encode(Whereabouts(machine, pid, started))
+
+
+def test_a_process_is_killed_by_what_it_said_of_itself(child: subprocess.Popen[bytes]) -> None:
+    assert end(whereabouts_of(child.pid))
+    assert child.wait(10) == -signal.SIGKILL
+
+
+def test_another_process_under_the_same_number_is_left_alone(
+    child: subprocess.Popen[bytes],
+) -> None:
+    """FINDINGS B16: a worker's number may be somebody else's by the time it is killed."""
+    assert not end(whereabouts_of(child.pid, later_ticks=1))
+    assert child.poll() is None
+
+
+def test_a_process_that_is_gone_and_one_elsewhere_are_nobody(
+    child: subprocess.Popen[bytes],
+) -> None:
+    there = whereabouts_of(child.pid)
+    child.kill()
+    child.wait(10)
+    assert not end(there)
+    assert found(there) is None
+    elsewhere = msgspec.msgpack.encode(Whereabouts("another machine", os.getpid(), 1))
+    assert not end(elsewhere)
+    assert found(elsewhere) is None
+    for nonsense in (b"", b"\xc1", b"\x93\x01\x02\x03"):
+        assert not end(nonsense)
+        assert found(nonsense) is None
+
+
+def test_one_that_is_stopped_does_not_run_and_one_that_was_replaced_neither(
+    child: subprocess.Popen[bytes],
+) -> None:
+    process = found(whereabouts_of(child.pid))
+    assert process is not None
+    assert process.runs
+    child.send_signal(signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+    assert not process.runs
+    child.kill()
+    child.wait(10)
+    assert not process.runs
+    process.close()
+
+
+def test_silence_is_excused_for_a_process_that_runs_and_for_no_other() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        process = behind(here)
+        assert process is not None
+        assert not is_hung(1.0, 1.5, None)
+        assert is_hung(1.5, 1.5, None)
+        assert not is_hung(STARVED * 1.5 - 0.1, 1.5, process)
+        assert is_hung(STARVED * 1.5, 1.5, process)
+        process.close()
+        assert is_hung(1.5, 1.5, process)
