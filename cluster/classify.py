@@ -18,25 +18,27 @@ each ("A. sports"), and the letters are what is scored: single choice by symbols
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 import string
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from cluster.bounded import map_bounded
 from cluster.label_trie import LabelPass, LabelTrie, label_trie
-from contracts.errors import RankError, RequestError, TooLongError
+from contracts.errors import RankError, RequestError, TooCostlyError, TooLongError
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority, Usage
-from models.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
+from models.continuations import END_CHARACTERS
+from models.steps import PIECE_CHARACTERS, PIECE_TEXTS, Steps, finish
+from models.tokenizer import Tokenizer
 
 DEFAULT_TEMPLATE = "{prefix}{text}"
 OPTIONS = "{options}"
 SYMBOLS = string.ascii_uppercase
+TRIE_TOKENS = 8  # a node of a trie holds as much as so many tokens of a list
 CONCURRENT_PASSES = 64  # of one row: each that is open holds the prompt and its path
 _PLACEHOLDER = re.compile(r"\{(text|prefix|label|options)\}")
 
@@ -46,15 +48,27 @@ class Scorer(Protocol):
         """The answer of a prefill-only job. patient: wait for room rather than be refused."""
 
 
+class Places(NamedTuple):
+    """How often each placeholder occurs in a template."""
+
+    text: int
+    prefix: int
+    label: int
+    options: int
+
+
 class ClassifyTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What all rows share. asked: what {label} stands for (`multilabel.py`); None: for itself."""
+    """What all rows share. asked: what {label} stands for (`multilabel.py`); None: for itself.
+    places: of the template, where they have been counted."""
 
     labels: tuple[str, ...]
     prefix: str = ""
     template: str = DEFAULT_TEMPLATE
     priority: Priority = Priority.BE
     max_context_tokens: int = 1 << 30
+    max_label_tokens: int = 1 << 30
     asked: str | None = None
+    places: Places | None = None
 
     @property
     def answers(self) -> Sequence[str]:
@@ -115,15 +129,27 @@ def fill(task: ClassifyTask, text: str) -> str:
     return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), task.template)
 
 
-async def tokenize_row(tokenizer: Tokenizer, task: ClassifyTask, text: str) -> Row:
-    """Raises RequestError for an empty prompt, TooLongError beyond the context. In a thread where
-    that would hold up an event loop: also the labels' trie is made there."""
-    prompt = len(task.template) + len(task.prefix) + len(text)
-    labels = sum(map(len, task.labels))
-    if prompt * (len(task.answers) + 1) + labels <= THREAD_ABOVE_CHARACTERS:
-        (row,) = tokenize_rows(tokenizer, [(text, task)])
-    else:
-        (row,) = await asyncio.to_thread(tokenize_rows, tokenizer, [(text, task)])
+def places_in(template: str) -> Places:
+    """What is filled in, and how often."""
+    return Places(*(template.count(f"{{{name}}}") for name in Places._fields))
+
+
+def prompt_characters(task: ClassifyTask, text: str) -> int:
+    """How many `fill` would make, without making them."""
+    places = places_in(task.template) if task.places is None else task.places
+    count = len(task.template) + places.text * (len(text) - len("{text}"))
+    count += places.prefix * (len(task.prefix) - len("{prefix}"))
+    if task.asked is not None:
+        count += places.label * (len(task.asked) - len("{label}"))
+    if places.options:
+        listed = sum(len(label) + len("A. \n") for label in task.labels) - 1
+        count += places.options * (listed - len(OPTIONS))
+    return count
+
+
+def tokenize_row(tokenizer: Tokenizer, task: ClassifyTask, text: str) -> Row:
+    """Raises RequestError for an empty prompt, TooLongError beyond the context."""
+    (row,) = tokenize_rows(tokenizer, [(text, task)])
     if isinstance(row, RequestError):
         raise row
     return row
@@ -133,34 +159,104 @@ def tokenize_rows(
     tokenizer: Tokenizer, asked: Sequence[tuple[str, ClassifyTask]]
 ) -> list[Row | RequestError]:
     """`tokenize_row` of many texts at once; a row's error in its place."""
-    prompts = [fill(task, text) for text, task in asked]
-    pairs = [
-        (prompt, _joined(prompt, task)) for prompt, (_, task) in zip(prompts, asked, strict=True)
-    ]
     found: list[Row | RequestError] = []
-    for (_, task), ids in zip(asked, tokenizer.continuations_many(pairs), strict=True):
-        try:
-            found.append(_checked_row(task, *ids))
-        except RequestError as error:
-            found.append(error)
+    finish(tokenize_steps(tokenizer, asked, found.append))
     return found
 
 
-def _checked_row(task: ClassifyTask, prompt_ids: list[int], label_ids: list[list[int]]) -> Row:
+def tokenize_steps(
+    tokenizer: Tokenizer,
+    asked: Sequence[tuple[str, ClassifyTask]],
+    on_row: Callable[[Row | RequestError], None],
+) -> Steps[None]:
+    """Fills and tokenises some rows at a time, the tries of their labels with them. on_row: given
+    each in order, or what is wrong with it; what it raises ends the steps."""
+    made = _Tries()
+    for some in _pieces(asked):
+        pairs = []
+        for text, task in some:
+            prompt = fill(task, text)
+            pairs.append((prompt, _joined(prompt, task)))
+        most = max(task.max_context_tokens for _, task in some)
+        try:
+            rows = yield from tokenizer.continuation_steps(pairs, param="input", max_tokens=most)
+        except (
+            TooLongError
+        ) as error:  # only of one that is too long for a piece, and so alone in it
+            on_row(error)
+            continue
+        for (_, task), (prompt_ids, label_ids) in zip(some, rows, strict=True):
+            try:
+                row = _checked_row(task, prompt_ids, label_ids, made)
+            except RequestError as error:
+                on_row(error)
+            else:
+                on_row(row)
+        yield made.take_new_tokens()
+
+
+def _pieces(
+    asked: Sequence[tuple[str, ClassifyTask]],
+) -> Iterator[list[tuple[str, ClassifyTask]]]:
+    """Neighbours whose prompts and labels are not too long to be put together at once."""
+    some: list[tuple[str, ClassifyTask]] = []
+    room = 0
+    for text, task in asked:
+        labels = sum(map(len, task.answers)) + END_CHARACTERS * len(task.answers)
+        characters = prompt_characters(task, text) + labels
+        if some and (len(some) == PIECE_TEXTS or characters > room):
+            yield some
+            some = []
+        if not some:
+            room = PIECE_CHARACTERS
+        some.append((text, task))
+        room -= characters
+    yield some
+
+
+class _Tries:
+    """The tries of one request's rows: neighbours with the same labels share theirs."""
+
+    def __init__(self) -> None:
+        self._ids: list[list[int]] = []
+        self._trie: LabelTrie | None = None
+        self._new_tokens = 0
+
+    def of(self, label_ids: list[list[int]]) -> LabelTrie:
+        if self._trie is None or self._ids != label_ids:
+            self._ids, self._trie = label_ids, label_trie(label_ids)
+            self._new_tokens += len(self._trie) * TRIE_TOKENS
+        return self._trie
+
+    def take_new_tokens(self) -> int:
+        """What the tries made since the last call hold, in tokens of a list."""
+        new, self._new_tokens = self._new_tokens, 0
+        return new
+
+
+def _checked_row(
+    task: ClassifyTask, prompt_ids: list[int], label_ids: list[list[int]], tries: _Tries
+) -> Row:
     if not prompt_ids:
         raise RequestError("input: the prompt is empty", "input")
     for label, ids in zip(task.answers, label_ids, strict=True):
         if not ids:
             raise RequestError(f"labels: {label!r} adds no token of its own", "labels")
-    labels = label_trie(label_ids)
-    longest = len(prompt_ids) + labels.longest
+    tokens = sum(map(len, label_ids))
+    if tokens > task.max_label_tokens:
+        raise TooCostlyError(
+            f"labels: together they have {tokens} tokens, at most {task.max_label_tokens} are"
+            " accepted (limits.label_tokens): give fewer or shorter ones",
+            "labels",
+        )
+    longest = len(prompt_ids) + max(map(len, label_ids))
     if longest > task.max_context_tokens:
         raise TooLongError(
             f"input: prompt and label have {longest} tokens, the model's context holds"
             f" {task.max_context_tokens}",
             "input",
         )
-    return Row(prompt_ids, labels)
+    return Row(prompt_ids, tries.of(label_ids))
 
 
 def _joined(prompt: str, task: ClassifyTask) -> list[str]:

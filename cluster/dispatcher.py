@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 
 import msgspec
 
-from cluster.rank_client import RankClient
+from cluster.rank_client import RankClient, smallest_pool_tokens
 from cluster.rank_stream import RankStream
 from contracts.errors import NotReadyError, OverloadError, RankError
 from contracts.messages import Failed, Finished, Scored, Submit, Tokens
@@ -130,6 +130,10 @@ class Dispatcher:
     def serves(self) -> bool:
         """Whether any rank takes requests."""
         return any(rank.client.problem is None for rank in self._ranks.values())
+
+    def pool_tokens(self, *, prefill: bool) -> int | None:
+        """What the smallest rank's KV pool holds; None: no rank has told."""
+        return smallest_pool_tokens(self.clients, self._config.block_tokens)
 
     def problems(self) -> list[str]:
         """One line per rank that takes no requests now; empty: ready."""

@@ -67,6 +67,10 @@ class LabelTrie:
         self.longest = max(self._trie.depth(end) for end in self._trie.ends)
         self.passes = tuple(_passes(self._trie))
 
+    def __len__(self) -> int:
+        """Nodes."""
+        return len(self._trie)
+
     def logprobs(self, edges: Mapping[int, float]) -> list[float]:
         """Per label, the sum over its tokens: the log of the probability that the model writes it.
         edges: those of all passes."""

@@ -65,6 +65,10 @@ class Pipelines:
             while not all(pipeline.serves for pipeline in self._deployed):
                 await asyncio.sleep(POLL_S)
 
+    def pool_tokens(self, *, prefill: bool) -> int | None:
+        pipeline = self._prefilling if prefill else self._generating
+        return pipeline.pool_tokens(prefill=prefill)
+
     def problems(self) -> list[str]:
         return [problem for pipeline in self._deployed for problem in pipeline.problems()]
 

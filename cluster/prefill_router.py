@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 import msgspec
 
 from cluster.prefill_peer import Find, Finder, PrefillPeer
-from cluster.rank_client import RankClient
+from cluster.rank_client import RankClient, smallest_pool_tokens
 from cluster.room import Room
 from cluster.ticket import Ticket, class_of, failure_of, lane_of
 from contracts.errors import NotReadyError, OverloadError, PeerDeadError, TooCostlyError
@@ -112,6 +112,10 @@ class PrefillRouter:
     def serves(self) -> bool:
         """Whether any worker takes requests."""
         return any(peer.problem is None for peer in self._peers)
+
+    def pool_tokens(self, *, prefill: bool) -> int | None:
+        """What the smallest rank's KV pool holds; None: no rank has told."""
+        return smallest_pool_tokens(self.clients, self._config.block_tokens)
 
     def problems(self) -> list[str]:
         """One line per worker that takes no requests now; empty: ready."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import msgspec
@@ -231,3 +231,10 @@ class RankClient:
     def _announce(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def smallest_pool_tokens(clients: Iterable[RankClient], block_tokens: int) -> int | None:
+    """What every rank's KV pool holds at least; None: none has told."""
+    states = (client.state for client in clients)
+    blocks = [state.total_blocks for state in states if state is not None and state.total_blocks]
+    return min(blocks) * block_tokens if blocks else None

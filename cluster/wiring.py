@@ -134,6 +134,7 @@ async def build_ingress_app(
         config.http,
         extra=extra,
         share_between_keys=config.kv.share_between_keys,
+        limits=config.limits,
     )
 
     @contextlib.asynccontextmanager

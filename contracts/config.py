@@ -300,6 +300,34 @@ def _check_key(name: str, key: str) -> None:
         )
 
 
+class LimitsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one request may become, and what all open ones of an ingress may hold together. More is
+    refused before it is made: 413, or 429 where only others leave too little.
+
+    passes: sequences that a request becomes (rows x passes of their labels, prompts x n).
+    pass_tokens: tokens of all these sequences, those to generate included. label_tokens: of all
+    labels of a classification. answer_bytes: of an answer as JSON, as estimated; log-probabilities
+    are most of it. (A prompt is bounded by the model: no more characters than a context of its
+    longest tokens.)
+    open_bytes: held by all open requests: bodies as they come in, texts, tokens, scores, answers.
+    request_fraction: of these, at most what one request may hold.
+    tokenizing_threads: long texts are tokenised there in pieces; requests take turns.
+    """
+
+    passes: Count = 65_536
+    pass_tokens: Count = 1 << 25
+    label_tokens: Count = 65_536
+    answer_bytes: Annotated[int, Meta(ge=1 << 10, le=128 << 20)] = 64 << 20
+    open_bytes: Annotated[int, Meta(ge=1 << 20)] = 512 << 20
+    request_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    tokenizing_threads: Annotated[int, Meta(ge=1, le=64)] = 2
+
+    @property
+    def request_bytes(self) -> int:
+        """What one request may hold."""
+        return int(self.open_bytes * self.request_fraction)
+
+
 class TraceConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """spans: how many task spans each rank keeps (a ring). 0 switches recording off."""
 
@@ -316,4 +344,5 @@ class TandemConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     planner: PlannerConfig = PlannerConfig()
     serve: ServeConfig = ServeConfig()
     http: HttpConfig = HttpConfig()
+    limits: LimitsConfig = LimitsConfig()
     trace: TraceConfig = TraceConfig()

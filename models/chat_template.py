@@ -12,15 +12,21 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from contracts.errors import CheckpointError, RequestError
+from contracts.errors import CheckpointError, RequestError, TooLongError
+from models.steps import Steps, finish
 
 Message = Mapping[str, Any]
+
+STEP_PIECES = 1000
+MAX_REPEATED = 1 << 20  # entries of a string or list that a template multiplies
+MAX_EXPONENT = 64
 
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
@@ -58,14 +64,16 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise CheckpointError(f"chat template: {error}") from None
 
-    def render(self, messages: Sequence[Message], **variables: object) -> str:
-        """The prompt up to where the assistant speaks. Raises RequestError about `messages`.
+    def _context(
+        self, messages: Sequence[Message], variables: Mapping[str, object]
+    ) -> dict[str, object]:
+        """What the template may name.
 
         As in `transformers`, keys whose value is None are left out, and `variables` override the
         special tokens. A `developer` message becomes `system` for a template that has no such role
         (most would drop it without a word).
         """
-        context = {
+        return {
             "tools": None,
             "documents": None,
             "add_generation_prompt": True,
@@ -73,10 +81,37 @@ class ChatTemplate:
             **variables,
             "messages": [self._plain(message) for message in messages],
         }
+
+    def render(self, messages: Sequence[Message], **variables: object) -> str:
+        """All of `render_steps`, here and now."""
+        return finish(self.render_steps(messages, variables))
+
+    def render_steps(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, object],
+        max_characters: int | None = None,
+    ) -> Steps[str]:
+        """The prompt up to where the assistant speaks, in steps of STEP_PIECES pieces of text.
+        Raises RequestError about `messages`, TooLongError as soon as there are more characters."""
+        pieces: list[str] = []
+        characters = 0
         try:
-            return self._template.render(context)
+            for piece in self._template.generate(self._context(messages, variables)):
+                pieces.append(piece)
+                characters += len(piece)
+                if max_characters is not None and characters > max_characters:
+                    raise TooLongError(
+                        f"messages: the prompt that the chat template makes has more than"
+                        f" {max_characters} characters, which is what the model's context can"
+                        " hold: shorten them",
+                        "messages",
+                    )
+                if len(pieces) % STEP_PIECES == 0:
+                    yield 0
         except _TEMPLATE_FAULTS as error:
             raise RequestError(f"the chat template refuses this: {error}", "messages") from None
+        return "".join(pieces)
 
     def _plain(self, message: Message) -> dict[str, Any]:
         plain = {key: value for key, value in message.items() if value is not None}
@@ -85,8 +120,22 @@ class ChatTemplate:
         return plain
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """What is multiplied may be a client's: `chat_template_kwargs`, a message."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and abs(right) > MAX_EXPONENT:
+            raise SecurityError(f"an exponent of {right} is above {MAX_EXPONENT}")
+        for many, times in ((left, right), (right, left)):
+            if isinstance(many, Sequence) and len(many) * times > MAX_REPEATED:
+                raise SecurityError(f"{len(many)} entries {times} times: at most {MAX_REPEATED}")
+        return super().call_binop(context, operator, left, right)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json

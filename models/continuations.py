@@ -17,8 +17,3 @@ def end_of(stem: str) -> str:
         if stem[at - 1].isalnum() and stem[at + 1].isalpha():
             return stem[at:]
     return ""
-
-
-def rows_with(texts: list[list[str]], flags: list[bool], flag: bool) -> list[str]:
-    """The texts of those rows, in order."""
-    return [text for row, has in zip(texts, flags, strict=True) if has is flag for text in row]

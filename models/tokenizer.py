@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
 
-from contracts.errors import RequestError
+from contracts.errors import RequestError, TooLongError
 from models.chat_template import ChatTemplate, Message
-from models.continuations import END_CHARACTERS, end_of, rows_with
+from models.continuations import END_CHARACTERS, end_of
 from models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from models.steps import PIECE_CHARACTERS, Steps, finish, pieces_of
 from models.tokenizer_files import read_tokenizer_files
 
 THREAD_ABOVE_CHARACTERS = 16_384  # below it, encoding costs less than handing it to a thread
 POOL_ABOVE_CHARACTERS = 2_048  # below it, encoding costs less than waking threads of the library
 MAX_REMEMBERED = 4096
+NORMALISED_CHARACTERS = 4  # so many may become one (NFC: three letters of Hangul)
+CUT_TOKENS = 64  # more than a word that is cut in two can have more than the whole word
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -73,13 +75,40 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
         return [list(encoding.ids) for encoding in encodings]
 
-    async def encode_many_async(
-        self, texts: Sequence[str], add_special_tokens: bool = True
-    ) -> list[list[int]]:
-        """`encode_many`, in a thread where that would hold up an event loop."""
-        if sum(map(len, texts)) <= THREAD_ABOVE_CHARACTERS:
-            return self.encode_many(texts, add_special_tokens)
-        return await asyncio.to_thread(self.encode_many, texts, add_special_tokens)
+    def encode_steps(
+        self,
+        texts: Iterable[str],
+        *,
+        param: str,
+        max_tokens: int | None = None,
+        add_special_tokens: bool = True,
+    ) -> Steps[list[list[int]]]:
+        """`encode_many` in pieces. Of a text that is longer than a piece, no more is tokenised than
+        shows that it has more than max_tokens: then it raises TooLongError about `param`."""
+        ids: list[list[int]] = []
+        for piece in pieces_of(texts):
+            yield from self._length_steps(piece[0], max_tokens, param)
+            ids += self.encode_many(piece, add_special_tokens)
+            yield sum(map(len, ids[-len(piece) :]))
+        return ids
+
+    def _length_steps(self, text: str, max_tokens: int | None, param: str) -> Steps[None]:
+        """Raises TooLongError for a text of far more tokens. Those of its pieces are about as many
+        as its own: words are cut at the ends of a piece at most."""
+        if max_tokens is None or len(text) <= PIECE_CHARACTERS:
+            return
+        tokens = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            most = max_tokens + CUT_TOKENS * (start // PIECE_CHARACTERS + 1)
+            (ids,) = self.encode_many([text[start : start + PIECE_CHARACTERS]], False)
+            tokens += len(ids)
+            if tokens > most:
+                raise TooLongError(
+                    f"{param}: a text of {len(text)} characters has more than {max_tokens} tokens,"
+                    " which is what the model's context holds: shorten it",
+                    param,
+                )
+            yield 0
 
     @property
     def has_chat_template(self) -> bool:
@@ -87,20 +116,34 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Message], **variables: object) -> str:
         """The prompt text of a conversation. Raises RequestError about `messages`."""
-        if self._chat is None:
-            raise RequestError(
-                "this model has no chat template: use /v1/completions instead", "messages"
-            )
-        return self._chat.render(messages, **variables)
+        return finish(self._template.render_steps(messages, variables))
 
     def encode_chat(self, messages: Sequence[Message], **variables: object) -> list[int]:
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
-    async def encode_chat_async(
-        self, messages: Sequence[Message], **variables: object
-    ) -> list[int]:
-        text = self.render_chat(messages, **variables)
-        return (await self.encode_many_async([text], add_special_tokens=False))[0]
+    def chat_steps(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, object],
+        *,
+        max_characters: int | None = None,
+        max_tokens: int | None = None,
+        add_special_tokens: bool = False,
+    ) -> Steps[list[int]]:
+        """`encode_chat` in steps. Raises TooLongError about `messages`."""
+        text = yield from self._template.render_steps(messages, variables, max_characters)
+        (ids,) = yield from self.encode_steps(
+            [text], param="messages", max_tokens=max_tokens, add_special_tokens=add_special_tokens
+        )
+        return ids
+
+    @property
+    def _template(self) -> ChatTemplate:
+        if self._chat is None:
+            raise RequestError(
+                "this model has no chat template: use /v1/completions instead", "messages"
+            )
+        return self._chat
 
     def continuation(self, prompt: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of the prompt, and of what follows it: see `continuations`."""
@@ -120,32 +163,57 @@ class Tokenizer:
     def continuations_many(
         self, pairs: Sequence[tuple[str, Sequence[str]]]
     ) -> list[tuple[list[int], list[list[int]]]]:
-        """`continuations` of many prompts, encoded together.
+        """`continuations` of many prompts, encoded together."""
+        return finish(self.continuation_steps(pairs, param="prompt"))
+
+    def continuation_steps(
+        self,
+        pairs: Sequence[tuple[str, Sequence[str]]],
+        *,
+        param: str,
+        max_tokens: int | None = None,
+    ) -> Steps[list[tuple[list[int], list[list[int]]]]]:
+        """`continuations_many` in steps: see `encode_steps`.
 
         What follows a prompt is encoded behind its last line or words only, where the prompt's own
         ids show that these are encoded alike by themselves: once for all prompts that end alike.
         """
         stems = [prompt.rstrip() for prompt, _ in pairs]
-        prompt_ids = self.encode_many(stems)
+        prompt_ids = yield from self.encode_steps(stems, param=param, max_tokens=max_tokens)
         ends = [end_of(stem) for stem in stems]
         known = self._encode_distinct(ends)
         heads = [
-            end if end and ids[-len(known[end]) :] == known[end] else stem
-            for end, ids, stem in zip(ends, prompt_ids, stems, strict=True)
+            end if end and ids[-len(known[end]) :] == known[end] else None
+            for end, ids in zip(ends, prompt_ids, strict=True)
         ]
-        texts = [
-            [head + prompt[len(stem) :] + text for text in continuations]
-            for head, stem, (prompt, continuations) in zip(heads, stems, pairs, strict=True)
+        behind = [
+            [prompt[len(stem) :] + text for text in continuations]
+            for stem, (prompt, continuations) in zip(stems, pairs, strict=True)
         ]
-        is_whole = [head is stem for head, stem in zip(heads, stems, strict=True)]
-        whole = iter(self.encode_many(rows_with(texts, is_whole, True)))
-        known |= self._encode_distinct(rows_with(texts, is_whole, False))
-        return [
-            (ids, [next(whole)[len(ids) :] for _ in row])
-            if alone
-            else (ids, [known[text][len(known[head]) :] for text in row])
-            for alone, head, ids, row in zip(is_whole, heads, prompt_ids, texts, strict=True)
+        short = [
+            head + text
+            for head, texts in zip(heads, behind, strict=True)
+            if head is not None
+            for text in texts
         ]
+        known |= self._encode_distinct(short)
+        found = []
+        for head, stem, ids, texts in zip(heads, stems, prompt_ids, behind, strict=True):
+            if head is None:
+                follow = yield from self._behind_whole(stem, len(ids), texts)
+            else:
+                follow = [known[head + text][len(known[head]) :] for text in texts]
+            found.append((ids, follow))
+        return found
+
+    def _behind_whole(self, stem: str, skip: int, texts: Sequence[str]) -> Steps[list[list[int]]]:
+        """What follows `stem` where all of it has a say. Each text is encoded with a copy of it, a
+        piece of them at a time."""
+        follow: list[list[int]] = []
+        for piece in pieces_of(stem + text for text in texts):
+            follow += [ids[skip:] for ids in self.encode_many(piece)]
+            yield 0
+        return follow
 
     def _encode_distinct(self, texts: Sequence[str]) -> dict[str, list[int]]:
         """Ids without special tokens. Those of short texts are remembered."""
@@ -162,6 +230,13 @@ class Tokenizer:
             self._remembered = {}
         self._remembered |= {text: ids[text] for text in new if len(text) <= END_CHARACTERS}
         return ids
+
+    @functools.cached_property
+    def longest_token_characters(self) -> int:
+        """No text of C tokens has more than C times as many characters."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        longest = max(map(len, vocabulary), default=1)
+        return longest * (1 if self._backend.normalizer is None else NORMALISED_CHARACTERS)
 
     # ---- ids to text
 

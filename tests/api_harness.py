@@ -22,7 +22,7 @@ from cluster.dispatcher import Dispatcher, DispatcherConfig
 from cluster.front import DirectFront
 from cluster.rank_client import RankClient
 from cluster.rank_socket import RankClientConfig
-from contracts.config import HttpConfig
+from contracts.config import HttpConfig, LimitsConfig
 from models.tokenizer import Tokenizer
 from tests.fake_rank import TOKEN, FakeRank
 from tests.tiny_tokenizer import EOS
@@ -86,6 +86,7 @@ class Api:
         self.dispatcher: Dispatcher
         self.app: FastAPI
         self.eos: list[int]
+        self.folder: Path
 
     @property
     def rank(self) -> FakeRank:
@@ -119,9 +120,11 @@ def serve_api(
     http: HttpConfig | None = None,
     *,
     eos_text: str = EOS,
+    config: LimitsConfig | None = None,
     **limits: int,
 ) -> Iterator[Api]:
-    """The API in front of `ranks`; limits: fields of DispatcherConfig."""
+    """The API in front of `ranks`; config: its section `limits`; limits: fields of
+    DispatcherConfig."""
     tokenizer = Tokenizer.load(folder)
     loop = Loop()
     settings = msgspec.structs.replace(http or HttpConfig(), port=0)
@@ -138,7 +141,7 @@ def serve_api(
             vocab_size=tokenizer.vocab_size,
             eos_token_ids=tuple(eos),
         )
-        app = build_app(dispatcher, tokenizer, model, settings)
+        app = build_app(dispatcher, tokenizer, model, settings, limits=config or LimitsConfig())
         front = DirectFront(app, settings)
         await front.start()
         return dispatcher, app, front
@@ -155,6 +158,7 @@ def serve_api(
     api.dispatcher = dispatcher
     api.app = app
     api.eos = tokenizer.encode(eos_text, add_special_tokens=False)
+    api.folder = folder
     try:
         yield api
     finally:

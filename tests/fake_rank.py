@@ -52,6 +52,7 @@ class FakeRank:
         self.silent = False
         self.healthy = True
         self.stuck = False
+        self.total_blocks = 0
         self.submits: SimpleQueue[Submit] = SimpleQueue()
         self.cancels: SimpleQueue[int] = SimpleQueue()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -115,7 +116,13 @@ class FakeRank:
     def _state(self) -> RankState:
         healthy = self.healthy and not self.stuck
         reason = "" if healthy else "told so"
-        return RankState(rank=self.name, healthy=healthy, reason=reason, stuck=self.stuck)
+        return RankState(
+            rank=self.name,
+            healthy=healthy,
+            reason=reason,
+            stuck=self.stuck,
+            total_blocks=self.total_blocks,
+        )
 
     def send(self, writer: asyncio.StreamWriter, events: list[Event]) -> None:
         body = self._encoder.encode(Events(events))

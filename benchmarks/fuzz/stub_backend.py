@@ -47,6 +47,9 @@ class StubBackend:
                 tops = [_logprob(token_id, submit.score_top).top for token_id in scored]
         return Scored(submit.request_id, usage, logits, logits, logprobs, tops)
 
+    def pool_tokens(self, *, prefill: bool) -> int | None:
+        return None
+
     def problems(self) -> list[str]:
         return []
 

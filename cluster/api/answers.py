@@ -4,22 +4,82 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from cluster.api.open_requests import Account
 from cluster.classify import add_usage
 from cluster.text import Delta, ShownToken
 from contracts.requests import Usage
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
+Json = list[bytes]  # JSON text in pieces, never joined: an answer may be large
+
+SENT_AT_ONCE_BYTES = 1 << 18
+TEXT_OVERHEAD_BYTES = 64  # of a short string
+
+
+class LongAnswer(Response):
+    """Sent in pieces, each when the client has taken most of those before: what it has not yet
+    taken is still the request's."""
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Json) -> None:
+        super().__init__()
+        self._pieces = pieces
+        self.headers["content-length"] = str(sum(map(len, pieces)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for piece in _regrouped(self._pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _regrouped(pieces: Json) -> Iterator[bytes]:
+    """The same bytes, about SENT_AT_ONCE_BYTES at a time."""
+    some = bytearray()
+    for piece in pieces:
+        for start in range(0, len(piece), SENT_AT_ONCE_BYTES):
+            some += piece[start : start + SENT_AT_ONCE_BYTES]
+            if len(some) >= SENT_AT_ONCE_BYTES:
+                yield bytes(some)
+                some.clear()
+    if some:
+        yield bytes(some)
 
 
 def json_response(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
+    return pieces_response([msgspec.json.encode(body)])
+
+
+def pieces_response(pieces: Json) -> Response:
+    if sum(map(len, pieces)) > SENT_AT_ONCE_BYTES:
+        return LongAnswer(pieces)
+    return Response(b"".join(pieces), media_type="application/json")
+
+
+def json_object(fields: dict[str, Any], long: dict[str, Json]) -> Json:
+    """`fields`, at least one, and behind them those that are JSON already."""
+    pieces = [msgspec.json.encode(fields)[:-1]]
+    for name, value in long.items():
+        pieces += [b",", msgspec.json.encode(name), b":", *value]
+    return [*pieces, b"}"]
+
+
+def json_list(items: Iterable[Json]) -> Json:
+    pieces = [b"["]
+    for item in items:
+        if len(pieces) > 1:
+            pieces.append(b",")
+        pieces += item
+    return [*pieces, b"]"]
 
 
 def header(prefix: str, kind: str, model: str) -> dict[str, Any]:
@@ -43,27 +103,44 @@ def prefill_usage(usages: Iterable[Usage]) -> dict[str, Any]:
     }
 
 
-class Collected:
-    """One choice, put together from its deltas."""
+class LogprobsJson(Protocol):
+    """Log-probabilities as they will stand in the answer: as JSON, at once, for as objects they
+    take ten times as much."""
 
-    def __init__(self) -> None:
-        self._pieces: list[str] = []
-        self.tokens: list[ShownToken] = []
+    def add(self, tokens: Sequence[ShownToken]) -> int:
+        """Returns how many bytes it has grown by."""
+
+    def pieces(self) -> Json: ...
+
+
+class Collected:
+    """One choice, put together from its deltas. account: charged for what it holds."""
+
+    def __init__(self, logprobs: LogprobsJson | None, account: Account) -> None:
+        self._texts: list[str] = []
+        self._logprobs = logprobs
+        self._account = account
         self.finish_reason: str | None = None
 
     @property
     def text(self) -> str:
-        return "".join(self._pieces)
+        return "".join(self._texts)
+
+    @property
+    def logprobs(self) -> Json:
+        return [b"null"] if self._logprobs is None else self._logprobs.pieces()
 
     def add(self, delta: Delta) -> None:
-        self._pieces.append(delta.text)
-        self.tokens.extend(delta.tokens)
+        """Raises what charging the account does."""
+        self._texts.append(delta.text)
+        grown = TEXT_OVERHEAD_BYTES + len(delta.text)
+        if self._logprobs is not None:
+            grown += self._logprobs.add(delta.tokens)
+        self._account.grow(grown)
         self.finish_reason = delta.finish_reason or self.finish_reason
 
 
-async def collect(deltas: Deltas, count: int) -> list[Collected]:
-    choices = [Collected() for _ in range(count)]
+async def collect(deltas: Deltas, choices: Sequence[Collected]) -> None:
     async with aclosing(deltas):
         async for index, delta in deltas:
             choices[index].add(delta)
-    return choices

@@ -11,7 +11,7 @@ import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.telemetry import CONTENT_TYPE, Telemetry, merge_expositions
 from cluster.api.answers import json_response
@@ -19,18 +19,21 @@ from cluster.api.callers import Callers, CallersBackend
 from cluster.api.chat import chat_completions
 from cluster.api.classification import classify
 from cluster.api.completions import completions
+from cluster.api.cost import Bounds
 from cluster.api.errors import error_response, install_handlers, outcome_of
 from cluster.api.keys import check_key, check_metrics_key
+from cluster.api.open_requests import Account, OpenRequests
 from cluster.api.openapi import openapi_document
 from cluster.api.request_log import REQUEST_ID, RequestLog
 from cluster.api.schemas import ServedModel
 from cluster.api.scoring import score
 from cluster.api.scrapes import Scrapes
 from cluster.api.session import Backend, EventStream, Services, Session
+from cluster.tokenizing import Tokenizing
 from cluster.version import version
 from contracts import metrics
 from contracts.clock import Clock, monotonic_s
-from contracts.config import HttpConfig
+from contracts.config import HttpConfig, LimitsConfig
 from contracts.errors import (
     NotReadyError,
     TandemError,
@@ -58,6 +61,7 @@ def build_app(
     telemetry: Telemetry | None = None,
     extra: ExtraMetrics | None = None,
     share_between_keys: bool = False,
+    limits: LimitsConfig = LimitsConfig(),  # noqa: B008  (frozen)
     clock: Clock = monotonic_s,
 ) -> FastAPI:
     """The application in front of `backend`. extra: the ranks' metrics in Prometheus text format.
@@ -68,6 +72,13 @@ def build_app(
     services = Services(
         backend=backend,
         tokenizer=tokenizer,
+        tokenizing=Tokenizing(tokenizer, limits.tokenizing_threads),
+        bounds=Bounds(
+            context_tokens=model.max_context_tokens,
+            token_characters=tokenizer.longest_token_characters,
+            limits=limits,
+        ),
+        open_requests=OpenRequests(limits),
         model=model,
         http=http,
         telemetry=telemetry or Telemetry(),
@@ -76,6 +87,7 @@ def build_app(
     )
     callers = Callers(http.api_keys, share_between_keys=share_between_keys)
     app = _App(title="Tandem", openapi_url=None, redirect_slashes=False)
+    app.state.open_requests = services.open_requests
     app.access_log = http.access_log
     install_handlers(app)
     for path, endpoint in (
@@ -116,11 +128,12 @@ def _counted(
     async def call(request: Request) -> Response:
         session = Session(services, request.receive, request.scope["state"][REQUEST_ID])
         own = msgspec.structs.replace(services, backend=CallersBackend(services.backend, session))
-        outcome = Outcome.ERROR
+        outcome, held = Outcome.ERROR, False
         try:
             session.caller = callers.caller(check_key(services.http, request))
             response = await endpoint(own, session, request)
             outcome = Outcome.OK
+            held = True  # until all of it has gone out
         except TandemError as error:
             outcome = outcome_of(error)
             response = error_response(error)
@@ -130,11 +143,27 @@ def _counted(
         finally:
             if outcome is not Outcome.OK:
                 session.finish(outcome)
+            if not held:
+                session.account.close()
         if not isinstance(response, EventStream):  # a stream counts itself when it ends
             session.finish(outcome)
-        return response
+        return _Accounted(response, session.account) if held else response
 
     return call
+
+
+class _Accounted(Response):
+    """The response; its request's account is closed when it has gone out, or never will."""
+
+    def __init__(self, response: Response, account: Account) -> None:
+        super().__init__()
+        self._response, self._account = response, account
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._response(scope, receive, send)
+        finally:
+            self._account.close()
 
 
 def _simple(services: Services, endpoint: Plain) -> Callable[[Request], Awaitable[Response]]:
@@ -199,7 +228,7 @@ async def _scrape(services: Services) -> str:
 
 async def _openapi(services: Services, request: Request) -> Response:
     """Open to all, as clients are generated from it."""
-    return json_response(openapi_document(services.model, services.http))
+    return json_response(openapi_document(services.model, services.http, services.bounds))
 
 
 async def _models(services: Services, request: Request) -> Response:

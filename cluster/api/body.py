@@ -9,7 +9,9 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from cluster.api.cost import decoded_bytes
 from cluster.api.errors import BodyTooLargeError, MediaTypeError, UnknownFieldError
+from cluster.api.open_requests import Account
 from cluster.api.schemas import NESTED
 from contracts.errors import ClientGoneError, RequestError
 
@@ -21,9 +23,12 @@ _PATH = re.compile(r"`\$\.?([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 
 
-async def read_body(request: Request, kind: type[Body], max_bytes: int) -> Body:
+async def read_body(request: Request, kind: type[Body], max_bytes: int, account: Account) -> Body:
     """The body as `kind`. Checked in this order: declared size, media type, actual size, JSON,
-    types. Raises RequestError; a wrong field is named in `param`."""
+    types. Raises RequestError; a wrong field is named in `param`.
+
+    account: charged as the body grows; of that, what the decoded body holds stays charged.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(int(declared), max_bytes)
@@ -33,15 +38,19 @@ async def read_body(request: Request, kind: type[Body], max_bytes: int) -> Body:
     data = bytearray()
     try:
         async for chunk in request.stream():
+            if len(data) + len(chunk) > max_bytes:
+                raise _too_large(len(data) + len(chunk), max_bytes)
+            account.charge(len(chunk))
             data += chunk
-            if len(data) > max_bytes:
-                raise _too_large(len(data), max_bytes)
     except ClientDisconnect:
         raise ClientGoneError("the client left while sending its request") from None
-    return decode_body(bytes(data), kind)
+    account.charge(decoded_bytes(data))
+    body = decode_body(data, kind)
+    account.give_back(len(data))
+    return body
 
 
-def decode_body(data: bytes, kind: type[Body]) -> Body:
+def decode_body(data: bytes | bytearray, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:

@@ -77,6 +77,9 @@ class CallersBackend:
     async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
         return await self._backend.score(self._owned(submit), patient=patient)
 
+    def pool_tokens(self, *, prefill: bool) -> int | None:
+        return self._backend.pool_tokens(prefill=prefill)
+
     def problems(self) -> list[str]:
         return self._backend.problems()
 

@@ -10,7 +10,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.api.answers import Deltas, collect, header, json_response
+from cluster.api.answers import (
+    Collected,
+    Deltas,
+    Json,
+    collect,
+    header,
+    json_list,
+    json_object,
+    pieces_response,
+)
 from cluster.api.body import read_body
 from cluster.api.callers import salted
 from cluster.api.checks import (
@@ -21,14 +30,15 @@ from cluster.api.checks import (
     check_tokens,
     room_for,
 )
+from cluster.api.cost import CHAT_ALTERNATIVE_BYTES, generated_answer_bytes
 from cluster.api.errors import UnsupportedFieldError
 from cluster.api.guided import samplings
-from cluster.api.logprobs import chat_logprobs
+from cluster.api.logprobs import ChatLogprobs, chat_logprobs
 from cluster.api.schemas import ChatBody, ChatMessage, GenerationOptions
 from cluster.api.sequences import Choice, Tally, run_choices, with_seed
 from cluster.api.session import DONE, EventStream, Services, Session, sse
 from cluster.text import ShownToken
-from contracts.errors import RequestError
+from contracts.errors import RequestError, TooLongError
 from contracts.messages import Submit
 from contracts.metrics import Pipeline
 from contracts.requests import Sampling, Usage
@@ -44,19 +54,20 @@ class Job(msgspec.Struct, frozen=True):
 
 
 async def chat_completions(services: Services, session: Session, request: Request) -> Response:
-    body = await session.read(read_body(request, ChatBody, services.http.max_body_bytes))
+    limit = services.http.max_body_bytes
+    body = await session.read(read_body(request, ChatBody, limit, session.account))
     session.caller = salted(session.caller, body.cache_salt)
-    job = await session.run(_job(services, body))
+    job = await session.run(_job(services, session, body))
     session.priority = job.options.priority
     if job.sampling.max_tokens <= 1:
         session.pipeline = Pipeline.PREFILL
     run = _Run(services, session, job)
     if job.options.stream:
         return await EventStream.open(session, run.frames())
-    return json_response(await session.run(run.answer()))
+    return pieces_response(await session.run(run.answer()))
 
 
-async def _job(services: Services, body: ChatBody) -> Job:
+async def _job(services: Services, session: Session, body: ChatBody) -> Job:
     """The request, checked: see `checks.py` for the order."""
     check_supported(body)
     if body.echo:
@@ -74,15 +85,56 @@ async def _job(services: Services, body: ChatBody) -> Job:
     options = check_options(body, services.model, logprobs=top)
     if options.n > services.http.max_batch_items:
         raise RequestError(f"n={options.n} is more than http.max_batch_items", "n")
-    messages = [_plain(index, message) for index, message in enumerate(body.messages)]
+    token_ids = await chat_token_ids(services, session, body.messages, _variables(body))
+    check_tokens(token_ids, services.model, "messages")
+    room = room_for(
+        *(len(token_ids), options, services.model),
+        default=_default_max_tokens(services, options, len(token_ids)),
+        param="messages",
+        pool_tokens=services.backend.pool_tokens(
+            prefill=options.max_tokens is not None and options.max_tokens <= 1
+        ),
+    )
+    tokens = options.n * (len(token_ids) + room)
+    services.bounds.check_passes("n", options.n, tokens)
+    if not options.stream:
+        answered = generated_answer_bytes(options.n * room, top, CHAT_ALTERNATIVE_BYTES)
+        services.bounds.check_answer("max_tokens", answered)
+    (sampling,) = await samplings(services.tokenizing, [(token_ids, room)], options, services.model)
+    return Job(token_ids, sampling, options)
+
+
+def _default_max_tokens(services: Services, options: GenerationOptions, prompt_tokens: int) -> int:
+    """Of each choice: as many as the context and the limits allow."""
+    limits = services.bounds.limits
+    most = min(services.model.max_context_tokens, limits.pass_tokens // options.n - prompt_tokens)
+    if not options.stream:
+        each = generated_answer_bytes(options.n, options.sampling.logprobs, CHAT_ALTERNATIVE_BYTES)
+        most = min(most, limits.answer_bytes // each)
+    return max(most, 1)
+
+
+async def chat_token_ids(
+    services: Services, session: Session, messages: list[ChatMessage], variables: dict[str, Any]
+) -> list[int]:
+    """What the chat template makes of the messages. Raises RequestError about `messages`."""
     if not messages:
         raise RequestError("messages is empty", "messages")
-    token_ids = await services.tokenizer.encode_chat_async(messages, **_variables(body))
-    check_tokens(token_ids, services.model, "messages")
     context = services.model.max_context_tokens
-    room = room_for(len(token_ids), options, services.model, default=context, param="messages")
-    (sampling,) = await samplings(services.tokenizer, [(token_ids, room)], options, services.model)
-    return Job(token_ids, sampling, options)
+    if len(messages) > context:
+        raise TooLongError(
+            f"messages: {len(messages)} are more than the model's context has tokens ({context}):"
+            " send fewer",
+            "messages",
+        )
+    plain = [_plain(index, message) for index, message in enumerate(messages)]
+    steps = services.tokenizer.chat_steps(
+        plain,
+        variables,
+        max_characters=services.bounds.prompt_characters,
+        max_tokens=context,
+    )
+    return await services.tokenizing.run(steps, session.account.held_bytes, session.charge_tokens)
 
 
 def _plain(index: int, message: ChatMessage) -> dict[str, Any]:
@@ -152,18 +204,28 @@ class _Run:
             eos_token_ids=list(self._services.model.eos_token_ids),
         )
 
-    async def answer(self) -> dict[str, Any]:
-        collected = await collect(self._deltas(), self._job.options.n)
+    async def answer(self) -> Json:
+        wanted = self._job.options.sampling.logprobs is not None
+        collected = [
+            Collected(
+                ChatLogprobs(self._services.tokenizer) if wanted else None, self._session.account
+            )
+            for _ in range(self._job.options.n)
+        ]
+        await collect(self._deltas(), collected)
         choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": self._logprobs(choice.tokens),
-                "finish_reason": choice.finish_reason,
-            }
+            json_object(
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                    "finish_reason": choice.finish_reason,
+                },
+                {"logprobs": choice.logprobs},
+            )
             for index, choice in enumerate(collected)
         ]
-        return {**self._header("chat.completion"), "choices": choices, "usage": self._usage()}
+        head = {**self._header("chat.completion"), "usage": self._usage()}
+        return json_object(head, {"choices": json_list(choices)})
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """The role first, with the first arrival; then text; the reason; the usage."""

@@ -116,16 +116,27 @@ def check_tokens(token_ids: list[int], model: ServedModel, param: str) -> None:
 
 
 def room_for(
-    prompt_tokens: int, options: GenerationOptions, model: ServedModel, *, default: int, param: str
+    prompt_tokens: int,
+    options: GenerationOptions,
+    model: ServedModel,
+    *,
+    default: int,
+    param: str,
+    pool_tokens: int | None = None,
 ) -> int:
     """max_tokens for this prompt. Stated: it must fit behind the prompt, or 400. Not stated: the
-    default, cut to what fits. A prompt that leaves no room for one token is 413."""
-    context = model.max_context_tokens
-    room = context - prompt_tokens
+    default, cut to what fits. A prompt that leaves no room for one token is 413.
+
+    pool_tokens: what a rank's KV pool holds, where that is known: less than the context on a small
+    machine."""
+    holds, whose = model.max_context_tokens, "the model's context"
+    if pool_tokens is not None and pool_tokens < holds:
+        holds, whose = pool_tokens, "a rank's KV pool (kv.pool_tokens)"
+    room = holds - prompt_tokens
     needed = 0 if options.max_tokens == 0 else 1
     if room < needed:
         raise TooLongError(
-            f"{param} has {prompt_tokens} tokens, the model's context holds {context}"
+            f"{param} has {prompt_tokens} tokens, {whose} holds {holds}"
             f" including at least {needed} to generate: shorten it",
             param,
         )
@@ -134,7 +145,7 @@ def room_for(
     if options.max_tokens > room:
         raise RequestError(
             f"max_tokens={options.max_tokens} and {prompt_tokens} prompt tokens are more than the"
-            f" model's context of {context} tokens: ask for at most {room}",
+            f" {holds} tokens that {whose} holds: ask for at most {room}",
             "max_tokens",
         )
     return options.max_tokens

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.api.answers import header, json_response, prefill_usage
+from cluster.api.answers import (
+    Json,
+    header,
+    json_list,
+    json_object,
+    pieces_response,
+    prefill_usage,
+)
 from cluster.api.body import read_body
 from cluster.api.callers import salted
 from cluster.api.checks import check_model, check_priority
+from cluster.api.cost import VALUE_BYTES, classified_answer_bytes
 from cluster.api.schemas import ClassifyBody
 from cluster.api.session import Services, Session
 from cluster.bounded import map_bounded
@@ -23,48 +33,51 @@ from cluster.classify import (
     Row,
     check_task,
     classify_row,
-    tokenize_row,
-    tokenize_rows,
+    places_in,
+    prompt_characters,
+    tokenize_steps,
 )
 from cluster.multilabel import YES, applying, check_questions, questions
 from contracts.errors import RequestError
 from contracts.metrics import Pipeline
 from contracts.requests import Priority
 
-CONCURRENT_ROWS = 256  # of one request; the rest wait their turn here
-TOKENIZED_AT_ONCE = 64
+CONCURRENT_ROWS = 256  # of one pass each, of one request; the rest wait their turn here
+ENCODED_AT_ONCE = 128
 MAX_LABELS = 256
 
 
 async def classify(services: Services, session: Session, request: Request) -> Response:
     session.pipeline = Pipeline.PREFILL
-    body = await session.read(read_body(request, ClassifyBody, services.http.max_body_bytes))
+    limit = services.http.max_body_bytes
+    body = await session.read(read_body(request, ClassifyBody, limit, session.account))
     session.caller = salted(session.caller, body.cache_salt)
     texts, task = _checked(services, body)
     session.priority = task.priority
     tasks = questions(task) if body.multi_label else [task]
     asked = [(text, each) for text in texts for each in tasks]
-    results = await session.run(_run(services, session, asked))
-    rows = _multi_rows(task, results) if body.multi_label else _rows(task, results)
-    return json_response(
-        {
-            **header("classify", "list", services.model.name),
-            "data": rows,
-            "usage": prefill_usage(result.usage for result in results),
-        }
-    )
+    multi_label = bool(body.multi_label)
+    characters = _check_cost(services, asked, texts, task, multi_label=multi_label)
+    results = await session.run(_run(services, session, asked, characters))
+    rows = _multi_rows(task, results) if multi_label else _rows(task, results)
+    usage = prefill_usage(result.usage for result in results)
+    head = {**header("classify", "list", services.model.name), "usage": usage}
+    return pieces_response(json_object(head, {"data": await _encoded(rows, session)}))
 
 
 def _checked(services: Services, body: ClassifyBody) -> tuple[list[str], ClassifyTask]:
     check_model(body.model, services.model)
     if len(body.labels) > MAX_LABELS:
         raise RequestError(f"labels: {len(body.labels)} are more than {MAX_LABELS}", "labels")
+    template = DEFAULT_TEMPLATE if body.template is None else body.template
     task = ClassifyTask(
         labels=tuple(body.labels),
         prefix=body.prefix or "",
-        template=DEFAULT_TEMPLATE if body.template is None else body.template,
+        template=template,
         priority=check_priority(body.priority, default=Priority.LS),
         max_context_tokens=services.model.max_context_tokens,
+        max_label_tokens=services.bounds.limits.label_tokens,
+        places=places_in(template),
     )
     check_task(task)
     if body.multi_label:
@@ -89,8 +102,58 @@ def _checked(services: Services, body: ClassifyBody) -> tuple[list[str], Classif
     return texts, task
 
 
+def _check_cost(
+    services: Services,
+    asked: list[tuple[str, ClassifyTask]],
+    texts: list[str],
+    task: ClassifyTask,
+    *,
+    multi_label: bool,
+) -> int:
+    """What can be told before a template is filled: its characters, of which no token has more than
+    the longest. Returns about how many go through the tokenizer. Raises TooLongError,
+    TooCostlyError."""
+    bounds = services.bounds
+    bounds.check_labels(task.labels)
+    characters = 0
+    for text, each in asked:
+        filled = prompt_characters(each, text)
+        bounds.check_text("input" if filled <= 2 * len(text) else "template", filled)
+        characters += filled
+    bounds.check_passes("input", len(asked), characters // bounds.token_characters)
+    size = classified_answer_bytes(len(texts), task.labels, multi_label=multi_label)
+    bounds.check_answer("labels", size)
+    answers = asked[0][1].answers
+    return characters * (len(answers) + 1) + len(asked) * sum(map(len, answers))
+
+
+class _Rows:
+    """The rows of a request as they are tokenised, counted on the way."""
+
+    def __init__(self, services: Services) -> None:
+        self._bounds = services.bounds
+        self._passes = self._tokens = 0
+        self.rows: list[Row] = []
+
+    def add(self, row: Row | RequestError) -> None:
+        """Raises it if it is an error, or TooCostlyError."""
+        if isinstance(row, RequestError):
+            raise row
+        self.rows.append(row)
+        passes = row.labels.passes
+        self._passes += len(passes)
+        self._tokens += len(passes) * len(row.prompt_ids) + sum(each.length for each in passes)
+        self._bounds.check_passes("input", self._passes, self._tokens)
+
+    @property
+    def at_once(self) -> int:
+        """How many may be on their way, so that about CONCURRENT_ROWS passes are."""
+        most = max(len(row.labels.passes) for row in self.rows)
+        return max(1, CONCURRENT_ROWS // most)
+
+
 async def _run(
-    services: Services, session: Session, asked: list[tuple[str, ClassifyTask]]
+    services: Services, session: Session, asked: list[tuple[str, ClassifyTask]], characters: int
 ) -> list[Classified]:
     """All texts are tokenised, and so checked, before the first one is sent to a rank."""
 
@@ -99,44 +162,38 @@ async def _run(
         patient = index > 0  # the first row is what the request is admitted or refused with
         row = msgspec.structs.replace(row, patient=patient)
         result = await classify_row(services.backend, asked[index][1], row)
+        session.account.grow(len(result.probs) * VALUE_BYTES)
         session.on_token()
         session.on_sequence_end(result.usage, 0.0, 0.0)
         return result
 
-    rows = await _tokenized(services, asked)
-    return await map_bounded(classified, enumerate(rows), CONCURRENT_ROWS)
+    rows = _Rows(services)
+    steps = tokenize_steps(services.tokenizer, asked, rows.add)
+    await services.tokenizing.run(steps, characters, session.charge_tokens)
+    return await map_bounded(classified, enumerate(rows.rows), rows.at_once)
 
 
-async def _tokenized(services: Services, asked: list[tuple[str, ClassifyTask]]) -> list[Row]:
-    """A few in a thread at a time, so that other requests go on meanwhile."""
-    if len(asked) == 1:
-        ((text, task),) = asked
-        return [await tokenize_row(services.tokenizer, task, text)]
-    rows: list[Row] = []
-    for start in range(0, len(asked), TOKENIZED_AT_ONCE):
-        some = asked[start : start + TOKENIZED_AT_ONCE]
-        for row in await asyncio.to_thread(tokenize_rows, services.tokenizer, some):
-            if isinstance(row, RequestError):
-                raise row
-            rows.append(row)
-    return rows
+def _rows(task: ClassifyTask, results: list[Classified]) -> Iterator[dict[str, Any]]:
+    for index, result in enumerate(results):
+        yield _row(index, task, task.labels[result.best], result.probs)
 
 
-def _rows(task: ClassifyTask, results: list[Classified]) -> list[dict[str, Any]]:
-    return [
-        _row(index, task, task.labels[result.best], result.probs)
-        for index, result in enumerate(results)
-    ]
-
-
-def _multi_rows(task: ClassifyTask, results: list[Classified]) -> list[dict[str, Any]]:
+def _multi_rows(task: ClassifyTask, results: list[Classified]) -> Iterator[dict[str, Any]]:
     """results: for each text one per label."""
     count = len(task.labels)
-    rows = []
     for index in range(len(results) // count):
         probs = [result.probs[YES] for result in results[index * count : (index + 1) * count]]
-        rows.append(_row(index, task, applying(task.labels, probs), probs))
-    return rows
+        yield _row(index, task, applying(task.labels, probs), probs)
+
+
+async def _encoded(rows: Iterator[dict[str, Any]], session: Session) -> Json:
+    """A few at a time: others get their turn in between."""
+    pieces: Json = []
+    while some := list(itertools.islice(rows, ENCODED_AT_ONCE)):
+        pieces.append(msgspec.json.encode(some)[1:-1])
+        session.account.grow(len(pieces[-1]))
+        await asyncio.sleep(0)
+    return json_list([piece] for piece in pieces)
 
 
 def _row(

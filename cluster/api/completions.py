@@ -10,7 +10,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.api.answers import Deltas, collect, header, json_response
+from cluster.api.answers import (
+    Collected,
+    Deltas,
+    Json,
+    collect,
+    header,
+    json_list,
+    json_object,
+    pieces_response,
+)
 from cluster.api.body import read_body
 from cluster.api.callers import salted
 from cluster.api.checks import (
@@ -21,9 +30,14 @@ from cluster.api.checks import (
     check_tokens,
     room_for,
 )
-from cluster.api.echo import echo
+from cluster.api.cost import (
+    COMPLETION_ALTERNATIVE_BYTES,
+    generated_answer_bytes,
+    scored_bytes,
+)
+from cluster.api.echo import Echo, echo, text_of
 from cluster.api.guided import samplings
-from cluster.api.logprobs import completion_logprobs
+from cluster.api.logprobs import CompletionLogprobs, completion_logprobs
 from cluster.api.schemas import CompletionBody, GenerationOptions
 from cluster.api.sequences import Choice, Tally, run_choices, with_seed
 from cluster.api.session import DONE, EventStream, Services, Session, sse
@@ -68,19 +82,20 @@ class Job(msgspec.Struct, frozen=True):
 
 
 async def completions(services: Services, session: Session, request: Request) -> Response:
-    body = await session.read(read_body(request, CompletionBody, services.http.max_body_bytes))
+    limit = services.http.max_body_bytes
+    body = await session.read(read_body(request, CompletionBody, limit, session.account))
     session.caller = salted(session.caller, body.cache_salt)
-    job = await session.run(_job(services, body))
+    job = await session.run(_job(services, session, body))
     session.priority = job.options.priority
     if job.prefill_only:
         session.pipeline = Pipeline.PREFILL
     run = _Run(services, session, job)
     if job.options.stream:
         return await EventStream.open(session, run.frames())
-    return json_response(await session.run(run.answer()))
+    return pieces_response(await session.run(run.answer()))
 
 
-async def _job(services: Services, body: CompletionBody) -> Job:
+async def _job(services: Services, session: Session, body: CompletionBody) -> Job:
     """The request, checked: see `checks.py` for the order."""
     check_supported(body)
     check_model(body.model, services.model)
@@ -96,17 +111,53 @@ async def _job(services: Services, body: CompletionBody) -> Job:
             f" {services.http.max_batch_items} (http.max_batch_items)",
             "prompt",
         )
-    token_ids = await _token_ids(services, listed)
-    model, rooms = services.model, []
-    default = DEFAULT_MAX_TOKENS if options.choices is None else model.max_context_tokens
+    model, sizes = services.model, []
+    default = DEFAULT_MAX_TOKENS
+    if options.choices is not None:  # room for any of them, in whatever tokens; it is cut later
+        default = 4 * max(len(choice.encode()) for choice in options.choices) + 4
+    pool_tokens = services.backend.pool_tokens(
+        prefill=options.max_tokens is not None and options.max_tokens <= 1
+    )
+    token_ids = await _token_ids(services, session, listed)
     for ids in token_ids:
         check_tokens(ids, model, "prompt")
-        rooms.append(room_for(len(ids), options, model, default=default, param="prompt"))
-    with_rooms = list(zip(token_ids, rooms, strict=True))
-    sampled = await samplings(services.tokenizer, with_rooms, options, model)
-    texts = [_echo_text(services, given) if body.echo else "" for given in listed]
-    prompts = list(map(Prompt, texts, token_ids, sampled))
+        room = room_for(
+            *(len(ids), options, model),
+            default=default,
+            param="prompt",
+            pool_tokens=pool_tokens,
+        )
+        sizes.append((len(ids), room))
+    _check_cost(services, session, options, sizes, echo=bool(body.echo))
+    with_rooms = [(ids, room) for ids, (_, room) in zip(token_ids, sizes, strict=True)]
+    sampled = await samplings(services.tokenizing, with_rooms, options, model)
+    prompts = []
+    for number, (ids, sampling) in enumerate(zip(token_ids, sampled, strict=True)):
+        text = await _echo_text(services, listed[number]) if body.echo else ""
+        prompts.append(Prompt(text, ids, sampling))
     return Job(prompts, options, bool(body.echo))
+
+
+def _check_cost(
+    services: Services,
+    session: Session,
+    options: GenerationOptions,
+    sizes: list[tuple[int, int]],
+    *,
+    echo: bool,
+) -> None:
+    """sizes: tokens of each prompt, and those to generate. Charges what scoring the prompts for
+    their echo will hold. Raises TooCostlyError, OverloadError."""
+    bounds, top = services.bounds, options.sampling.logprobs
+    prompts = sum(prompt for prompt, _ in sizes)
+    generated = sum(room for _, room in sizes)
+    tokens = (prompts + generated) * options.n
+    bounds.check_passes("prompt", len(sizes) * options.n, tokens)
+    told = (prompts if echo else 0) + (0 if options.stream else generated)
+    size = generated_answer_bytes(told * options.n, top, COMPLETION_ALTERNATIVE_BYTES)
+    bounds.check_answer("prompt" if top is None else "logprobs", size)
+    if echo and top is not None:
+        session.account.charge(scored_bytes(prompts, top), "logprobs")
 
 
 def _prompts(given: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
@@ -130,20 +181,29 @@ def _prompts(given: str | list[str | int | list[int]]) -> list[str] | list[list[
     )
 
 
-async def _token_ids(services: Services, listed: list[str] | list[list[int]]) -> list[list[int]]:
+async def _token_ids(
+    services: Services, session: Session, listed: list[str] | list[list[int]]
+) -> list[list[int]]:
     texts = [given for given in listed if isinstance(given, str)]
     if not all(texts):
         raise RequestError("prompt is empty", "prompt")
     if texts:
-        return await services.tokenizer.encode_many_async(texts)
+        for text in texts:
+            services.bounds.check_text("prompt", len(text))
+        most = services.model.max_context_tokens
+        return await services.tokenizing.encode(
+            texts,
+            session.charge_tokens,
+            param="prompt",
+            characters=sum(map(len, texts)),
+            max_tokens=most,
+        )
     return [given for given in listed if isinstance(given, list)]
 
 
-def _echo_text(services: Services, given: str | list[int]) -> str:
+async def _echo_text(services: Services, given: str | list[int]) -> str:
     """A prompt of token ids comes back as all its text, special tokens included."""
-    if isinstance(given, str):
-        return given
-    return services.tokenizer.decode(given, skip_special_tokens=False)
+    return given if isinstance(given, str) else await text_of(services, given)
 
 
 class _Run:
@@ -156,16 +216,25 @@ class _Run:
         self._usages: dict[int, Usage] = {}
         self._header = header("cmpl", "text_completion", services.model.name)
 
-    async def answer(self) -> dict[str, Any]:
-        choices = await collect(self._deltas(), self._job.count)
-        return {
-            **self._header,
-            "choices": [
-                self._choice(index, choice.text, choice.tokens, choice.finish_reason)
-                for index, choice in enumerate(choices)
-            ],
-            "usage": self._usage(),
-        }
+    async def answer(self) -> Json:
+        wanted, tokenizer = self._job.options.sampling.logprobs, self._services.tokenizer
+        choices = [
+            Collected(
+                None if wanted is None else CompletionLogprobs(tokenizer, wanted),
+                self._session.account,
+            )
+            for _ in range(self._job.count)
+        ]
+        await collect(self._deltas(), choices)
+        told = [
+            json_object(
+                {"index": index, "text": choice.text, "finish_reason": choice.finish_reason},
+                {"logprobs": choice.logprobs},
+            )
+            for index, choice in enumerate(choices)
+        ]
+        head = {**self._header, "usage": self._usage()}
+        return json_object(head, {"choices": json_list(told)})
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         usage = {"usage": None} if self._job.options.include_usage else {}
@@ -185,7 +254,8 @@ class _Run:
             numbers = range(len(job.prompts))
             echoes = await map_bounded(self._echo, numbers, CONCURRENT_ECHOES)
             for index in range(job.count):
-                yield index, echoes[job.prompt_of(index)]
+                async for delta in echoes[job.prompt_of(index)].deltas():
+                    yield index, delta
         if job.options.max_tokens == 0:
             return
         choices = [
@@ -220,18 +290,18 @@ class _Run:
         tokens = [ShownToken(t.token_id, t.offset + shift, t.logprob) for t in delta.tokens]
         return msgspec.structs.replace(delta, tokens=tokens)
 
-    async def _echo(self, number: int) -> Delta:
+    async def _echo(self, number: int) -> Echo:
         """The echo of prompt `number`; its usage counts where nothing is generated after it."""
         options = self._job.options
         prompt = self._job.prompts[number]
-        delta, usage = await echo(
+        echoed = await echo(
             self._services, prompt.text, prompt.token_ids, options, patient=number > 0
         )
         if options.max_tokens == 0:
             self._session.on_token()
-            self._session.on_sequence_end(usage, 0.0, 0.0)
-            self._usages[number * options.n] = usage
-        return delta
+            self._session.on_sequence_end(echoed.usage, 0.0, 0.0)
+            self._usages[number * options.n] = echoed.usage
+        return echoed
 
     def _usage(self) -> dict[str, object]:
         tally = Tally()

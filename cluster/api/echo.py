@@ -1,12 +1,66 @@
-"""`echo`: a prompt given back, with the log-probability of each of its tokens if wanted."""
+"""`echo`: a prompt given back, with the log-probability of each of its tokens if wanted.
+
+A prompt may be as long as the context, and have as many alternatives per token as the API allows:
+all that is done for each token is done a slice of them at a time, and others get their turn in
+between.
+"""
 
 from __future__ import annotations
+
+import array
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
 
 from cluster.api.schemas import GenerationOptions
 from cluster.api.session import Services
 from cluster.text import Delta, ShownToken
 from contracts.messages import Scored, Submit, TokenLogprob
 from contracts.requests import Usage
+
+SLICE_TOKENS = 256
+
+
+class Echo(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that can be given back, to several choices. scored: None where no log-probability is
+    wanted. offsets: where in the text each token begins. reason: set if nothing is generated."""
+
+    text: str
+    token_ids: list[int]
+    offsets: Sequence[int] = ()
+    scored: Scored | None = None
+    reason: str | None = None
+    usage: Usage
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        if self.scored is None:
+            yield Delta(self.text, [], self.reason)
+            return
+        count = len(self.token_ids)
+        for start in range(0, count, SLICE_TOKENS):
+            end = start + SLICE_TOKENS
+            if start:
+                await asyncio.sleep(0)
+            is_last = end >= count
+            text_end = len(self.text) if is_last else self.offsets[end]
+            text = self.text[self.offsets[start] if start else 0 : text_end]
+            yield Delta(
+                text, self._tokens(self.scored, start, end), self.reason if is_last else None
+            )
+
+    def _tokens(self, scored: Scored, start: int, end: int) -> list[ShownToken]:
+        """Nothing comes before the first token: it has no log-probability, and `scored` begins with
+        the second."""
+        values, tops = scored.token_logprobs or [], scored.token_tops
+        tokens = []
+        for index in range(start, min(end, len(self.token_ids))):
+            logprob = None
+            if index:
+                top = [] if tops is None else tops[index - 1]
+                logprob = TokenLogprob(values[index - 1], top)
+            tokens.append(ShownToken(self.token_ids[index], self.offsets[index], logprob))
+        return tokens
 
 
 async def echo(
@@ -16,21 +70,43 @@ async def echo(
     options: GenerationOptions,
     *,
     patient: bool,
-) -> tuple[Delta, Usage]:
-    """The prompt as a delta (ended, if nothing is to be generated), and what scoring it took.
-    patient: as in `Backend.score`."""
+) -> Echo:
+    """The prompt, scored if log-probabilities are wanted. patient: as in `Backend.score`."""
     reason = "length" if options.max_tokens == 0 else None
     top = options.sampling.logprobs
     if top is None:
-        return Delta(text, [], reason), Usage(prompt_tokens=len(token_ids))
+        usage = Usage(prompt_tokens=len(token_ids))
+        return Echo(text=text, token_ids=token_ids, reason=reason, usage=usage)
     scored = await _score(services, token_ids, options, top, patient)
-    logprobs = [None, *_token_logprobs(scored)]  # nothing comes before the first token
+    return Echo(
+        text=text,
+        token_ids=token_ids,
+        offsets=await _offsets(services, token_ids),
+        scored=scored,
+        reason=reason,
+        usage=scored.usage,
+    )
+
+
+async def text_of(services: Services, token_ids: list[int]) -> str:
+    """All of it, special tokens included."""
+    detokenizer = services.tokenizer.detokenizer(skip_special_tokens=False)
+    texts = []
+    for start in range(0, len(token_ids), SLICE_TOKENS):
+        texts.append(detokenizer.push(token_ids[start : start + SLICE_TOKENS]))
+        await asyncio.sleep(0)
+    return "".join([*texts, detokenizer.flush()])
+
+
+async def _offsets(services: Services, token_ids: list[int]) -> Sequence[int]:
     detokenizer = services.tokenizer.detokenizer()
-    tokens, offset = [], 0
-    for token_id, logprob in zip(token_ids, logprobs, strict=True):
-        tokens.append(ShownToken(token_id, offset, logprob))
+    offsets, offset = array.array("q"), 0
+    for index, token_id in enumerate(token_ids):
+        offsets.append(offset)
         offset += len(detokenizer.push((token_id,)))
-    return Delta(text, tokens, reason), scored.usage
+        if index % SLICE_TOKENS == SLICE_TOKENS - 1:
+            await asyncio.sleep(0)
+    return offsets
 
 
 async def _score(
@@ -49,9 +125,3 @@ async def _score(
         ),
         patient=patient,
     )
-
-
-def _token_logprobs(scored: Scored) -> list[TokenLogprob]:
-    values = scored.token_logprobs or []
-    tops = scored.token_tops or [[] for _ in values]
-    return [TokenLogprob(value, top) for value, top in zip(values, tops, strict=True)]

@@ -5,7 +5,6 @@ Written `guided_choice: [...]` or `structured_outputs: {"choice": [...]}`, which
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Sequence
 
@@ -13,9 +12,11 @@ from msgspec import structs
 
 from cluster.api.errors import UnsupportedFieldError
 from cluster.api.schemas import GenerationBody, GenerationOptions, ServedModel
+from cluster.tokenizing import Tokenizing
 from contracts.errors import RequestError
 from contracts.requests import Sampling
 from contracts.sampling_limits import MAX_CHOICE_TOKENS, MAX_CHOICES, check_lengths
+from models.steps import Steps
 from models.tokenizer import Tokenizer
 
 MAX_CHOICE_CHARACTERS = 8192  # of all choices together
@@ -63,7 +64,7 @@ def _choice_of(body: GenerationBody) -> list[str] | None:
 
 
 async def samplings(
-    tokenizer: Tokenizer,
+    tokenizing: Tokenizing,
     prompts: Sequence[tuple[list[int], int]],
     options: GenerationOptions,
     model: ServedModel,
@@ -75,7 +76,7 @@ async def samplings(
     if options.max_tokens == 0:
         return made
     if options.choices is not None:
-        found = await choice_ids(tokenizer, [ids for ids, _ in prompts], options, model)
+        found = await choice_ids(tokenizing, [ids for ids, _ in prompts], options, model)
         made = [structs.replace(s, choices=ids) for s, ids in zip(made, found, strict=True)]
     for sampling in made:
         check_lengths(sampling)
@@ -88,7 +89,7 @@ async def samplings(
 
 
 async def choice_ids(
-    tokenizer: Tokenizer,
+    tokenizing: Tokenizing,
     prompts: Sequence[list[int]],
     options: GenerationOptions,
     model: ServedModel,
@@ -108,7 +109,9 @@ async def choice_ids(
         if any(stop in choice for choice in choices):
             raise RequestError(f"stop: {stop!r} is part of a choice of {name}", "stop")
     tails = {tuple(prompt[-TAIL_TOKENS:]) for prompt in prompts}
-    found = await asyncio.to_thread(_all_ids, tokenizer, tails, choices, name)
+    steps = _all_ids(tokenizing.tokenizer, tails, choices, name)
+    characters = len(tails) * sum(map(len, choices))
+    found = await tokenizing.run(steps, characters, lambda _: None)
     for ids in found.values():
         _check_ids(ids, options, model)
     return [found[tuple(prompt[-TAIL_TOKENS:])] for prompt in prompts]
@@ -116,9 +119,13 @@ async def choice_ids(
 
 def _all_ids(
     tokenizer: Tokenizer, tails: set[tuple[int, ...]], choices: Sequence[str], name: str
-) -> dict[tuple[int, ...], list[list[int]]]:
+) -> Steps[dict[tuple[int, ...], list[list[int]]]]:
     alone = tokenizer.encode_many(choices, add_special_tokens=False)
-    return {tail: _ids_behind(tokenizer, tail, choices, alone, name) for tail in tails}
+    found = {}
+    for tail in tails:
+        found[tail] = _ids_behind(tokenizer, tail, choices, alone, name)
+        yield 0
+    return found
 
 
 def _ids_behind(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from cluster.api.answers import Json, json_list
 from cluster.text import ShownToken
 from models.tokenizer import Tokenizer
 
@@ -53,6 +56,53 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[ShownToken]) -> dict[st
         ]
         content.append(entry)
     return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """`completion_logprobs`, put together from slices of the tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, wanted: int) -> None:
+        self._tokenizer, self._wanted = tokenizer, wanted
+        self._lists: dict[str, Json] = {}
+
+    def add(self, tokens: Sequence[ShownToken]) -> int:
+        if not tokens:
+            return 0
+        grown = 0
+        lists = completion_logprobs(self._tokenizer, tokens, self._wanted)
+        for name, values in lists.items():
+            slices = self._lists.setdefault(name, [])
+            slices.append(msgspec.json.encode(values)[1:-1])
+            grown += len(slices[-1])
+        return grown
+
+    def pieces(self) -> Json:
+        if not self._lists:
+            return [msgspec.json.encode(completion_logprobs(self._tokenizer, [], self._wanted))]
+        pieces: Json = []
+        for name, slices in self._lists.items():
+            pieces += [b"," if pieces else b"{", msgspec.json.encode(name), b":"]
+            pieces += json_list([each] for each in slices)
+        return [*pieces, b"}"]
+
+
+class ChatLogprobs:
+    """`chat_logprobs`, put together from slices of the tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._slices: Json = []
+
+    def add(self, tokens: Sequence[ShownToken]) -> int:
+        content = chat_logprobs(self._tokenizer, tokens)["content"]
+        if not content:
+            return 0
+        self._slices.append(msgspec.json.encode(content)[1:-1])
+        return len(self._slices[-1])
+
+    def pieces(self) -> Json:
+        content = json_list([each] for each in self._slices)
+        return [b'{"content":', *content, b',"refusal":null}']
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:

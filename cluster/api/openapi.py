@@ -13,6 +13,7 @@ import msgspec
 
 from cluster.api import answer_types as answers
 from cluster.api import schemas
+from cluster.api.cost import Bounds
 from cluster.api.errors import (
     ROUTING_CODES,
     BodyTimeoutError,
@@ -26,7 +27,13 @@ from cluster.api.errors import (
     UnknownFieldError,
     UnsupportedFieldError,
 )
-from cluster.api.openapi_bounds import Schema, bound_together, bounded, request_bounds
+from cluster.api.openapi_bounds import (
+    Schema,
+    bound_texts,
+    bound_together,
+    bounded,
+    request_bounds,
+)
 from cluster.api.schemas import ServedModel
 from contracts import errors
 from contracts.config import HttpConfig
@@ -66,7 +73,8 @@ _FRONT_STATUSES = (400, 408, 414, 431, 503)  # before a request is one: of every
 _POST_STATUSES = (401, 404, 413, 415, 429, 500, 504)
 
 
-def openapi_document(model: ServedModel, http: HttpConfig) -> Schema:
+def openapi_document(model: ServedModel, http: HttpConfig, costs: Bounds | None = None) -> Schema:
+    """costs: what a request may cost, told as maxLength of texts and as `x-limits`."""
     shapes = [
         *(schemas.CompletionBody, schemas.ChatBody, schemas.ClassifyBody, schemas.ScoreBody),
         *(answers.Completion, answers.CompletionChunk),
@@ -76,6 +84,8 @@ def openapi_document(model: ServedModel, http: HttpConfig) -> Schema:
     ]
     _, components = msgspec.json.schema_components(shapes, ref_template=_REF)
     bounded(components, request_bounds(model, http))
+    if costs is not None:
+        bound_texts(components, costs)
     bound_together(components, model, http)
     document: Schema = {
         "openapi": VERSION,
@@ -87,6 +97,11 @@ def openapi_document(model: ServedModel, http: HttpConfig) -> Schema:
         "paths": _paths(bool(http.api_keys), metrics_key=http.metrics_key is not None),
         "components": {"schemas": components, "responses": _error_responses()},
     }
+    if costs is not None:
+        document["info"]["x-limits"] = {
+            "description": "Beyond these a request is a 413, or a 429 where others hold too much.",
+            **costs.told(),
+        }
     bearer = {"type": "http", "scheme": "bearer"}
     given = {"key": bool(http.api_keys), "metrics_key": http.metrics_key is not None}
     if any(given.values()):

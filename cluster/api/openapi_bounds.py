@@ -12,6 +12,7 @@ from typing import Any
 from cluster.api.callers import MAX_CACHE_SALT_CHARACTERS
 from cluster.api.checks import MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
 from cluster.api.classification import MAX_LABELS
+from cluster.api.cost import Bounds
 from cluster.api.guided import MAX_CHOICE_CHARACTERS
 from cluster.api.schemas import NEUTRAL, ServedModel
 from cluster.api.scoring import MAX_LABEL_TOKENS
@@ -257,6 +258,14 @@ def bound_together(components: dict[str, Schema], model: ServedModel, http: Http
     }
     tokens = {"query": ids, "items": {**several, "items": ids}}
     components["ScoreBody"]["anyOf"] = [{"properties": texts}, {"properties": tokens}]
+
+
+def bound_texts(components: dict[str, Schema], costs: Bounds) -> None:
+    """A text that cannot fit the context is refused before it is tokenised."""
+    most = costs.prompt_characters
+    for struct, name in (("CompletionBody", "prompt"), ("ClassifyBody", "input")):
+        alone, several = components[struct]["properties"][name]["anyOf"][:2]
+        alone["maxLength"] = several["items"]["maxLength"] = most
 
 
 def bounded(components: dict[str, Schema], bounds: dict[str, dict[str, Schema]]) -> None:

@@ -13,10 +13,17 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.api.answers import header, json_response, prefill_usage
+from cluster.api.answers import (
+    header,
+    json_list,
+    json_object,
+    pieces_response,
+    prefill_usage,
+)
 from cluster.api.body import read_body
 from cluster.api.callers import salted
 from cluster.api.checks import check_model, check_priority, check_tokens
+from cluster.api.cost import SHARED_TOKEN_BYTES, Bounds, scored_answer_bytes
 from cluster.api.schemas import ScoreBody
 from cluster.api.session import Services, Session
 from cluster.bounded import map_bounded
@@ -24,7 +31,7 @@ from cluster.classify import checked_scores, softmax
 from contracts.errors import RequestError, TooLongError
 from contracts.messages import Scored, Submit
 from contracts.metrics import Pipeline
-from contracts.requests import Priority
+from contracts.requests import Priority, Usage
 
 CONCURRENT_ITEMS = 256  # of one request; the rest wait their turn here
 MAX_LABEL_TOKENS = 1024
@@ -39,19 +46,17 @@ class Job(msgspec.Struct, frozen=True):
 
 async def score(services: Services, session: Session, request: Request) -> Response:
     session.pipeline = Pipeline.PREFILL
-    body = await session.read(read_body(request, ScoreBody, services.http.max_body_bytes))
+    limit = services.http.max_body_bytes
+    body = await session.read(read_body(request, ScoreBody, limit, session.account))
     session.caller = salted(session.caller, body.cache_salt)
-    job, answers = await session.run(_run(services, session, body))
-    return json_response(
-        {
-            **header("score", "scoring", services.model.name),
-            "scores": [_scores(job, scored) for scored in answers],
-            "usage": prefill_usage(scored.usage for scored in answers),
-        }
-    )
+    answers = await session.run(_run(services, session, body))
+    usage = prefill_usage(usage for _, usage in answers)
+    head = {**header("score", "scoring", services.model.name), "usage": usage}
+    scores = json_list([scores] for scores, _ in answers)
+    return pieces_response(json_object(head, {"scores": scores}))
 
 
-async def _job(services: Services, body: ScoreBody) -> Job:
+async def _job(services: Services, session: Session, body: ScoreBody) -> Job:
     if body.model is not None:
         check_model(body.model, services.model)
     priority = check_priority(body.priority, default=Priority.LS)
@@ -67,7 +72,9 @@ async def _job(services: Services, body: ScoreBody) -> Job:
         raise RequestError(
             f"items has {len(items)} entries, expected 1 to {limit} (http.max_batch_items)", "items"
         )
-    prompts = await _prompts(services, body, items)
+    services.bounds.check_answer("items", scored_answer_bytes(len(items), len(labels)))
+    prompts = await _prompts(services, session, body, items)
+    services.bounds.check_passes("items", len(prompts), sum(map(len, prompts)))
     for prompt in prompts:
         check_tokens(prompt, services.model, "items")
         context = services.model.max_context_tokens
@@ -81,25 +88,46 @@ async def _job(services: Services, body: ScoreBody) -> Job:
 
 
 async def _prompts(
-    services: Services, body: ScoreBody, items: Sequence[str | list[int]]
+    services: Services, session: Session, body: ScoreBody, items: Sequence[str | list[int]]
 ) -> list[list[int]]:
-    """Texts are joined before they are tokenised; ids are joined as they are."""
-    query = body.query
+    """Texts are joined before they are tokenised; ids are joined as they are. Both are counted
+    before that: the query goes into each of the prompts."""
+    query, first = body.query, body.item_first
     texts = [item for item in items if isinstance(item, str)]
     lists = [item for item in items if isinstance(item, list)]
     if isinstance(query, str) and len(texts) == len(items):
-        joined = [text + query if body.item_first else query + text for text in texts]
-        return await services.tokenizer.encode_many_async(joined)
+        characters = _check_characters(services.bounds, query, texts)
+        return await services.tokenizing.encode(
+            (text + query if first else query + text for text in texts),
+            session.charge_tokens,
+            param="items",
+            characters=characters,
+            max_tokens=services.bounds.context_tokens,
+        )
     if isinstance(query, list) and len(lists) == len(items):
-        return [ids + query if body.item_first else query + ids for ids in lists]
+        tokens = sum(len(query) + len(ids) for ids in lists)
+        services.bounds.check_passes("items", len(lists), tokens)
+        session.account.charge(tokens * SHARED_TOKEN_BYTES, "items")
+        return [ids + query if first else query + ids for ids in lists]
     raise RequestError("query and items must all be texts, or all be lists of token ids", "items")
 
 
-async def _run(services: Services, session: Session, body: ScoreBody) -> tuple[Job, list[Scored]]:
-    job = await _job(services, body)
+def _check_characters(bounds: Bounds, query: str, texts: Sequence[str]) -> int:
+    """Of all prompts together. Raises TooLongError, TooCostlyError."""
+    characters = 0
+    for text in texts:
+        bounds.check_text("items", len(query) + len(text))
+        characters += len(query) + len(text)
+    bounds.check_passes("items", len(texts), characters // bounds.token_characters)
+    return characters
+
+
+async def _run(services: Services, session: Session, body: ScoreBody) -> list[tuple[bytes, Usage]]:
+    """Per item its scores as JSON: as objects they take several times as much."""
+    job = await _job(services, session, body)
     session.priority = job.priority
 
-    async def run(numbered: tuple[int, list[int]]) -> Scored:
+    async def run(numbered: tuple[int, list[int]]) -> tuple[bytes, Usage]:
         index, prompt = numbered
         submit = Submit(
             request_id=0,
@@ -111,9 +139,11 @@ async def _run(services: Services, session: Session, body: ScoreBody) -> tuple[J
         scored = await services.backend.score(submit, patient=index > 0)
         session.on_token()
         session.on_sequence_end(scored.usage, 0.0, 0.0)
-        return scored
+        scores = msgspec.json.encode(_scores(job, scored))
+        session.account.grow(len(scores))
+        return scores, scored.usage
 
-    return job, await map_bounded(run, enumerate(job.prompts), CONCURRENT_ITEMS)
+    return await map_bounded(run, enumerate(job.prompts), CONCURRENT_ITEMS)
 
 
 def _scores(job: Job, scored: Scored) -> list[float]:

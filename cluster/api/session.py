@@ -12,8 +12,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from actors.telemetry import Telemetry
+from cluster.api.cost import TOKEN_BYTES, Bounds
 from cluster.api.errors import BodyTimeoutError, error_body, outcome_of
+from cluster.api.open_requests import OpenRequests
 from cluster.api.schemas import ServedModel
+from cluster.tokenizing import Tokenizing
 from contracts import metrics
 from contracts.clock import Clock
 from contracts.config import HttpConfig
@@ -40,6 +43,10 @@ class Backend(Protocol):
     async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
         """The answer of a prefill-only job. Raises TandemError."""
 
+    def pool_tokens(self, *, prefill: bool) -> int | None:
+        """What the smallest KV pool holds that such a request may come to; None: not known.
+        prefill: it generates one token at most."""
+
     def problems(self) -> list[str]:
         """Why it is not ready, one line each; empty: ready."""
 
@@ -53,6 +60,9 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
 
     backend: Backend
     tokenizer: Tokenizer
+    tokenizing: Tokenizing
+    bounds: Bounds
+    open_requests: OpenRequests
     model: ServedModel
     http: HttpConfig
     telemetry: Telemetry
@@ -65,7 +75,8 @@ class Session:
     """Knows when the request came, whether its client is still there, and counts it once.
 
     pipeline and priority are for the metrics; an endpoint sets them when it has read the body.
-    caller: whose all that it submits is (cluster/api/callers.py).
+    caller: whose all that it submits is (cluster/api/callers.py). account: what it holds; whoever
+    makes the session closes it.
     """
 
     def __init__(self, services: Services, receive: Receive, request_id: str = "") -> None:
@@ -73,6 +84,7 @@ class Session:
         self.pipeline = Pipeline.GENERATION
         self.priority = Priority.LS
         self.caller = Caller()
+        self.account = services.open_requests.open()
         self._services = services
         self._telemetry = services.telemetry
         self._clock = services.clock
@@ -82,6 +94,10 @@ class Session:
         self._has_token = False
         self._finished = False
         services.sessions.add(self)
+
+    def charge_tokens(self, count: int) -> None:
+        """For tokens that are kept. Raises what `Account.charge` does."""
+        self.account.charge(count * TOKEN_BYTES)
 
     async def read(self, body: Awaitable[Result]) -> Result:
         """The request's body. Raises BodyTimeoutError if it does not come in its time, or what

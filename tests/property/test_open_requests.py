@@ -1,49 +1,69 @@
-"""The books of one worker's open requests, against the sums that they stand for."""
+"""Whatever requests charge and give back, the books balance, and nobody takes more than is his."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.routing import OpenRequest, RequestKey
-from planner.open_requests import OpenRequests
-from tests.routing import prompt_of, quadratic_work, token_lists
+from cluster.api.open_requests import STEP_BYTES, Account, OpenRequests
+from contracts.config import LimitsConfig
+from contracts.errors import OverloadError, TooCostlyError
 
-few = st.integers(0, 20)
-steps = st.lists(st.tuples(token_lists, st.integers(0, 9), few, few), max_size=25)
-
-
-@given(steps)
-def test_the_load_is_the_work_of_what_is_open(steps: list[tuple[list[int], int, int, int]]) -> None:
-    books, opened = OpenRequests(quadratic_work), dict[RequestKey, OpenRequest]()
-    for number, (tokens, other, done_tokens, until_tokens) in enumerate(steps):
-        prompt = prompt_of(tokens, number)
-        books.open(prompt, min(done_tokens, len(tokens) - 1))
-        opened[prompt.key] = OpenRequest(prompt, min(done_tokens, len(tokens) - 1), False)
-        if other < len(opened):
-            request = list(opened.values())[other]
-            done_tokens = min(done_tokens, request.prompt.prompt_tokens)
-            until_tokens = min(until_tokens, request.prompt.prompt_tokens)
-            books.advance(request.prompt.key, done_tokens, until_tokens)
-            opened[request.prompt.key] = OpenRequest(
-                request.prompt, done_tokens, True, until_tokens
-            )
-            if done_tokens == request.prompt.prompt_tokens:
-                assert books.close(request.prompt.key) == opened.pop(request.prompt.key).prompt
-        _check(books, list(opened.values()))
-    for key in list(opened):
-        books.close(key)
-    assert (books.load, books.queued, books.open_tokens) == (0, 0, 0)
-    assert (books.waiting, books.running) == (0, 0)
+LIMITS = LimitsConfig(open_bytes=10 * STEP_BYTES, request_fraction=0.3)
+Operation = tuple[str, int, int]
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["open", "charge", "grow", "give_back", "close"]),
+        st.integers(0, 7),
+        st.integers(0, 5 * STEP_BYTES),
+    ),
+    max_size=60,
+)
 
 
-def _check(books: OpenRequests, opened: list[OpenRequest]) -> None:
-    assert list(books.entries()) == opened
-    assert books.prompts() == [request.prompt for request in opened]
-    lengths = [(request, request.prompt.prompt_tokens) for request in opened]
-    assert books.load == sum(quadratic_work(r.done_tokens, tokens) for r, tokens in lengths)
-    under_way = [quadratic_work(r.done_tokens, max(r.done_tokens, r.until_tokens)) for r in opened]
-    assert books.queued == books.load - sum(under_way)
-    assert books.open_tokens == sum(tokens - r.done_tokens * r.started for r, tokens in lengths)
-    assert books.running == sum(request.started for request in opened)
-    assert books.waiting == len(opened) - books.running
+def apply(accounts: list[Account], budget: OpenRequests, operation: Operation) -> None:
+    what, which, count = operation
+    if what == "open" or not accounts:
+        accounts.append(budget.open())
+        return
+    account = accounts[which % len(accounts)]
+    before = account.held_bytes, budget.held_bytes
+    try:
+        if what == "close":
+            account.close()
+        else:
+            getattr(account, what)(count)
+    except TooCostlyError:
+        assert before[0] + count > LIMITS.request_bytes - STEP_BYTES
+        assert (account.held_bytes, budget.held_bytes) == before
+    except OverloadError:
+        assert before[1] + count > LIMITS.open_bytes - STEP_BYTES
+        assert (account.held_bytes, budget.held_bytes) == before
+
+
+@given(wanted=operations)
+def test_what_is_held_is_the_sum_of_the_accounts_and_within_the_limits(
+    wanted: list[Operation],
+) -> None:
+    """FINDINGS A2: 200 legal large requests at once cannot take the process's memory."""
+    budget, accounts = OpenRequests(LIMITS), list[Account]()
+    for operation in wanted:
+        apply(accounts, budget, operation)
+        assert budget.held_bytes == sum(account.held_bytes for account in accounts)
+        assert budget.held_bytes <= LIMITS.open_bytes
+        assert all(0 <= account.held_bytes <= LIMITS.request_bytes for account in accounts)
+    for account in accounts:
+        account.close()
+        account.charge(1)  # a thread's late piece: nobody would give it back
+    assert budget.held_bytes == 0
+
+
+def test_a_request_beyond_its_share_is_a_413_and_one_that_finds_all_taken_a_429() -> None:
+    budget = OpenRequests(LIMITS)
+    with pytest.raises(TooCostlyError, match="196609 bytes, one may hold 196608"):
+        budget.open().charge(LIMITS.request_bytes + 1, "prompt")
+    for _ in range(3):
+        budget.open().charge(LIMITS.request_bytes)
+    with pytest.raises(OverloadError, match=r"limits\.open_bytes"):
+        budget.open().charge(2 * STEP_BYTES)

@@ -156,7 +156,7 @@ def test_a_space_stands_between_prompt_and_label_exactly_once(
 ) -> None:
     if prompt.endswith(" ") and label.startswith(" "):
         return  # taken as given: two spaces
-    row = asyncio.run(tokenize_row(tokenizer, task([label]), prompt))
+    row = tokenize_row(tokenizer, task([label]), prompt)
     (only,) = row.labels.passes
     assert tokenizer.decode([*row.prompt_ids, *only.path, *only.candidates]) == "Answer: yes"
 
@@ -180,12 +180,12 @@ def test_unusable_labels_and_templates_are_refused(
 
 def test_a_prompt_of_white_space_only_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="empty"):
-        asyncio.run(tokenize_row(tokenizer, task(["a"]), " \n"))
+        tokenize_row(tokenizer, task(["a"]), " \n")
 
 
 def test_a_context_too_short_for_prompt_and_label_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(TooLongError):
-        asyncio.run(tokenize_row(tokenizer, task(["a"], max_context_tokens=1), "long text"))
+        tokenize_row(tokenizer, task(["a"], max_context_tokens=1), "long text")
 
 
 @pytest.mark.parametrize("logprobs", [None, [], [float("nan")] * 9])
@@ -197,7 +197,7 @@ def test_scores_that_cannot_be_are_an_error_not_an_answer(
             return Scored(1, Usage(prompt_tokens=1), candidate_logprobs=logprobs)
 
     async def main() -> None:
-        row = await tokenize_row(tokenizer, task(SEVERAL), "x")
+        row = tokenize_row(tokenizer, task(SEVERAL), "x")
         await classify_row(BadRank(), task(SEVERAL), row)
 
     with pytest.raises(RankError):

@@ -15,7 +15,7 @@ import contracts.errors
 from cluster.api import openapi
 from cluster.api.openapi import openapi_document
 from cluster.api.schemas import ServedModel
-from contracts.config import HttpConfig
+from contracts.config import HttpConfig, LimitsConfig
 from contracts.errors import ClientGoneError, RequestError, TandemError
 from tests.api_harness import CONTEXT_TOKENS, MODEL, Api, serve_api
 from tests.fake_rank import FakeRank
@@ -79,6 +79,11 @@ def test_it_is_served_without_a_key_and_documentation_pages_stay_off(api: Api) -
     prompt = document["components"]["schemas"]["CompletionBody"]["properties"]["prompt"]
     assert prompt["anyOf"][1]["maxItems"] == 64
     assert prompt["anyOf"][2]["maxItems"] == CONTEXT_TOKENS
+    characters = CONTEXT_TOKENS * api.tokenizer.longest_token_characters
+    assert prompt["anyOf"][0]["maxLength"] == characters
+    limits = document["info"]["x-limits"]
+    assert limits["prompt_characters"] == characters
+    assert limits["pass_tokens"] == LimitsConfig().pass_tokens
     for path in ("/docs", "/redoc"):
         assert api.http.get(path).status_code == 404
 

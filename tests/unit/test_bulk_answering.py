@@ -79,9 +79,7 @@ def test_answers_are_those_of_classify(
             answers = await Answering(dispatcher, tokenizer, BulkTask(task=task)).answer(ROWS)
             for row, got in zip(ROWS, answers, strict=True):
                 one = ClassifyTask(labels=task.labels, template=task.template, prefix=row.prefix)
-                alone = await classify_row(
-                    dispatcher, one, await tokenize_row(tokenizer, one, row.text)
-                )
+                alone = await classify_row(dispatcher, one, tokenize_row(tokenizer, one, row.text))
                 assert isinstance(got, Answered)
                 assert got.probs == pytest.approx(alone.probs, abs=1e-5)
                 assert got.prompt_tokens == alone.usage.prompt_tokens

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from cluster.tokenizing import Tokenizing
 from contracts.errors import CheckpointError, RequestError
 from models.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 from tests.tiny_tokenizer import EOS, write_byte_level, write_sentencepiece_like
@@ -177,7 +178,13 @@ def test_half_a_surrogate_pair_is_a_request_error(tokenizer: Tokenizer) -> None:
 
 def test_long_texts_have_the_same_ids_when_encoded_in_a_thread(tokenizer: Tokenizer) -> None:
     text = "The quick brown fox. " * (THREAD_ABOVE_CHARACTERS // 10)
-    assert asyncio.run(tokenizer.encode_many_async([text])) == [tokenizer.encode(text)]
+    threads = Tokenizing(tokenizer, 1)
+    made: list[int] = []
+    texts = [text, "short", text]
+    assert asyncio.run(
+        threads.encode(texts, made.append, param="x", characters=10**6)
+    ) == tokenizer.encode_many(texts)
+    assert sum(made) == sum(map(len, tokenizer.encode_many(texts)))
 
 
 @given(prompt=st.text(max_size=20), continuation=st.text(min_size=1, max_size=10))

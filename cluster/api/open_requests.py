@@ -1,0 +1,80 @@
+"""What all open requests of an ingress hold together, within one budget.
+
+A request's account is charged before it takes memory: for its body as it comes in, for what is
+decoded of it, for tokens, scores and its answer. It is closed when the answer has gone out, or
+whatever else ended the request; then all of it is given back.
+"""
+
+from __future__ import annotations
+
+from contracts.config import LimitsConfig
+from contracts.errors import OverloadError, TooCostlyError
+
+RETRY_AFTER_S = 1.0
+STEP_BYTES = 1 << 16
+
+
+class OpenRequests:
+    """The budget. On one event loop."""
+
+    def __init__(self, limits: LimitsConfig) -> None:
+        self.limits = limits
+        self.held_bytes = 0
+
+    def open(self) -> Account:
+        return Account(self)
+
+
+class Account:
+    """One request's part of the budget."""
+
+    def __init__(self, requests: OpenRequests) -> None:
+        self._requests = requests
+        self._held = 0
+        self._small = 0
+        self._closed = False
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held
+
+    def charge(self, count: int, param: str | None = None) -> None:
+        """Raises TooCostlyError (413) for more than one request may hold, OverloadError (429) where
+        others hold what is missing; then nothing is charged. After `close`, without effect."""
+        if self._closed:
+            return
+        limits, held = self._requests.limits, self._held + count
+        if held > limits.request_bytes:
+            what = f"{param}: the request" if param else "the request"
+            raise TooCostlyError(
+                f"{what} would hold {held} bytes, one may hold {limits.request_bytes}"
+                " (limits.open_bytes times limits.request_fraction): send it in parts",
+                param,
+            )
+        total = self._requests.held_bytes + count
+        if total > limits.open_bytes:
+            raise OverloadError(
+                f"open requests would hold {total} bytes, at most {limits.open_bytes}"
+                f" (limits.open_bytes): try again in {RETRY_AFTER_S:g} s",
+                RETRY_AFTER_S,
+            )
+        self._held = held
+        self._requests.held_bytes = total
+
+    def grow(self, count: int) -> None:
+        """`charge` for what grows by little at a time, in steps."""
+        self._small += count
+        if self._small >= STEP_BYTES:
+            grown, self._small = self._small, 0
+            self.charge(grown)
+
+    def give_back(self, count: int) -> None:
+        """Of what was charged."""
+        count = min(count, self._held)
+        self._held -= count
+        self._requests.held_bytes -= count
+
+    def close(self) -> None:
+        """Harmless when repeated."""
+        self._closed = True
+        self.give_back(self._held)
