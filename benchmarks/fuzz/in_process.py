@@ -17,7 +17,7 @@ from cluster.api.app import build_app
 from cluster.wiring import served_model
 from contracts.config import HttpConfig, TandemConfig
 
-KEY = "a key of the fuzzer"
+KEY = "a-key-of-the-fuzzer"
 MAX_BODY_BYTES = 1 << 20  # smaller than what is served with: bodies beyond it should be cheap
 MAX_BATCH_ITEMS = 64
 
