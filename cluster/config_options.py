@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from contracts.config import BUNDLED, InputPath, OutputFolder, TandemConfig
+from contracts.errors import ConfigError
 from contracts.loading import load_config
+
+KEY_VARIABLE = "TANDEM_API_KEY"
 
 
 def add_config_options(command: argparse.ArgumentParser) -> None:
@@ -38,9 +42,25 @@ def config_of(options: argparse.Namespace) -> TandemConfig:
         "groups.prefill_ranks": options.prefill_ranks,
         "http.host": getattr(options, "host", None),
         "http.port": getattr(options, "port", None),
+        "http.api_keys": getattr(options, "api_key", None),
+        "http.tls_certificate": getattr(options, "ssl_certfile", None),
+        "http.tls_key": getattr(options, "ssl_keyfile", None),
+        "http.root_path": getattr(options, "root_path", None),
     }
     extra = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
     return with_absolute_paths(load_config(options.config, [*options.set, *extra]), Path.cwd())
+
+
+def with_key_of(config: TandemConfig, environment: Mapping[str, str]) -> TandemConfig:
+    """`config`, with the key of KEY_VARIABLE where it has none itself. Raises ConfigError."""
+    key = environment.get(KEY_VARIABLE)
+    if key is None or config.http.api_keys:
+        return config
+    try:
+        http = msgspec.structs.replace(config.http, api_keys=[key])
+    except ValueError as error:
+        raise ConfigError(f"{KEY_VARIABLE}: {error}") from None
+    return msgspec.structs.replace(config, http=http)
 
 
 def with_absolute_paths(config: TandemConfig, here: Path) -> TandemConfig:

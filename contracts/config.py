@@ -242,8 +242,8 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     request_timeout_s: Seconds = 600.0
     api_keys: list[str] = []
     metrics_key: str | None = None
-    tls_certificate: str | None = None
-    tls_key: str | None = None
+    tls_certificate: InputPath | None = None
+    tls_key: InputPath | None = None
     root_path: str = ""
     access_log: bool = True
     max_header_bytes: Annotated[int, Meta(ge=256, le=1 << 20)] = 16 << 10

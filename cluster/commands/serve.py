@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 
 from cluster.arguments import Commands, add_command
-from cluster.config_options import add_config_options, config_of
+from cluster.config_options import KEY_VARIABLE, add_config_options, config_of, with_key_of
 
 _EXAMPLE = """example:
   tandem serve --model bundled --attention-ranks 2 --expert-ranks 2
@@ -24,12 +24,24 @@ def add(commands: Commands) -> None:
     add_config_options(serve)
     serve.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     serve.add_argument("--port", type=int, help="port to listen on (default 8000)")
+    serve.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="a key that opens the server; repeatable. Everybody on this machine can read command "
+        f"lines: better in {KEY_VARIABLE}, or as http.api_keys in a file of --config",
+    )
+    serve.add_argument("--ssl-certfile", metavar="F", help="PEM file: serve HTTPS")
+    serve.add_argument("--ssl-keyfile", metavar="F", help="PEM file of its private key")
+    serve.add_argument(
+        "--root-path", metavar="/PATH", help="prefix that a proxy in front takes off"
+    )
 
 
 def run(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from cluster.serving import serving
 
-    config = config_of(options)
+    config = with_key_of(config_of(options), environment)
     stop = threading.Event()
     with serving(config, show_rank_logs=True) as served:
         for number in (signal.SIGINT, signal.SIGTERM):  # not earlier: ray.init sets its own
