@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from contracts.errors import SamplingError
 from contracts.messages import Submit
 from contracts.requests import Sampling
 from contracts.token_trie import ROOT, TokenTrie
@@ -36,7 +35,7 @@ class LogitRules:
 
     def shaped(self, logits_V: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
         """A new tensor: the logits to choose by after `token_ids`, which begin with those of every
-        earlier call. Raises SamplingError if no token is left."""
+        earlier call. All are minus infinity if no token is left."""
         sampling = self._sampling
         if sampling.penalises and self._seen is None:
             prompt = self._submit.token_ids if sampling.repetition_penalty != 1 else ()
@@ -54,8 +53,6 @@ class LogitRules:
             self._add_biases(shaped_V, sampling.logit_bias)
         if self._seen is not None:
             self._seen.penalise(shaped_V, sampling)
-        if not math.isfinite(float(shaped_V.max())):
-            raise SamplingError("no token is left that the request's fields allow")
         return shaped_V
 
     def has_chosen(self, token_ids: Sequence[int]) -> bool:

@@ -12,6 +12,8 @@ from contracts.messages import TokenLogprob
 from contracts.requests import GREEDY_BELOW, Sampling
 
 LEAST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON does not have
+LARGE = 1e30
+ROUNDING = 2**-22  # in float32
 
 
 class NextTokens:
@@ -26,24 +28,26 @@ class NextTokens:
     def __init__(self, logits_RV: torch.Tensor) -> None:
         self._logits_RV = logits_RV
         best_R = logits_RV.argmax(-1)  # of a row with a NaN: the NaN's place
-        is_finite_R = logits_RV.gather(-1, best_R.unsqueeze(-1)).squeeze(-1).isfinite()
-        self._best = best_R.tolist()
-        self._is_finite = None if bool(is_finite_R.all()) else is_finite_R.tolist()
+        self._best: list[int] = best_R.tolist()
+        self._peaks: list[float] = logits_RV.gather(-1, best_R.unsqueeze(-1))[:, 0].tolist()
 
     def of(self, row: int, sequence: Sequence) -> tuple[int, TokenLogprob | None]:
         """The sequence's next token, and its log-probability where asked for, which is that of the
         model's own distribution. Raises SamplingError, or what torch raises."""
         sampling = sequence.submit.sampling
         assert sampling is not None
-        if self._is_finite is not None and not self._is_finite[row]:
+        token, peak = self._best[row], self._peaks[row]
+        if not math.isfinite(peak):
             raise not_finite()
         logits_V = chosen_by_V = self._logits_RV[row]
-        token = self._best[row]
         if sequence.rules is not None:
             chosen_by_V = sequence.rules.shaped(logits_V, sequence.token_ids)
             token = int(chosen_by_V.argmax())
+            peak = float(chosen_by_V[token])
+            if not math.isfinite(peak):
+                raise SamplingError("no token is left that the request's fields allow")
         if sampling.temperature >= GREEDY_BELOW:
-            token = _draw(chosen_by_V, sampling, _generator(sequence, logits_V.device))
+            token = _draw(chosen_by_V, peak, sampling, _generator(sequence, logits_V.device))
         wanted = sampling.logprobs
         return token, None if wanted is None else token_logprob(logits_V, token, wanted)
 
@@ -67,15 +71,19 @@ def _generator(sequence: Sequence, device: torch.device) -> torch.Generator:
 
 
 def distribution(
-    logits_V: torch.Tensor, sampling: Sampling
+    logits_V: torch.Tensor, peak: float, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What is drawn from, by temperature, then min_p, top_k and top_p: probabilities, not
-    normalised, and whose they are (None: of all tokens, in order). The likeliest is always there.
-    """
+    normalised, and whose they are (None: of all tokens, in order). The likeliest, whose logit is
+    `peak`, is always there."""
     logits_V = logits_V.float()
-    scaled_V = (logits_V - logits_V.max()) / sampling.temperature  # at most 0: never infinite
+    if abs(peak) > LARGE:  # divided by the temperature it would be infinite
+        logits_V, peak = logits_V - peak, 0.0
+    scaled_V = logits_V / sampling.temperature
     if sampling.min_p > 0:
-        scaled_V.masked_fill_(scaled_V < math.log(sampling.min_p), -math.inf)
+        least = peak / sampling.temperature + math.log(sampling.min_p)
+        least -= ROUNDING * abs(least)  # of the likeliest itself, with min_p 1
+        scaled_V.masked_fill_(scaled_V < least, -math.inf)
     limit = sampling.top_k if sampling.top_k > 0 else len(scaled_V)
     if sampling.top_p >= 1 and limit >= len(scaled_V):
         return scaled_V.softmax(-1), None
@@ -88,8 +96,10 @@ def distribution(
     return probs_K, ids_K
 
 
-def _draw(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    probs_K, ids_K = distribution(logits_V, sampling)
+def _draw(
+    logits_V: torch.Tensor, peak: float, sampling: Sampling, generator: torch.Generator
+) -> int:
+    probs_K, ids_K = distribution(logits_V, peak, sampling)
     place = torch.multinomial(probs_K, 1, generator=generator)
     return int(place if ids_K is None else ids_K[place])
 

@@ -228,7 +228,7 @@ def test_every_field_does_what_a_slow_reading_of_it_does(
             assert expected[token] == pytest.approx(max(expected), abs=1e-4)
         else:
             assume(not on_an_edge(expected, sampling))
-            probs_K, ids_K = distribution(torch.tensor(expected), sampling)
+            probs_K, ids_K = distribution(torch.tensor(expected), max(expected), sampling)
             ids = range(VOCABULARY) if ids_K is None else ids_K.tolist()
             whole = float(probs_K.sum())
             got = {i: p / whole for i, p in zip(ids, probs_K.tolist(), strict=True) if p > 0}
@@ -243,6 +243,17 @@ def test_every_field_does_what_a_slow_reading_of_it_does(
     if sampling.choices is not None and sequence.generated:
         generated = [t for t in sequence.token_ids[len(prompt) :] if t != EOS]
         assert any(choice[: len(generated)] == generated for choice in sampling.choices)
+
+
+@pytest.mark.parametrize("peak", [3e38, -3e38, 1e-40])
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"min_p": 0.5}, {"top_k": 2}], ids=str)
+def test_logits_of_any_size_can_be_drawn_from(peak: float, fields: dict[str, Any]) -> None:
+    """FINDINGS A1: divided by a small temperature they were infinite."""
+    logits_RV = torch.full((1, 5), -3.2e38)
+    logits_RV[0, 1] = peak
+    for temperature in (1e-5, 1.0, 2.0):
+        sampling = Sampling(temperature=temperature, seed=2, **fields)
+        assert NextTokens(logits_RV).of(0, sequence_of(sampling))[0] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -111,17 +111,16 @@ def test_a_choice_that_another_one_continues_ends_with_an_eos(
     tiny_checkpoint: Checkpoints,
 ) -> None:
     """Also where eos is ignored: nothing else could end it."""
-    with ThreadGroup(tiny_checkpoint("qwen3_moe"), group_config()) as group:
-        with group.client() as client:
-            ends = set()
-            for seed in range(30):
-                sampling = Sampling(
-                    max_tokens=4, temperature=2.0, seed=seed, choices=CHOICES, ignore_eos=seed > 15
-                )
-                request = client.submit(PROMPT, sampling=sampling, eos_token_ids=[EOS])
-                ids, last = client.generated(request)
-                assert last.reason == "stop"
-                ends.add(tuple(ids))
+    folder, ends = tiny_checkpoint("qwen3_moe"), set()
+    with ThreadGroup(folder, group_config()) as group, group.client() as client:
+        for seed in range(30):
+            sampling = Sampling(
+                max_tokens=4, temperature=2.0, seed=seed, choices=CHOICES, ignore_eos=seed > 15
+            )
+            request = client.submit(PROMPT, sampling=sampling, eos_token_ids=[EOS])
+            ids, last = client.generated(request)
+            assert last.reason == "stop"
+            ends.add(tuple(ids))
     assert ends == {(40, 41, EOS), (40, 41, 42, 43), (50,)}
 
 
@@ -163,10 +162,10 @@ def test_a_seed_gives_the_same_tokens_on_either_kind_of_rank(
     """FINDINGS B18."""
     folder = tiny_checkpoint("qwen3_moe")
     sampling = Sampling(max_tokens=12, seed=5, top_k=20, frequency_penalty=1.0, ignore_eos=True)
-    with ThreadGroup(folder, group_config(2, 1)) as group:
-        with group.client(0) as first, group.client(1) as second:
-            wanted, _ = first.generated(first.submit(PROMPT, sampling=sampling))
-            assert second.generated(second.submit(PROMPT, sampling=sampling))[0] == wanted
+    two = group_config(2, 1)
+    with ThreadGroup(folder, two) as group, group.client(0) as first, group.client(1) as second:
+        wanted, _ = first.generated(first.submit(PROMPT, sampling=sampling))
+        assert second.generated(second.submit(PROMPT, sampling=sampling))[0] == wanted
     config = prefill_config(prefill={"kv_free": False})
     with PrefillThreads(folder, config) as workers, workers.client() as third:
         assert third.generated(third.submit(PROMPT, sampling=sampling))[0] == wanted
