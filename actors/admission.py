@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from actors.batch_room import owner_of
 from actors.scheduler import Scheduler
 from contracts.errors import OverloadError, RequestError, TooLongError
 from contracts.messages import Submit
@@ -31,8 +32,7 @@ class Admission(NamedTuple):
         if scheduler.has((client, submit.request_id)):
             raise RequestError(f"request_id {submit.request_id} is in use", "request_id")
         self._check_fields(submit)
-        if scheduler.waiting >= self.max_waiting:
-            raise OverloadError(f"{self.rank}: {scheduler.waiting} requests wait", 1.0)
+        self._check_room(client, submit, scheduler)
         tokens = len(submit.token_ids)
         if submit.sampling is not None:
             tokens = min(tokens + submit.sampling.max_tokens, self.max_context_tokens)
@@ -43,6 +43,18 @@ class Admission(NamedTuple):
                 f"{tokens} tokens do not fit {self.rank}'s {limit} tokens; shorten the prompt "
                 "or raise kv.pool_tokens",
                 "prompt",
+            )
+
+    def _check_room(self, client: int, submit: Submit, scheduler: Scheduler) -> None:
+        """One request cannot fill the queue for others: beyond max_waiting the first sequence of
+        each is still taken, up to twice as many in all."""
+        waiting, limit = scheduler.waiting, self.max_waiting
+        if waiting < limit:
+            return
+        if scheduler.in_play.count(owner_of(client, submit)) or waiting >= 2 * limit:
+            raise OverloadError(
+                f"{self.rank}: {waiting} sequences wait, {limit} are enough (schedule.max_waiting)",
+                1.0,
             )
 
     def _check_fields(self, submit: Submit) -> None:

@@ -108,7 +108,8 @@ class AttentionWorker(ServingWorker):
     def _after_step(self) -> None:
         if self._upcoming_changed and self._executor.in_flight:  # experts have work meanwhile
             self._upcoming_changed = False
-            self._planning.look_ahead(self._scheduler.upcoming())
+            if self._planning.looks_ahead:
+                self._planning.look_ahead(self._scheduler.upcoming())
 
 
 class ChunkCost:

@@ -96,6 +96,11 @@ class RankPlanning:
         self._record_if_due()
         return plan
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether anybody wants to know what comes next."""
+        return self._link is not None and self._pinned is None
+
     def look_ahead(self, upcoming: Batch) -> None:
         """Asks for the plan of the batch that would come next, unless it is known."""
         if self._link is None or self._pinned is not None or not upcoming:

@@ -1,26 +1,31 @@
 """Continuous batching: which tokens of which sequences run next on an attention rank.
 
 A batch takes, in this order: one token of each running sequence (decode), the next chunk of those
-whose prompt is under way, then waiting sequences, LS before BE. A prompt longer than what is left
-of `max_batch_tokens` is cut (chunked prefill). A sequence starts behind the longest prefix that
-blocks hold, to the token, computed or about to be. When blocks run out, the youngest running
-sequence of the lowest class gives its blocks back and waits again; what it has generated stays.
+whose prompt is under way, then waiting sequences, LS before BE; within a class by turns between
+API keys and requests (planner/turns.py). Beside others one request has a share of it
+(actors/batch_room.py). A prompt longer than what is left of that is cut (chunked prefill). A
+sequence starts behind the longest prefix that blocks hold, to the token, computed or about to be.
+When blocks run out, the youngest running sequence of the lowest class, of a request that holds many
+first, gives its blocks back and waits again; what it has generated stays.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
 from actors.batch_blocks import BatchBlocks
+from actors.batch_room import BatchRoom, InPlay, Owner, share_of
 from actors.block_contents import Head
 from actors.block_manager import BlockManager
 from actors.scheduled_batch import Chunk, ScheduledBatch
 from actors.sequence import Sequence, SequenceKey
+from actors.upcoming import HeldPrefixes, upcoming
 from contracts.config import ScheduleConfig
 from contracts.requests import Priority
 from models.batch import BlockCopy
+from planner.turns import Turns
 
 
 class Prefix(NamedTuple):
@@ -48,7 +53,8 @@ class Scheduler:
         self.blocks = blocks
         self._whole_prompts = whole_prompts
         self._on_end = on_end
-        self._waiting: dict[Priority, deque[Sequence]] = {p: deque() for p in Priority}
+        self.in_play = InPlay()
+        self._waiting: dict[Priority, Turns[Sequence]] = {p: Turns() for p in Priority}
         self._running: list[Sequence] = []
         self._by_key: dict[SequenceKey, Sequence] = {}
         self._batches = 0
@@ -74,7 +80,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self._by_key[sequence.key] = sequence
-        self._waiting[sequence.priority].append(sequence)
+        self.in_play.add(sequence.owner)
+        self._line_up(sequence)
 
     def cancel(self, key: SequenceKey) -> None:
         """Forgets a sequence and frees its blocks: now, or when the batch that uses them ends."""
@@ -88,6 +95,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence (finished, failed or cancelled) that is in no batch."""
         del self._by_key[sequence.key]
+        self.in_play.remove(sequence.owner)
         if sequence in self._running:
             self._running.remove(sequence)
         else:
@@ -100,18 +108,23 @@ class Scheduler:
         """The next batch, its blocks allocated; None if nothing can run."""
         number = self._batches
         chunks: list[Chunk] = []
-        budget = self._config.max_batch_tokens
+        room = BatchRoom(self._config, self.in_play, number)
         forming = BatchBlocks()
-        for sequence in sorted(self._running, key=lambda s: s.num_uncomputed > 1):
-            if budget == 0 or len(chunks) == self._config.max_batch_sequences:
+        if room.is_shared and self.waiting:
+            self._make_way()
+            room.hold_back(share_of(self._config.request_share, room.tokens))
+        for sequence in sorted(self._running, key=_rotating if room.is_shared else _is_prompt):
+            if room.is_full:
                 break
             if sequence.in_flight or sequence not in self._running:
                 continue
-            chunk = self._extend(sequence, budget, len(chunks), forming)
+            tokens = room.tokens_for(sequence.owner)
+            chunk = self._extend(sequence, tokens, len(chunks), forming) if tokens else None
             if chunk is not None:
                 chunks.append(chunk)
-                budget -= chunk.stop - chunk.start
-        self._admit(chunks, budget, forming)
+                room.take(sequence.owner, chunk.stop - chunk.start)
+        room.hold_back(0)
+        self._admit(chunks, room, forming)
         if not chunks:
             return None
         self._batches += 1
@@ -120,27 +133,10 @@ class Scheduler:
 
     def upcoming(self) -> list[tuple[int, int]]:
         """New tokens [start, stop) per sequence of the batch that would come next, in its order: a
-        guess, made while a batch runs. Changes nothing.
-
-        What runs now is taken to end well, and to generate; blocks are taken to suffice, and what
-        sequences of that batch will share among each other is not known yet.
-        """
-        budget, most = self._config.max_batch_tokens, self._config.max_batch_sequences
-        found: list[tuple[int, int]] = []
-        going_on = [s for s in self._running if not s.done and not _ends_now(s)]
-        for sequence in sorted(going_on, key=lambda s: s.num_uncomputed > 1):
-            length = max(len(sequence.token_ids), sequence.num_computed + 1)
-            found.append((sequence.num_computed, min(length, sequence.num_computed + budget)))
-            budget -= found[-1][1] - found[-1][0]
-            if budget == 0 or len(found) == most:
-                return found
-        for sequence in (s for priority in Priority for s in self._waiting[priority]):
-            start = self._prefix(sequence).tokens
-            found.append((start, min(len(sequence.token_ids), start + budget)))
-            budget -= found[-1][1] - found[-1][0]
-            if budget == 0 or len(found) == most:
-                return found
-        return found
+        guess, made while a batch runs (actors/upcoming.py). Changes nothing."""
+        room = BatchRoom(self._config, self.in_play, self._batches)
+        held = HeldPrefixes(self.blocks, self._batches)
+        return upcoming(room, self._running, self._waiting, held)
 
     def complete(self, batch: ScheduledBatch) -> None:
         """The batch has run: its tokens are in the pool. Sequences that are done end here."""
@@ -158,16 +154,23 @@ class Scheduler:
         for chunk in batch.chunks:
             chunk.sequence.in_flight = False
 
-    def _admit(self, chunks: list[Chunk], budget: int, forming: BatchBlocks) -> None:
+    def _admit(self, chunks: list[Chunk], room: BatchRoom, forming: BatchBlocks) -> None:
         for priority in Priority:
-            queue = self._waiting[priority]
-            while queue and budget > 0 and len(chunks) < self._config.max_batch_sequences:
-                chunk = self._start(queue[0], budget, len(chunks), forming)
+            if room.is_full:
+                return
+            queue, started = self._waiting[priority], []
+            for sequence in queue.ahead(lambda s: not room.tokens_for(s.owner)):
+                tokens = room.tokens_for(sequence.owner)
+                chunk = self._start(sequence, tokens, len(chunks), forming)
                 if chunk is None:
-                    return  # first come, first served: nobody slips past a sequence that waits
-                self._running.append(queue.popleft())
+                    break  # nobody slips past a sequence whose turn it is
                 chunks.append(chunk)
-                budget -= chunk.stop - chunk.start
+                started.append(sequence)
+                room.take(sequence.owner, chunk.stop - chunk.start)
+            for sequence in started:
+                self._running.append(queue.take(sequence))
+            if len(queue):
+                return  # nor past a higher class
 
     def _prefix(self, sequence: Sequence) -> Prefix:
         """The longest prefix that blocks hold, or will when the batch being formed has run, of what
@@ -263,19 +266,61 @@ class Scheduler:
             forming.fill(sequence.block_table[place], index)
         sequence.in_flight = True
         sequence.num_computed = chunk.stop
+        sequence.last_batch = self._batches
         return chunk
 
+    def _make_way(self) -> None:
+        """Whose turn it is finds blocks, if one request holds more than its share of them: then its
+        youngest sequences wait again. Not so many that the other would hold more."""
+        first = next(filter(None, (queue.peek() for queue in self._waiting.values())), None)
+        if first is None:
+            return
+        tokens = min(len(first.token_ids), self._config.max_batch_tokens)
+        if first.blocks_for(tokens) <= self.blocks.available:
+            return
+        needed = first.blocks_for(tokens) - len(self._prefix(first).blocks)
+        holds = self._blocks_held()
+        most = share_of(self._config.request_share, self.blocks.num_blocks)
+        for sequence in [s for s in reversed(self._running) if s.priority >= first.priority]:
+            owner = sequence.owner
+            left = holds[owner] - len(sequence.block_table)
+            if needed <= self.blocks.available:
+                return
+            if left >= max(most, holds[first.owner] + needed) and not sequence.in_flight:
+                holds[owner] = left
+                self._requeue(sequence)
+
+    def _blocks_held(self) -> Counter[Owner]:
+        """By each request; a block that several of its sequences share counts for each."""
+        holds: Counter[Owner] = Counter()
+        for sequence in self._running:
+            holds[sequence.owner] += len(sequence.block_table)
+        return holds
+
     def _victim(self) -> Sequence | None:
-        """The youngest idle sequence of the lowest class that runs."""
+        """The youngest idle sequence of the lowest class that runs; of a request that holds more
+        than its share of the blocks, if there is one."""
         idle = [sequence for sequence in self._running if not sequence.in_flight]
-        return max(reversed(idle), key=lambda s: s.priority, default=None)
+        if not idle:
+            return None
+        lowest = max(sequence.priority for sequence in idle)
+        candidates = [sequence for sequence in idle if sequence.priority is lowest]
+        holds = self._blocks_held()
+        most = share_of(self._config.request_share, self.blocks.num_blocks)
+        greedy = [sequence for sequence in candidates if holds[sequence.owner] > most]
+        return (greedy or candidates)[-1]
 
     def _requeue(self, sequence: Sequence) -> None:
         self.requeued_total += 1
         self._running.remove(sequence)
         self._drop_blocks(sequence)
         sequence.scored.clear()
-        self._waiting[sequence.priority].appendleft(sequence)
+        self._line_up(sequence, again=True)
+
+    def _line_up(self, sequence: Sequence, *, again: bool = False) -> None:
+        owner, cost = sequence.owner, len(sequence.token_ids)
+        queue = self._waiting[sequence.priority]
+        queue.push(sequence, owner.tenant, owner.request, cost=cost, again=again)
 
     def _drop_blocks(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.block_table)
@@ -283,9 +328,10 @@ class Scheduler:
         sequence.num_computed = 0
 
 
-def _ends_now(sequence: Sequence) -> bool:
-    """Whether the batch that runs now is the sequence's last one, as far as that can be known."""
-    sampling = sequence.submit.sampling
-    if not sequence.in_flight or sequence.num_computed < len(sequence.token_ids):
-        return False
-    return sampling is None or sequence.generated + 1 >= sampling.max_tokens
+def _is_prompt(sequence: Sequence) -> bool:
+    return sequence.num_uncomputed > 1
+
+
+def _rotating(sequence: Sequence) -> tuple[bool, int]:
+    """Where not all of a request's fit: those first that have not run for longest."""
+    return sequence.num_uncomputed > 1, sequence.last_batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from actors.batch_room import owner_of
 from actors.logit_rules import logit_rules
 from contracts.block_hash import chain_hashes
 from contracts.messages import Submit, TokenLogprob
@@ -23,6 +24,7 @@ class Sequence:
     def __init__(self, key: SequenceKey, submit: Submit, block_tokens: int) -> None:
         self.key = key
         self.submit = submit
+        self.owner = owner_of(key[0], submit)
         self.token_ids: list[int] = list(submit.token_ids)
         self.prompt_tokens = len(submit.token_ids)
         self.block_tokens = block_tokens
@@ -30,6 +32,7 @@ class Sequence:
         self.num_computed = 0
         self.num_cached: int | None = None  # set when it first starts
         self.in_flight = False
+        self.last_batch = -1  # the number of the last one that it was in
         self.done = False  # finished or cancelled: ends when its batch does
         self.scored: list[TokenLogprob] = []
         self.generator: torch.Generator | None = None
@@ -52,10 +55,21 @@ class Sequence:
     @property
     def hashes(self) -> list[bytes]:
         """Chained hashes of the full blocks of `token_ids`."""
-        if len(self._hashes) < len(self.token_ids) // self.block_tokens:
-            self._hashes = chain_hashes(
-                self.token_ids, self.block_tokens, known=self._hashes, salt=self.submit.caller.salt
-            )
+        return self.hash_blocks(len(self.token_ids) // self.block_tokens)
+
+    @property
+    def hashed_blocks(self) -> int:
+        """How many of them are known by now."""
+        return len(self._hashes)
+
+    def hash_blocks(self, count: int) -> list[bytes]:
+        """Of the first `count` full blocks at least."""
+        if len(self._hashes) < count:
+            tokens, length = self.token_ids, count * self.block_tokens
+            if length <= len(tokens) - self.block_tokens:
+                tokens = tokens[:length]
+            salt = self.submit.caller.salt
+            self._hashes = chain_hashes(tokens, self.block_tokens, known=self._hashes, salt=salt)
         return self._hashes
 
     def before_block(self, place: int) -> bytes:

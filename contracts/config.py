@@ -125,7 +125,12 @@ class KvConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class ScheduleConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The plan used where no planner answers (a batch with fewer than min_split_tokens per
-    micro-batch is cut into fewer), and the limits of a batch."""
+    micro-batch is cut into fewer), and the limits of a batch.
+
+    max_waiting: sequences per rank of which nothing has come back yet. request_share: of a batch
+    and of those places, what one client request may hold while others are there too (at least one
+    sequence of it).
+    """
 
     order: Order = Order.ASAS
     r1: Count = 2
@@ -134,6 +139,7 @@ class ScheduleConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=
     max_batch_tokens: Count = 4096
     max_batch_sequences: Count = 256
     max_waiting: Count = 1024
+    request_share: Annotated[float, Meta(gt=0, le=1)] = 0.25
 
     def __post_init__(self) -> None:
         Plan(r1=self.r1, r2=self.r2, order=self.order)  # raises if they do not fit together

@@ -196,7 +196,7 @@ def test_partial_blocks_and_prompts_of_one_batch_are_shared_under_one_salt_only(
     for turn in range(2):
         for number, salt in enumerate((*SALTS, *SALTS)):
             for text in (PROMPT, PROMPT[: BLOCK - 1]):  # the second has no full block
-                key = (number, turn * 100 + len(text))
+                key = (0, 1000 * turn + 100 * number + len(text))
                 scheduler.add(Sequence(key, submit(salt, text), BLOCK))
         batch = scheduler.next_batch()
         assert batch is not None

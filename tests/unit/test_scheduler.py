@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from actors.admission import Admission
+from actors.batch_room import SHARED_BATCHES
 from actors.block_manager import BlockManager
 from actors.scheduled_batch import ScheduledBatch
 from actors.scheduler import Scheduler
 from actors.sequence import Sequence
+from actors.upcoming import HASHED_BLOCKS, LOOKED_AT_BLOCKS
+from contracts.block_hash import chain_hashes
 from contracts.config import ScheduleConfig
+from contracts.errors import OverloadError
 from contracts.messages import Submit
-from contracts.requests import Priority, Sampling
+from contracts.requests import Caller, Priority, Sampling
 
 BLOCK = 4
 POOL_BLOCKS = 10
 POOL_TOKENS = BLOCK * POOL_BLOCKS
+NOBODY = Caller()
 
 
 class Simulation:
@@ -58,6 +65,7 @@ class Simulation:
         max_tokens: int = 0,
         priority: Priority = Priority.LS,
         score_from: int | None = None,
+        caller: Caller = NOBODY,
     ) -> Sequence:
         """max_tokens 0: a scoring."""
         sampling = Sampling(max_tokens=max_tokens) if max_tokens else None
@@ -67,6 +75,7 @@ class Simulation:
             sampling=sampling,
             priority=priority,
             score_from=score_from,
+            caller=caller,
         )
         made = Sequence((0, submit.request_id), submit, BLOCK)
         self.scheduler.add(made)
@@ -184,10 +193,24 @@ class Batching(RuleBasedStateMachine):
         self.added: list[Sequence] = []
         self.cancelled: set[tuple[int, int]] = set()
 
-    @rule(prompt=prompts, max_tokens=st.integers(0, 8), priority=priorities, score=st.booleans())
-    def arrive(self, prompt: list[int], max_tokens: int, priority: Priority, score: bool) -> None:
+    @rule(
+        prompt=prompts,
+        max_tokens=st.integers(0, 8),
+        priority=priorities,
+        score=st.booleans(),
+        whose=st.tuples(st.sampled_from([b"", b"a", b"b"]), st.integers(0, 2)),
+    )
+    def arrive(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: Priority,
+        score: bool,
+        whose: tuple[bytes, int],
+    ) -> None:
         score_from = 1 + len(prompt) // 2 if score and not max_tokens and len(prompt) > 1 else None
-        self.added.append(self.sim.add(prompt, max_tokens, priority, score_from))
+        caller = Caller(*whose)
+        self.added.append(self.sim.add(prompt, max_tokens, priority, score_from, caller))
 
     @precondition(lambda self: self.sim.running is None)
     @rule()
@@ -402,3 +425,151 @@ def least_tokens(prompts: list[list[int]]) -> int:
         repeated += tuple(prompt) in nodes
         nodes |= {tuple(prompt[:end]) for end in range(1, len(prompt) + 1)}
     return len(nodes) + repeated
+
+
+# ---- turns between requests and keys
+
+HOG = Caller(b"a", 1)
+
+
+def batches_until(sim: Simulation, sequence: Sequence, limit: int = 500) -> int:
+    for batches in range(limit):
+        if sequence in sim.ended:
+            return batches
+        sim.step()
+    raise AssertionError(f"not done after {limit} batches")
+
+
+def crowded(**limits: int) -> Simulation:
+    """One request of 100 sequences, which has had everything for some batches."""
+    sim = Simulation(max_batch_tokens=64, max_batch_sequences=8, pool_blocks=2000, **limits)
+    for number in range(100):
+        sim.add([number, 1, 2], 50, caller=HOG)
+    for _ in range(4):
+        batch = sim.start()
+        assert batch is not None
+        assert len(batch.chunks) == 8, "alone it may have everything"
+        sim.finish()
+    return sim
+
+
+@pytest.mark.parametrize("caller", [Caller(b"a", 2), Caller(b"b", 3)], ids=["same key", "other"])
+def test_a_small_request_is_in_every_batch_beside_one_of_many_sequences(caller: Caller) -> None:
+    """FINDINGS A6."""
+    sim = crowded()
+    small = sim.add([7, 8, 9], 4, caller=caller)
+    assert batches_until(sim, small) == 4
+
+
+def test_beside_others_a_request_has_a_share_of_a_batch_and_then_all_of_it_again() -> None:
+    """FINDINGS A6."""
+    sim = crowded()
+    sim.add([7, 8, 9], 4, caller=Caller(b"b", 2))
+    of_hog = []
+    for _ in range(4 + 2 * SHARED_BATCHES):
+        batch = sim.start()
+        assert batch is not None
+        of_hog.append(sum(c.sequence.submit.caller == HOG for c in batch.chunks))
+        sim.finish()
+    assert of_hog[: 4 + SHARED_BATCHES - 1] == [2] * (3 + SHARED_BATCHES)
+    assert of_hog[-1] == 8
+
+
+def test_all_sequences_of_a_request_go_on_while_it_has_a_share() -> None:
+    sim = crowded()
+    begun = [s for s in sim.scheduler.sequences if s.generated]
+    before = [s.generated for s in begun]
+    for turn in range(8):
+        sim.add([7, turn], 1, caller=Caller(b"b", 2 + turn))
+        sim.step()
+    assert [s.generated - b for s, b in zip(begun, before, strict=True)] == [2] * 8
+
+
+def test_a_long_prompt_leaves_others_their_part_of_a_batch() -> None:
+    """FINDINGS A6."""
+    sim = Simulation(max_batch_tokens=64, pool_blocks=2000)
+    long = sim.add(range(1000), caller=HOG)
+    sim.step()
+    assert long.num_computed == 64
+    small = sim.add([7, 8, 9], 1, caller=Caller(b"b", 2))
+    sim.step()
+    assert sim.ended == [small]
+    assert long.num_computed == 64 + 16
+    sim.step()
+    assert long.num_computed == 64 + 2 * 16, "for some batches more, as others may come again"
+
+
+def test_a_key_with_many_requests_leaves_other_keys_a_place_in_every_batch() -> None:
+    """FINDINGS A6."""
+    sim = Simulation(max_batch_sequences=4, pool_blocks=2000)
+    for number in range(30):
+        sim.add([number, 1, 2], 60, caller=Caller(b"a", number))
+    for _ in range(3):
+        sim.step()
+    small = sim.add([7, 8, 9], 4, caller=Caller(b"b", 1))
+    assert batches_until(sim, small) == 4
+
+
+def test_a_request_that_holds_all_blocks_gives_way_and_both_end() -> None:
+    """FINDINGS A6."""
+    sim = Simulation(max_batch_tokens=100, max_batch_sequences=20, prefix_cache=False)
+    hogs = [sim.add([number] * 3, 25, caller=HOG) for number in range(10)]
+    while sim.blocks.available:
+        sim.step()
+    small = sim.add([7, 8, 9, 9, 9], 2, caller=Caller(b"b", 2))
+    assert batches_until(sim, small) <= 3
+    assert sim.scheduler.requeued_total > 0
+    sim.drain()
+    assert {*hogs, small} == set(sim.ended)
+    assert all(sequence.generated == 25 for sequence in hogs)
+
+
+def test_what_waits_is_bounded_for_each_request_and_others_still_find_room() -> None:
+    """FINDINGS A6: a rank whose queue one request has filled takes the first of another one's."""
+    sim = Simulation()
+    admission = Admission("rank", 100, 100, POOL_TOKENS, max_waiting=4)
+
+    ids = itertools.count()
+
+    def admitted(client: int, caller: Caller, count: int) -> int:
+        for done in range(count):
+            number = next(ids)
+            each = Submit(request_id=number, token_ids=[1], sampling=None, caller=caller)
+            try:
+                admission.check(client, each, sim.scheduler)
+            except OverloadError:
+                return done
+            sim.scheduler.add(Sequence((client, number), each, BLOCK))
+        return count
+
+    assert admitted(0, HOG, 10) == 4
+    assert admitted(1, Caller(b"b", 2), 3) == 1
+    assert admitted(2, HOG, 3) == 1, "another client's request of the same number is another one"
+    assert [admitted(3, Caller(b"", n), 1) for n in range(4)] == [1, 1, 0, 0], "8 in all"
+
+
+def test_a_guess_at_the_next_batch_hashes_and_looks_at_a_bounded_number_of_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FINDINGS B14: 256 long prompts, of which blocks hold all but the end."""
+    sim = Simulation(max_batch_tokens=4096, max_batch_sequences=256, pool_blocks=3000)
+    sim.add([1] * 8000)
+    sim.drain()
+    for number in range(256):
+        sim.add([*[1] * 7990, number])
+    hashed, looked = [], []
+
+    def counted(tokens: list[int], block: int, *, known: SequenceOf[bytes], salt: bytes) -> Any:
+        hashed.append(len(tokens) // block - len(known))
+        return chain_hashes(tokens, block, known=known, salt=salt)
+
+    match = sim.blocks.match
+    monkeypatch.setattr("actors.sequence.chain_hashes", counted)
+    monkeypatch.setattr(
+        sim.blocks, "match", lambda h, *, batch: looked.append(len(h)) or match(h, batch=batch)
+    )
+    spans = sim.scheduler.upcoming()
+    assert sum(hashed) <= HASHED_BLOCKS
+    assert sum(looked) <= LOOKED_AT_BLOCKS
+    assert spans[0][0] > 0, "what was looked at counts"
+    assert sum(stop - start for start, stop in spans) == 4096
