@@ -255,8 +255,8 @@ class ServingWorker:
         except BaseException as error:
             self._reason = f"{self.spec.name} failed: {type(error).__name__}: {error}"
             log.critical("rank_failed reason=%s", self._reason, exc_info=True)
+            self._tell_state(force=True)  # first: what fails here is not to be sent here again
             self._fail_everything(NotReadyError(self._reason))
-            self._tell_state(force=True)
             self._close()
             self._refuse_until_stopped()
 
@@ -337,8 +337,8 @@ class ServingWorker:
         """A peer is lost: every request on this rank ends with an error that names it."""
         self._reason = error.message
         log.error("peer_lost rank=%s reason=%s", self.spec.name, error.message)
+        self._tell_state(force=True)  # first: what fails here is not to be sent here again
         self._fail_everything(error)
-        self._tell_state(force=True)
 
     def _fail_everything(self, error: TandemError) -> None:
         for batch in self._executor.fail_all():

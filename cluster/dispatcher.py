@@ -8,8 +8,8 @@ the least load; and one prefix that all requests share does not pile them up on 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import math
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 
@@ -17,11 +17,11 @@ import msgspec
 
 from cluster.rank_client import RankClient, smallest_pool_tokens
 from cluster.rank_stream import RankStream
+from cluster.room import Room
+from contracts.clock import Clock, monotonic_s
 from contracts.errors import NotReadyError, OverloadError, RankError
 from contracts.messages import Failed, Finished, Scored, Submit, Tokens
 from contracts.metrics import Pipeline
-
-RETRY_AFTER_S = 1.0
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,11 +67,13 @@ class PrefixTable:
 
 
 class DispatcherConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """block_tokens: as in the ranks' prefix caches. max_waiting: requests per rank of which nothing
-    has come back yet."""
+    """block_tokens: as in the ranks' prefix caches. max_waiting: sequences per rank of which no
+    answer has come back yet. request_share: of those, what one request may hold while others are
+    there."""
 
     block_tokens: int = 16
     max_waiting: int = 1024
+    request_share: float = 0.25
     max_prefix_blocks: int = 1 << 16
 
 
@@ -102,12 +104,13 @@ class Dispatcher:
         clients: Sequence[RankClient],
         config: DispatcherConfig,
         choose: Choose = least_work,
+        clock: Clock = monotonic_s,
     ) -> None:
         self._ranks = {client.name: _Rank(client, config) for client in clients}
         self._config = config
         self._choose = choose
         self._waiting: Counter[tuple[str, str]] = Counter()
-        self._freed = asyncio.Event()
+        self._room = Room(self._places, config.request_share, clock)
 
     @property
     def clients(self) -> list[RankClient]:
@@ -178,47 +181,58 @@ class Dispatcher:
         self, submit: Submit, patient: bool
     ) -> AsyncIterator[tuple[RankStream, Callable[[], None]]]:
         """The request on its rank, and a function to call when something has come back."""
-        rank = await self._admit_patiently(submit) if patient else self._admit(submit)
-        pipeline = Pipeline.PREFILL if submit.prefill_only else Pipeline.GENERATION
-        key = (pipeline.value, submit.priority.label)
-        account = _Account(rank, self._waiting, key, submit)
+        if patient:
+            await self._room.wait(submit.caller)
+        elif not self._room.enter(submit.caller):
+            raise self._overload()
+        try:
+            rank = self._choose_rank(submit)
+        except BaseException:
+            self._room.leave(submit.caller)
+            raise
+        account = _Account(rank, self._waiting, self._room, submit)
         try:
             stream = await rank.client.submit(submit)
             try:
-                yield stream, lambda: self._on_answer(account)
+                yield stream, account.answered
             finally:
                 stream.cancel()
         finally:
-            self._on_answer(account)
             account.close()
 
-    def _on_answer(self, account: _Account) -> None:
-        if account.is_waiting:
-            account.answered()
-            freed, self._freed = self._freed, asyncio.Event()
-            freed.set()
+    def _healthy(self) -> list[_Rank]:
+        return [rank for rank in self._ranks.values() if rank.client.problem is None]
 
-    async def _admit_patiently(self, submit: Submit) -> _Rank:
-        while True:
-            freed = self._freed
-            try:
-                return self._admit(submit)
-            except OverloadError:
-                await freed.wait()
+    def _places(self) -> int:
+        """Without a rank as many as one has: who enters then is told so."""
+        return self._config.max_waiting * max(1, len(self._healthy()))
 
-    def _admit(self, submit: Submit) -> _Rank:
-        """The rank for this request. Raises NotReadyError or OverloadError."""
-        healthy = [rank for rank in self._ranks.values() if rank.client.problem is None]
+    def _overload(self) -> NotReadyError | OverloadError:
+        ranks, limit, wait_s = (
+            len(self._healthy()),
+            self._config.max_waiting,
+            self._room.retry_after_s,
+        )
+        if not ranks:
+            return self._not_ready()
+        return OverloadError(
+            f"{limit} requests are waiting on each of {ranks} attention ranks"
+            f" (schedule.max_waiting): try again in {math.ceil(wait_s)} s",
+            wait_s,
+        )
+
+    def _not_ready(self) -> NotReadyError:
+        return NotReadyError(f"no attention rank takes requests: {'; '.join(self.problems())}")
+
+    def _choose_rank(self, submit: Submit) -> _Rank:
+        """The rank for this request, which has a place. Raises NotReadyError."""
+        healthy = self._healthy()
         if not healthy:
-            raise NotReadyError(f"no attention rank takes requests: {'; '.join(self.problems())}")
+            raise self._not_ready()
         limit = self._config.max_waiting
-        free = {rank.client.name: rank for rank in healthy if rank.waiting < limit}
-        if not free:
-            raise OverloadError(
-                f"{limit} requests are waiting on each of {len(healthy)} attention ranks"
-                f" (schedule.max_waiting): try again in {RETRY_AFTER_S:g} s",
-                RETRY_AFTER_S,
-            )
+        free = {r.client.name: r for r in healthy if r.waiting < limit}
+        if not free:  # a rank was lost while they waited
+            free = {r.client.name: r for r in healthy}
         if len(self._ranks) == 1:
             return next(iter(free.values()))
         block_tokens = self._config.block_tokens
@@ -233,23 +247,29 @@ class _Account:
     """Books one request's load on its rank, and takes it off again whatever happens."""
 
     def __init__(
-        self, rank: _Rank, waiting: Counter[tuple[str, str]], key: tuple[str, str], submit: Submit
+        self, rank: _Rank, waiting: Counter[tuple[str, str]], room: Room, submit: Submit
     ) -> None:
-        self._rank, self._waiting, self._key = rank, waiting, key
+        pipeline = Pipeline.PREFILL if submit.prefill_only else Pipeline.GENERATION
+        self._rank, self._waiting, self._room = rank, waiting, room
+        self._key, self._caller = (pipeline.value, submit.priority.label), submit.caller
         self._tokens = len(submit.token_ids) + (
             submit.sampling.max_tokens if submit.sampling else 0
         )
-        self.is_waiting = True
+        self._is_waiting = True
         rank.load_tokens += self._tokens
         rank.waiting += 1
-        waiting[key] += 1
+        waiting[self._key] += 1
 
     def answered(self) -> None:
-        self.is_waiting = False
-        self._rank.waiting -= 1
-        self._waiting[self._key] -= 1
+        """Something has come back. May be called again."""
+        if self._is_waiting:
+            self._is_waiting = False
+            self._rank.waiting -= 1
+            self._waiting[self._key] -= 1
+            self._room.leave(self._caller)
 
     def close(self) -> None:
+        self.answered()
         self._rank.load_tokens -= self._tokens
 
 

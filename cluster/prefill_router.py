@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -23,6 +24,7 @@ from cluster.prefill_peer import Find, Finder, PrefillPeer
 from cluster.rank_client import RankClient, smallest_pool_tokens
 from cluster.room import Room
 from cluster.ticket import Ticket, class_of, failure_of, lane_of
+from contracts.clock import Clock, monotonic_s
 from contracts.errors import NotReadyError, OverloadError, PeerDeadError, TooCostlyError
 from contracts.messages import Finished, Scored, Submit, Tokens
 from contracts.routing import Prompt, RequestKey
@@ -33,18 +35,20 @@ from planner.saturation import SaturationConfig
 
 log = logging.getLogger("tandem.prefill_router")
 
-RETRY_AFTER_S = 1.0
 ROUTER_BITS = 63
 
 
 class PrefillRouterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """max_waiting: requests per worker that have no answer yet. max_attempts: on how many workers
-    a request is tried before it counts as what ends them. alone_s: how long requests wait while
-    there is no worker at all. number: of this router among all, None: a random one."""
+    """max_waiting: requests per worker that have no answer yet. request_share: of those places,
+    what one client request may hold while others wait. max_attempts: how many workers (or
+    incarnations of one) may fail with a request before it counts as what ends them. alone_s: how
+    long requests wait while there is no worker at all. number: of this router among all, None: a
+    random one."""
 
     saturation: SaturationConfig
     block_tokens: int = 16
     max_waiting: int = 1024
+    request_share: float = 0.25
     max_attempts: int = 3
     alone_s: float = 60.0
     number: int | None = None
@@ -62,6 +66,7 @@ class PrefillRouter:
         config: PrefillRouterConfig,
         work: RequestWork,
         find: Find | None = None,
+        clock: Clock = monotonic_s,
     ) -> None:
         self.number = secrets.randbits(ROUTER_BITS) if config.number is None else config.number
         self._config = config
@@ -81,7 +86,7 @@ class PrefillRouter:
         self._tickets: dict[RequestKey, Ticket] = {}
         self._numbers = itertools.count()
         self._waiting: Counter[tuple[str, str]] = Counter()
-        self._room = Room()
+        self._room = Room(self._places, config.request_share, clock)
         self._dispatching = False
         self._alone: asyncio.TimerHandle | None = None
 
@@ -171,10 +176,10 @@ class PrefillRouter:
 
     async def _admit(self, submit: Submit, patient: bool) -> Ticket:
         """Raises NotReadyError or OverloadError unless patient."""
-        while refusal := self._refusal(patient):
-            if not patient:
-                raise refusal
-            await self._room.wait()
+        if patient:  # it belongs to a request that was let in: it waits with the others
+            await self._room.wait(submit.caller)
+        elif not self._present or not self._room.enter(submit.caller):
+            raise self._refusal()
         hashes = tuple(submit.block_hashes(self._config.block_tokens))
         ticket = Ticket(submit, hashes, lane_of(submit, patient=patient), self._reroute)
         self._waiting[class_of(submit)] += 1
@@ -184,19 +189,21 @@ class PrefillRouter:
                 peer.client.flush()
         return ticket
 
-    def _refusal(self, patient: bool) -> NotReadyError | OverloadError | None:
-        present = sum(peer.present for peer in self._peers)
+    @property
+    def _present(self) -> int:
+        return sum(peer.present for peer in self._peers)
+
+    def _places(self) -> int:
+        return self._config.max_waiting * max(1, self._present)
+
+    def _refusal(self) -> NotReadyError | OverloadError:
+        present, limit, wait_s = self._present, self._config.max_waiting, self._room.retry_after_s
         if not present:
-            if patient:  # it belongs to a request that was let in: it waits with the others
-                return None
             return NotReadyError(f"no prefill worker takes requests: {'; '.join(self.problems())}")
-        limit = self._config.max_waiting
-        if self._waiting.total() < limit * present:
-            return None
         return OverloadError(
             f"{limit} requests wait for each of {present} prefill workers (schedule.max_waiting):"
-            f" try again in {RETRY_AFTER_S:g} s",
-            RETRY_AFTER_S,
+            f" try again in {math.ceil(wait_s)} s",
+            wait_s,
         )
 
     # ---- a request's way
@@ -207,10 +214,13 @@ class PrefillRouter:
         key = RequestKey(self.number, next(self._numbers))
         ticket.prompt = Prompt(key, len(ticket.submit.token_ids), ticket.hashes)
         ticket.worker = None
-        ticket.attempts += 1
         self._tickets[key] = ticket
         full = self._backlog.put(
-            ticket.prompt, ticket.lane, ticket.submit.token_ids, ticket.submit.caller
+            ticket.prompt,
+            ticket.lane,
+            ticket.submit.token_ids,
+            ticket.submit.caller,
+            self._failed_on(ticket),
         )
         self._on_change()
         return full
@@ -218,6 +228,7 @@ class PrefillRouter:
     def _reroute(self, ticket: Ticket, reason: str) -> None:
         """Its worker is lost, or says that it cannot work."""
         self._forget(ticket)
+        self._count_failure(ticket)
         if ticket.attempts < self._config.max_attempts:
             self._line_up(ticket)
             return
@@ -226,6 +237,26 @@ class PrefillRouter:
             PeerDeadError(
                 f"{ticket.attempts} prefill workers were lost with this request; last: {reason}", ""
             )
+        )
+
+    def _count_failure(self, ticket: Ticket) -> None:
+        """A worker counts once for each of its connections, until there is none but those."""
+        worker, connection = ticket.worker, ticket.connection
+        if worker is None:
+            return  # it was not sent yet
+        known = ticket.failed_on.pop(worker, None) == connection
+        ticket.failed_on[worker] = connection
+        tried = self._failed_on(ticket)
+        others = any(peer.present for n, peer in enumerate(self._peers) if n not in tried)
+        if not known or not others:
+            ticket.attempts += 1
+
+    def _failed_on(self, ticket: Ticket) -> tuple[int, ...]:
+        """Workers that have failed it and have not begun anew since, the last one last."""
+        return tuple(
+            worker
+            for worker, connection in ticket.failed_on.items()
+            if self._peers[worker].client.connections == connection
         )
 
     def _forget(self, ticket: Ticket) -> None:
@@ -251,7 +282,7 @@ class PrefillRouter:
         if ticket.counted:
             ticket.counted = False
             self._waiting[class_of(ticket.submit)] -= 1
-            self._room.wake_next()
+            self._room.leave(ticket.submit.caller)
 
     # ---- dispatch
 
@@ -270,12 +301,12 @@ class PrefillRouter:
             self._wait_alone()
             return
         self._stop_waiting_alone()
-        if self._refusal(patient=True) is None:
-            self._room.wake_next()
+        self._room.look()
         self._backlog.settle()
         for prompt, decision in self._backlog.take():
             ticket = self._tickets[prompt.key]
             ticket.worker = decision.worker
+            ticket.connection = self._peers[decision.worker].client.connections
             placed = msgspec.structs.replace(ticket.submit, key=prompt.key)
             try:
                 ticket.request_id = self._peers[decision.worker].client.post(placed, ticket)

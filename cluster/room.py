@@ -1,32 +1,109 @@
-"""Who waits for room where all is full: first come, first served."""
+"""Places of sequences that wait for a first answer, and who waits for a place.
+
+A client's request is admitted or refused with its first sequence, which needs one place of any that
+are free. Its later ones are patient: they leave some places to the first ones of others, and wait
+in a line for the rest, by turns (planner/turns.py). While others are in that line, none of them
+holds more than its share.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter
+from collections.abc import Callable
+
+from contracts.clock import Clock
+from contracts.requests import Caller
+from planner.drain import DrainRate, retry_after_s
+from planner.turns import Turns
+
+_Whose = tuple[bytes, int]
 
 
 class Room:
-    """On one event loop."""
+    """On one event loop. places: how many there are now. Every place that was taken is left once.
 
-    def __init__(self) -> None:
-        self._waiters: deque[asyncio.Future[None]] = deque()
+    share: of the places, what one request may hold while others are in line, and what is kept for
+    first sequences.
+    """
 
-    async def wait(self) -> None:
-        """Returns once `wake_next` has come to this one. There may be no room after all."""
+    def __init__(self, places: Callable[[], int], share: float, clock: Clock) -> None:
+        self.taken = 0
+        self._places = places
+        self._share = share
+        self._clock = clock
+        self._held: Counter[_Whose] = Counter()
+        self._line: Turns[asyncio.Future[None]] = Turns()
+        self._whose: dict[asyncio.Future[None], _Whose] = {}
+        self._drain = DrainRate()
+
+    def enter(self, caller: Caller) -> bool:
+        """Takes a place for a first sequence, if there is one."""
+        if self.taken >= self._places():
+            return False
+        self._take(_whose(caller))
+        return True
+
+    async def wait(self, caller: Caller) -> None:
+        """Returns with a place."""
+        whose = _whose(caller)
+        if not len(self._line) and self._has_room:
+            self._take(whose)
+            return
         waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
+        self._whose[waiter] = whose
+        self._line.push(waiter, *whose)
+        self.look()
         try:
             await waiter
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
-                self.wake_next()
+            if waiter in self._line:
+                self._line.remove(waiter)
+                del self._whose[waiter]
+            elif not waiter.cancelled():
+                self.leave(caller)
             raise
 
-    def wake_next(self) -> None:
-        """Call when a place has become free."""
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
+    def leave(self, caller: Caller) -> None:
+        whose = _whose(caller)
+        self.taken -= 1
+        self._held[whose] -= 1
+        if not self._held[whose]:
+            del self._held[whose]
+        self._drain.leave(self._clock(), last=self.taken == 0)
+        self.look()
+
+    def look(self) -> None:
+        """Gives free places to those in line. Call when there may be more places than before."""
+        while len(self._line) and self._has_room:
+            waiter = next(self._line.ahead(self._has_share), None) or self._line.peek()
+            assert waiter is not None
+            self._line.take(waiter)
+            whose = self._whose.pop(waiter)
+            if not waiter.done():  # cancelled, and not yet told
+                self._take(whose)
                 waiter.set_result(None)
-                return
+
+    @property
+    def retry_after_s(self) -> float:
+        """When somebody who finds no place should come again."""
+        return retry_after_s(self.taken, self._drain.per_second(self._clock()))
+
+    @property
+    def _has_room(self) -> bool:
+        """For those who are patient."""
+        places = self._places()
+        return self.taken < max(1, places - int(self._share * places))
+
+    def _has_share(self, waiter: asyncio.Future[None]) -> bool:
+        return self._held[self._whose[waiter]] >= max(1, int(self._share * self._places()))
+
+    def _take(self, whose: _Whose) -> None:
+        if not self.taken:
+            self._drain.begin(self._clock())
+        self.taken += 1
+        self._held[whose] += 1
+
+
+def _whose(caller: Caller) -> _Whose:
+    return caller.tenant, caller.request

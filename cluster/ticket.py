@@ -34,7 +34,9 @@ class Ticket:
         self.prompt: Prompt | None = None
         self.worker: int | None = None
         self.request_id = 0
-        self.attempts = 0
+        self.connection = 0  # of that worker
+        self.attempts = 0  # that count: see `failed_on`
+        self.failed_on: dict[int, int] = {}  # worker → the connection on which it failed this last
         self.counted = True  # among those that wait for a first answer
         self.ended = False
         self.answered = False  # something has come back

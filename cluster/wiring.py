@@ -69,9 +69,12 @@ def pipelines(config: TandemConfig, directory: Directory, find: Find | None = No
     find: where the prefill workers are, asked while one of them is missing.
     """
     waiting, block_tokens = config.schedule.max_waiting, config.kv.block_tokens
+    share = config.schedule.request_share
     dispatcher = prefill = None
     if directory.client_addresses:
-        settings = DispatcherConfig(block_tokens=block_tokens, max_waiting=waiting)
+        settings = DispatcherConfig(
+            block_tokens=block_tokens, max_waiting=waiting, request_share=share
+        )
         dispatcher = Dispatcher(rank_clients(directory.client_addresses, directory.token), settings)
     if directory.prefill_addresses:
         prefill = PrefillRouter(
@@ -80,6 +83,7 @@ def pipelines(config: TandemConfig, directory: Directory, find: Find | None = No
                 saturation=saturation(config),
                 block_tokens=block_tokens,
                 max_waiting=waiting,
+                request_share=share,
                 alone_s=config.groups.ready_timeout_s,
             ),
             request_work(config),

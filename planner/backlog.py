@@ -15,7 +15,8 @@ What is held beyond that goes while its home still runs a batch, so that the nex
 that ends; but for the last threshold of requests that nobody waits for one by one: a worker that
 runs dry takes over from the end of the line with the most work.
 
-A line has lanes (planner/line.py): small requests need not wait for the whole of a large one. Of
+A line has lanes and turns (planner/line.py): small requests need not wait for the whole of a large
+one, nor keys for each other's. Of
 requests that are not the first of their client's, and of best-effort ones, the last to be done
 counts: they stay with their prefix for longer, and are taken over only where that saves more time
 than it computes twice.
@@ -29,7 +30,7 @@ from typing import NamedTuple
 from contracts.requests import Caller
 from contracts.routing import Prompt, RequestKey
 from planner.block_heads import BlockHeads, Head, heads_of
-from planner.line import Lane, Line
+from planner.line import NOBODY, Held, Lane, Line
 from planner.open_requests import OpenRequests
 from planner.promises import Promises
 from planner.request_work import RequestWork
@@ -40,8 +41,6 @@ from planner.route_policies import (
     prefix_within_round,
 )
 from planner.router import Decision, Router
-
-NOBODY = Caller()
 
 
 class Release(NamedTuple):
@@ -75,7 +74,7 @@ class Backlog:
         self._held = [OpenRequests(work) for _ in range(workers)]
         self._lines = [Line() for _ in range(workers)]
         self._home: dict[RequestKey, int] = {}
-        self._homeless: dict[RequestKey, tuple[Prompt, Lane]] = {}  # while no worker is present
+        self._homeless: dict[RequestKey, Held] = {}  # while no worker is present
         self._promises = Promises()
         self._heads = BlockHeads()
 
@@ -88,23 +87,31 @@ class Backlog:
         lane: Lane = Lane.FIRST,
         token_ids: Sequence[int] = (),
         caller: Caller = NOBODY,
+        avoid: tuple[int, ...] = (),
     ) -> bool:
         """Gives a request a home. `take` says when it goes; True: at once, a full batch is held for
-        a worker that has none. token_ids: of the prompt, where workers share parts of blocks."""
+        a worker that has none. token_ids: of the prompt, where workers share parts of blocks.
+        avoid: workers that have failed it, the last one last: only where there is no other."""
+        return self._put(Held(prompt, lane, caller, avoid), token_ids)
+
+    def _put(self, held: Held, token_ids: Sequence[int] = ()) -> bool:
+        prompt, lane, caller, avoid = held
         candidates = self._router.candidates(prompt, self._promises, self._held)
+        if avoid:
+            candidates = _but(candidates, avoid) or _but(candidates, avoid[-1:]) or candidates
         blocks = max((candidate.matched_blocks for candidate in candidates), default=0)
         heads = self._heads_after(blocks, prompt, token_ids, caller.salt)
         if shared := self._heads.shared_tokens(heads):
             candidates = [self._saving(c, blocks, shared) for c in candidates]
         chosen = self._policies[lane](candidates, len(self)) if candidates else None
         if chosen is None:
-            self._homeless[prompt.key] = prompt, lane
+            self._homeless[prompt.key] = held
             return False
         worker = chosen.worker
         cached_tokens = self._router.cached_tokens(prompt, chosen.matched_blocks)
         self._held[worker].open(prompt, cached_tokens)
         self._promises.add(worker, prompt.hashes)
-        self._lines[worker].add(prompt, lane)
+        self._lines[worker].add(held)
         self._home[prompt.key] = worker
         self._heads.note(worker, heads)
         full = self._work_at(worker) >= self._router.threshold(worker)
@@ -157,13 +164,15 @@ class Backlog:
         busy, homes = self._is_busy(worker), [n for n, line in enumerate(self._lines) if line]
         for home in sorted(homes, key=self._work_at, reverse=True):
             for lane, key in self._lines[home].last():
+                if worker in self._lines[home].held(key).avoid:
+                    continue
                 if lane is Lane.FIRST or (not busy and self._pays(worker, home, key)):
                     return key
         return None
 
     def _pays(self, worker: int, home: int, key: RequestKey) -> bool:
         """Whether to run it elsewhere than at home saves more time than it computes twice."""
-        added = self._router.added(self._lines[home].prompt(key), worker)
+        added = self._router.added(self._lines[home].held(key).prompt, worker)
         twice = added - self._held[home].remaining(key)
         return self._router.load(worker) + added + twice <= self._work_at(home)
 
@@ -172,27 +181,31 @@ class Backlog:
         return self._router.load(worker) + self._held[worker].load
 
     def _release(self, key: RequestKey, worker: int) -> Release:
-        prompt, _ = self._leave(key)
+        prompt = self._leave(key, goes=True).prompt
         return Release(prompt, self._router.assign(prompt, worker))
 
     def remove(self, key: RequestKey) -> None:
         """The request is cancelled. Without effect for one that is not held."""
         self._homeless.pop(key, None)
         if key in self._home:
-            self._leave(key)
+            self._leave(key, goes=False)
 
     def lose(self, worker: int) -> None:
         """The worker died: what was held for it gets other homes. After `Router.lose`."""
-        self.settle([self._leave(key) for key in list(self._lines[worker])])
+        self.settle([self._leave(key, goes=False) for key in list(self._lines[worker])])
 
-    def settle(self, moved: Iterable[tuple[Prompt, Lane]] = ()) -> None:
+    def settle(self, moved: Iterable[Held] = ()) -> None:
         """Homes for `moved` and for those that found none, when a worker has come back."""
         homeless = [*self._homeless.values(), *moved]
         self._homeless.clear()
-        for prompt, lane in homeless:
-            self.put(prompt, lane)
+        for held in homeless:
+            self._put(held)
 
-    def _leave(self, key: RequestKey) -> tuple[Prompt, Lane]:
+    def _leave(self, key: RequestKey, *, goes: bool) -> Held:
         worker = self._home.pop(key)
         self._promises.remove(worker, self._held[worker].close(key).hashes)
-        return self._lines[worker].pop(key)
+        return self._lines[worker].pop(key, goes=goes)
+
+
+def _but(candidates: Sequence[Candidate], avoid: tuple[int, ...]) -> list[Candidate]:
+    return [candidate for candidate in candidates if candidate.worker not in avoid]

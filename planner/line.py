@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
+from typing import NamedTuple
 
+from contracts.requests import Caller
 from contracts.routing import Prompt, RequestKey
+from planner.turns import Turns
+
+NOBODY = Caller()
 
 
 class Lane(enum.IntEnum):
@@ -17,9 +22,19 @@ class Lane(enum.IntEnum):
     LATER = 2
 
 
+class Held(NamedTuple):
+    """A prompt that waits. avoid: workers that have failed it, the last one last."""
+
+    prompt: Prompt
+    lane: Lane
+    caller: Caller = NOBODY
+    avoid: tuple[int, ...] = ()
+
+
 class Line:
-    """FIRST and REST take turns, LATER goes when both are empty; within a lane it is first come,
-    first served. So neither a large request nor many small ones keep the others waiting:
+    """FIRST and REST take turns, LATER goes when both are empty; within a lane API keys take turns,
+    then their requests (planner/turns.py), then it is first come, first served. So neither a large
+    request nor many small ones keep the others waiting:
 
         FIRST  a b c          a P b Q c R S | L
         REST   P Q R S   →
@@ -27,7 +42,10 @@ class Line:
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[Lane, dict[RequestKey, Prompt]] = {lane: {} for lane in Lane}
+        self._turns: dict[Lane, Turns[RequestKey]] = {lane: Turns() for lane in Lane}
+        self._lanes: dict[Lane, dict[RequestKey, Held]] = {
+            lane: {} for lane in Lane
+        }  # as they came
         self._lane_of: dict[RequestKey, Lane] = {}
         self._turn = Lane.FIRST
 
@@ -37,18 +55,22 @@ class Line:
     def __iter__(self) -> Iterator[RequestKey]:
         return iter(self._lane_of)
 
-    def add(self, prompt: Prompt, lane: Lane) -> None:
-        self._lanes[lane][prompt.key] = prompt
-        self._lane_of[prompt.key] = lane
+    def add(self, held: Held) -> None:
+        key, caller = held.prompt.key, held.caller
+        self._lanes[held.lane][key] = held
+        self._lane_of[key] = held.lane
+        self._turns[held.lane].push(
+            key, caller.tenant, caller.request, cost=held.prompt.prompt_tokens
+        )
 
-    def prompt(self, key: RequestKey) -> Prompt:
+    def held(self, key: RequestKey) -> Held:
         return self._lanes[self._lane_of[key]][key]
 
     def first(self, *, urgent: bool = False) -> RequestKey | None:
         """Whose turn it is. urgent: of the lane FIRST alone."""
         other = Lane.REST if self._turn is Lane.FIRST else Lane.FIRST
         lanes = (Lane.FIRST,) if urgent else (self._turn, other, Lane.LATER)
-        return next((key for lane in lanes for key in self._lanes[lane]), None)
+        return next((key for lane in lanes if (key := self._turns[lane].peek()) is not None), None)
 
     def last(self) -> Iterator[tuple[Lane, RequestKey]]:
         """The last one of each lane that has any, first of all who would wait longest."""
@@ -56,9 +78,13 @@ class Line:
             if self._lanes[lane]:
                 yield lane, next(reversed(self._lanes[lane]))
 
-    def pop(self, key: RequestKey) -> tuple[Prompt, Lane]:
-        """Takes it out; if it was its lane's turn, it is the other's now."""
+    def pop(self, key: RequestKey, *, goes: bool = True) -> Held:
+        """Takes it out. goes: it has had its turn; if it was its lane's, it is the other's now."""
         lane = self._lane_of.pop(key)
+        if goes:
+            self._turns[lane].take(key)
+        else:
+            self._turns[lane].remove(key)
         if lane is self._turn:
             self._turn = Lane.REST if lane is Lane.FIRST else Lane.FIRST
-        return self._lanes[lane].pop(key), lane
+        return self._lanes[lane].pop(key)

@@ -66,6 +66,14 @@ class FakePrefill(FakeRank):
             for frame in frames:
                 self.send(writer, frame)
 
+    def fail_held(self) -> None:
+        """Answers what is held with `refuse`, which its log does not mention."""
+        assert self.refuse is not None
+        why, held = self.refuse, self.held
+        self.held = []
+        for writer, submit in held:
+            self.send(writer, [Failed(submit.request_id, why.code, why.message, why.status)])
+
     def _greet(self, writer: asyncio.StreamWriter) -> None:
         self.send(writer, [self.log.snapshot()])
 

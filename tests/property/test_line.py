@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.routing import RequestKey
-from planner.line import Lane, Line
+from planner.line import Held, Lane, Line
 from tests.routing import prompt_of
 
 few = settings(deadline=None, max_examples=100)
@@ -29,7 +29,7 @@ def test_each_goes_once_in_its_lanes_order_and_best_effort_goes_last(
 ) -> None:
     line = Line()
     for number, lane in enumerate(given):
-        line.add(prompt_of([number], number), lane)
+        line.add(Held(prompt_of([number], number), lane))
     order = [key.number for key in drained(line)]
     assert sorted(order) == list(range(len(given)))
     for lane in Lane:
@@ -47,7 +47,7 @@ def test_first_and_rest_take_turns_while_both_have_requests(
     line = Line()
     both = [lane for lane in (*some, *more) if lane is not Lane.LATER]
     for number, lane in enumerate(both):
-        line.add(prompt_of([number], number), lane)
+        line.add(Held(prompt_of([number], number), lane))
     order = [both[key.number] for key in drained(line)]
     fewer = min(both.count(Lane.FIRST), both.count(Lane.REST))
     assert order[: 2 * fewer] == [Lane.FIRST, Lane.REST] * fewer
@@ -60,7 +60,7 @@ def test_last_is_the_last_of_each_lane_and_first_of_all_who_would_wait_longest(
 ) -> None:
     line = Line()
     for number, lane in enumerate(given):
-        line.add(prompt_of([number], number), lane)
+        line.add(Held(prompt_of([number], number), lane))
     lasts = {lane: number for number, lane in enumerate(given)}
     order = sorted(lasts, reverse=True)
     assert [(lane, key.number) for lane, key in line.last()] == [(n, lasts[n]) for n in order]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
@@ -195,6 +196,49 @@ def test_a_request_that_ends_every_worker_it_meets_is_given_up() -> None:
             with pytest.raises(RankError, match=r"3 prefill workers .* a bad batch"):
                 await router.score(job(1))
             assert len(worker.taken) == 3
+
+    run(body())
+
+
+def test_a_worker_that_fails_requests_before_it_says_so_costs_none_of_them() -> None:
+    """FINDINGS B1: all have their prefix on it, and it says that it is healthy meanwhile."""
+
+    async def body() -> None:
+        dying, alive = FakePrefill(0), FakePrefill(1)
+        async with routing([dying, alive], tau=40 * 4 * BLOCK) as router:
+            shared = list(range(3 * BLOCK))
+            dying.hold = alive.hold = True
+            tasks = [
+                asyncio.create_task(router.score(text))
+                for text in (
+                    Submit(request_id=0, token_ids=[*shared, n], sampling=None, candidates=[1])
+                    for n in range(60)
+                )
+            ]
+            await until(lambda: dying.held or alive.held)
+            if not dying.held:
+                dying, alive = alive, dying
+            why = f"{dying.name} failed: out of memory"
+            dying.refuse, alive.hold = Failed(0, "not_ready", why, 503), False
+            alive.release()
+            dying.fail_held()
+            answers = await asyncio.gather(*tasks)
+            assert len(answers) == 60
+            met = Counter(tuple(taken.token_ids) for taken in dying.taken)
+            assert max(met.values()) == 1, "nobody is sent again to the one that failed him"
+
+    run(body())
+
+
+def test_a_request_that_ends_two_workers_again_and_again_is_given_up() -> None:
+    async def body() -> None:
+        workers = [FakePrefill(0), FakePrefill(1)]
+        for worker in workers:
+            worker.refuse = Failed(0, "not_ready", f"{worker.name} failed", 503)
+        async with routing(workers, max_attempts=3) as router:
+            with pytest.raises(RankError, match="3 prefill workers"):
+                await router.score(job(1))
+        assert sorted(len(worker.taken) for worker in workers) == [1, 2]
 
     run(body())
 
