@@ -77,11 +77,11 @@ def test_places_go_by_turns_to_requests_in_line_and_none_keeps_more_than_its_sha
             room.leave(HOG)
             await settle()
         assert (granted(hogs), granted(small)) == (6 + 3, 3), "as many each while both wait"
-        room.leave(SMALL)
-        room.leave(SMALL)
-        room.leave(SMALL)
+        for task in small:
+            task.cancel()
+        room.leave(HOG)
         await settle()
-        assert granted(small) == 6
+        assert granted(hogs) == 6 + 4, "nobody else is in line"
         for task in hogs:
             task.cancel()
         await asyncio.gather(*hogs, return_exceptions=True)
