@@ -36,7 +36,7 @@ from tests.routing import LoggingWorker
 from tests.tiny_tokenizer import write_byte_level
 
 BLOCK = 4
-KEYS = ["first key", "second key"]
+KEYS = ["first-key", "second-key"]
 PROMPT = list(range(40, 40 + 6 * BLOCK + 2))  # the last block is not full
 SALTS = (b"", b"a" * 16, b"b" * 16)
 
@@ -129,9 +129,10 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_key_finds_its_own_prefix_and_never_another_ones(ranks: Any, what: str) -> None:
     """FINDINGS B4."""
     path, body = BODIES[what]
+    number = list(BODIES).index(what)
 
     async def run() -> None:
-        one, two = f"first key, {what}", f"second key, {what}"
+        one, two = f"first-{number}", f"second-{number}"
         async with asking(ranks, [one, two]) as ask:
             assert await ask(one, path, **body) == 0
             again = await ask(one, path, **body)

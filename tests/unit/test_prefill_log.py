@@ -170,3 +170,23 @@ def test_whatever_requests_do_the_log_ends_with_no_load_and_the_caches_blocks(
         router = router_of(client)
         assert router.load(0) == 0
         assert set(router.snapshot(0).committed) == set(crowded.workers[0]._blocks._block_of)
+
+
+def test_a_worker_that_fails_says_so_before_it_fails_its_requests(
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FINDINGS B1: else they are sent to it again, as their prefix is there."""
+    with PrefillThreads(tiny_checkpoint(), prefill_config()) as group, group.client() as connection:
+        executor = group.workers[0]._executor
+        step = executor.step
+
+        def broken(timeout_s: float) -> object:
+            if executor.in_flight:
+                raise RuntimeError("out of memory")
+            return step(timeout_s)
+
+        monkeypatch.setattr(executor, "step", broken)
+        failed = connection.failed(connection.submit([1, 2, 3], candidates=[1]))
+        assert "out of memory" in failed.message
+        assert connection.state is not None
+        assert not connection.state.healthy
