@@ -10,14 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from cluster.api.openapi import openapi_document
+from cluster.api.schemas import ServedModel
 from contracts.config import HttpConfig
 from tests.api_harness import Api, serve_api
 from tests.api_properties import Fuzzed
 from tests.fake_rank import FakeRank
 from tests.tiny_tokenizer import CHATML, write_byte_level
 
-POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/classify", "/v1/score")
-GETS = ("/v1/models", "/health", "/metrics", "/openapi.json")
+ROUTES: dict[str, dict[str, object]] = openapi_document(
+    ServedModel(name="any", max_context_tokens=64, vocab_size=64, eos_token_ids=()), HttpConfig()
+)["paths"]  # a new route is tried without a word here
+POSTS = tuple(path for path, does in ROUTES.items() if "post" in does)
+GETS = tuple(path for path, does in ROUTES.items() if "get" in does and "{" not in path)
 KINDS = ("valid", "full", "invalid")
 FEW, MANY = 15, 175  # of each kind for each route
 
