@@ -21,6 +21,7 @@ from actors.event_frames import event_frames
 from actors.loop_watch import LoopWatch
 from contracts.errors import ChannelError
 from contracts.frames import BAD_FRAME
+from contracts.logs import event
 from contracts.messages import MAX_FRAME_BYTES, Events, RankState, ToRank
 
 log = logging.getLogger("tandem.client_server")
@@ -81,7 +82,7 @@ class ClientServer:
         try:
             frames = event_frames(events.items, MAX_FRAME_BYTES)
         except ChannelError as error:
-            log.error("client_dropped client=%d reason=%s", client, error)
+            event(log, "client_dropped", logging.ERROR, client=client, reason=error)
             self._call(self._drop, client)
             return
         for frame in frames:

@@ -28,6 +28,7 @@ from actors.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError
 from contracts.events import Stage, TaskSpan
+from contracts.logs import event
 from models.moe import ExpertHalf
 from planner.expert_queues import QueueHead, QueuePolicy, oldest_of_best_class
 
@@ -118,7 +119,9 @@ class ExpertServer:
     def _forget(self, lost: PeerLost) -> None:
         """Drops what a lost attention rank still waits for."""
         peer = lost.peer
-        log.warning("peer_lost rank=%s reason=%s", self._endpoint.name, lost.error.message)
+        event(
+            log, "peer_lost", logging.WARNING, rank=self._endpoint.name, reason=lost.error.message
+        )
         for key, packets in list(self._queues.items()):
             kept = [packet for packet in packets if packet.peer != peer]
             for packet in packets:

@@ -25,7 +25,7 @@ from contracts.config import ChannelConfig
 from contracts.errors import ChannelError
 from contracts.import_path import module_command
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 _PROBE, _ECHO = "attention-0", "expert-0"
 _DEADLINE_S = 20.0

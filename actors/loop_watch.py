@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 
 from contracts.clock import Clock
+from contracts.logs import event
 
 log = logging.getLogger("tandem.worker")
 
@@ -43,8 +44,8 @@ class LoopWatch:
                 f"{self._name} has been stuck in one step for more than {self._stuck_s:g} s "
                 "(channel.stuck_s)"
             )
-            log.error("loop_stuck reason=%s", self.problem)
+            event(log, "loop_stuck", logging.ERROR, reason=self.problem)
         elif not stuck and self.problem:
-            log.warning("loop_moves_again name=%s", self._name)
+            event(log, "loop_moves_again", logging.WARNING, name=self._name)
             self.problem = ""
         return self.problem

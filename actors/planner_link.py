@@ -75,6 +75,7 @@ class PlannerLink:
         self._clock = clock
         self._version = 0
         self._numbers = 0
+        self._has_tried = False  # to connect; until then nothing is lost
         self._waiting: dict[int, _Question] = {}
         self._oldest_s: float | None = None  # when the question was asked that waits longest
         self._wanted: deque[Batch] = deque(maxlen=MAX_OUTSTANDING)
@@ -101,7 +102,7 @@ class PlannerLink:
     def absence(self) -> Absence | None:
         """Why no answer can be hoped for now; None if one can."""
         if self._writer is None:
-            return Absence.LOST
+            return Absence.LOST if self._has_tried else Absence.JOINING
         oldest_s = self._oldest_s
         if oldest_s is not None and self._clock() - oldest_s > self._answer_deadline_s:
             return Absence.SLOW
@@ -137,6 +138,7 @@ class PlannerLink:
                 await self._connect_and_listen()
             except (HandshakeError, OSError, EOFError, *BAD_FRAME) as error:
                 log.debug("%s: planner at %s: %s", self._me.name, self._address, error)
+            self._has_tried = True
             await asyncio.sleep(RETRY_S)
 
     async def _connect_and_listen(self) -> None:

@@ -28,6 +28,7 @@ from contracts.clock import monotonic_s
 from contracts.errors import HandshakeError
 from contracts.events import TaskSpan
 from contracts.frames import BAD_FRAME
+from contracts.logs import event
 from contracts.plan import Order
 from contracts.planning import (
     MAX_PLANNER_FRAME_BYTES,
@@ -125,7 +126,7 @@ class PlannerWorker:
             while True:
                 self._take(writer, await self._read(reader))
         except (OSError, EOFError, *BAD_FRAME) as error:
-            log.info("planner_connection_ended reason=%s", error)
+            event(log, "planner_connection_ended", reason=error)
         finally:
             self._writers.discard(writer)
 
@@ -148,7 +149,7 @@ class PlannerWorker:
         else:
             self._planner.observe_experts(message)
         if self._planner.version != before:
-            log.info("stage_models_changed version=%d", self._planner.version)
+            event(log, "stage_models_changed", version=self._planner.version)
             for each in list(self._writers):
                 self._write(each, ModelsChanged(self._planner.version))
 

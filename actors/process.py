@@ -26,7 +26,7 @@ from contracts.import_path import module_command
 from contracts.plan import Plan
 from contracts.worker import RankReady, RankStatus, WorkerSpec
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 _ARGUMENTS: dict[str, Any] = {
     "prepare": WorkerSpec,
@@ -129,9 +129,9 @@ def _resolve(future: Future[Any], method: str, line: bytes) -> None:
 
 
 def _serve(calls: BinaryIO, answers: BinaryIO) -> None:
-    from actors.shell import WorkerShell  # torch loads in the child only
+    from actors.shell import LoggedShell  # torch loads in the child only
 
-    shell = WorkerShell()
+    shell = LoggedShell()
     try:
         for line in calls:
             answers.write(_execute(shell, line) + b"\n")

@@ -18,6 +18,7 @@ from actors.scheduled_batch import ScheduledBatch
 from actors.stage_report import SpanRecorder, makespan_ms, micro_batch_times, transfer_times
 from contracts.clock import Clock
 from contracts.events import Stage, TaskSpan
+from contracts.logs import event
 from contracts.plan import Plan
 from contracts.planning import Absence, Batch, BatchReport, Chooser
 from contracts.worker import WorkerSpec
@@ -141,8 +142,8 @@ class RankPlanning:
         """Logs a change of what can be expected of the planner, once."""
         if state != self._said:
             self._said = state
-            level = logging.INFO if state == READY else logging.WARNING
-            log.log(level, "planner_state rank=%s state=%s", self._spec.name, self.state)
+            level = logging.WARNING if state in (Absence.LOST, Absence.SLOW) else logging.INFO
+            event(log, "planner_state", level, rank=self._spec.name, state=self.state)
 
     def _record_if_due(self) -> None:
         config, now_s = self._spec.config.planner, self._clock()

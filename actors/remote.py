@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from actors.shell import WorkerShell
+from actors.shell import LoggedShell, WorkerShell
 from contracts.errors import LaunchError, TandemError
 
 _STATUS, _LOOKS = "status", "looks"
@@ -17,12 +17,10 @@ _STATUS, _LOOKS = "status", "looks"
 _GROUP_OF = {"status": _STATUS, "metrics": _LOOKS, "spans": _LOOKS}
 
 
-def remote_worker(shell: type[WorkerShell]) -> Any:
-    """An actor class of the shell, for `RayRank`."""
-    return ray.remote(concurrency_groups={_STATUS: 1, _LOOKS: 1})(shell)
-
-
-RemoteWorker = remote_worker(WorkerShell)
+def rank_class(name: str, shell: type[WorkerShell] = LoggedShell) -> Any:
+    """The actor class of one rank, for `RayRank`. It has the rank's name, which `ps` and `ray list
+    actors` show: "ray::expert-1"."""
+    return ray.remote(concurrency_groups={_STATUS: 1, _LOOKS: 1})(type(name, (shell,), {}))
 
 
 class RayRank:

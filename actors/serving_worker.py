@@ -34,6 +34,7 @@ from contracts.clock import monotonic_s
 from contracts.config import ScheduleConfig
 from contracts.errors import ChannelError, NotReadyError, PeerError, TandemError
 from contracts.events import TaskSpan
+from contracts.logs import event
 from contracts.messages import Cancel, Event, Events, RankState, Submit
 from contracts.worker import RankReady, RankStatus, WorkerSpec
 from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
@@ -294,7 +295,7 @@ class ServingWorker:
         except PeerError:
             raise
         except ChannelError as error:
-            log.error("batch_not_sent rank=%s reason=%s", self.spec.name, error)
+            event(log, "batch_not_sent", logging.ERROR, rank=self.spec.name, reason=error)
             self._fail_everything(error)
             return []
 
@@ -336,7 +337,7 @@ class ServingWorker:
     def _lose(self, error: ChannelError) -> None:
         """A peer is lost: every request on this rank ends with an error that names it."""
         self._reason = error.message
-        log.error("peer_lost rank=%s reason=%s", self.spec.name, error.message)
+        event(log, "peer_lost", logging.ERROR, rank=self.spec.name, reason=error.message)
         self._tell_state(force=True)  # first: what fails here is not to be sent here again
         self._fail_everything(error)
 
@@ -357,8 +358,8 @@ class ServingWorker:
         """What there is to tell each client since the last call."""
         answers, self._finisher.answers = self._finisher.answers, []
         by_client: defaultdict[int, list[Event]] = defaultdict(list)
-        for sequence, event in answers:
-            by_client[sequence.key[0]].append(event)
+        for sequence, answer in answers:
+            by_client[sequence.key[0]].append(answer)
         return by_client
 
     def _send(self, client: int, events: list[Event]) -> None:

@@ -13,6 +13,7 @@ from actors.stub_worker import StubWorker
 from contracts.errors import LaunchError
 from contracts.events import TaskSpan
 from contracts.garbage import spare_what_lives_on
+from contracts.logs import set_up_logging
 from contracts.plan import Plan
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
 
@@ -74,6 +75,14 @@ class WorkerShell:
         if self._worker is None:
             raise LaunchError("the worker is used before prepare()")
         return self._worker
+
+
+class LoggedShell(WorkerShell):
+    """In a process of its own, whose log it sets up."""
+
+    def prepare(self, spec: WorkerSpec) -> RankReady:
+        set_up_logging(spec.name, spec.config.log)
+        return super().prepare(spec)
 
 
 def _make(spec: WorkerSpec) -> Worker:

@@ -21,8 +21,9 @@ from actors.weight_link import WeightLink, join
 from actors.weight_wire import Terms
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, HandshakeBrokenError, HandshakeError
+from contracts.logs import event
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 REDIAL_S = 5.0
 
@@ -158,4 +159,4 @@ class Dialler:
         before = self._tries.get(peer)
         self._tries[peer] = tried
         if tried.error is not None and (before is None or before.error is None):  # once
-            log.warning("weights_peer_not_joined peer=%s reason=%s", peer, tried.error)
+            event(log, "weights_peer_not_joined", logging.WARNING, peer=peer, reason=tried.error)

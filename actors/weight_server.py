@@ -38,8 +38,9 @@ from actors.weight_wire import (
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, HandshakeError, PeerDeadError, PeerError, PeerHungError
+from contracts.logs import event
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 _SEND_BYTES = 1 << 20  # at a time, so that peers take turns
 
@@ -183,7 +184,7 @@ class WeightServer:
                 self._hear(peer)
             self._send(peer)
         except (PeerError, OSError) as error:
-            log.info("weights_peer_left", extra={"rank": peer.name, "reason": str(error)})
+            event(log, "weights_peer_left", peer=peer.name, reason=error)
             self._drop(peer)
 
     def _tend(self, peer: _Peer, now_s: float) -> None:
@@ -197,7 +198,7 @@ class WeightServer:
                 silence_s = self._config.silence_s
                 raise PeerHungError(f"{peer.name} took nothing for {silence_s:g} s", peer.name)
         except (PeerError, OSError) as error:
-            log.warning("weights_peer_lost", extra={"rank": peer.name, "reason": str(error)})
+            event(log, "weights_peer_lost", logging.WARNING, peer=peer.name, reason=error)
             self._drop(peer)
 
     def _hear(self, peer: _Peer) -> None:

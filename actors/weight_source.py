@@ -28,13 +28,14 @@ from actors.weight_shard import Part, PartSource, Shard
 from actors.weight_wire import Terms, digest
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, PeerError, PeerHungError, ResourceError
+from contracts.logs import event
 from contracts.worker import Group, WorkerSpec, rank_name
 from models.expert_layout import ExpertLayout
 from models.expert_store import ExpertBuffer
 from models.spec import ModelSpec
 from planner.placement import ExpertPlacement
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 
 def own_part(spec: WorkerSpec, layout: ExpertLayout) -> Part:
@@ -222,7 +223,7 @@ class PeerSource:
         self._before_bytes += link.received_bytes
         del self._links[link.peer]
         self._lost[link.peer] = error.message
-        log.warning("weights_from_fallback peer=%s reason=%s", link.peer, error.message)
+        event(log, "weights_from_fallback", logging.WARNING, peer=link.peer, reason=error.message)
         self._dialler.lost(link.peer)
 
     def _adopt(self) -> None:
@@ -233,5 +234,5 @@ class PeerSource:
                 old.close()
                 self._before_bytes += old.received_bytes
             if self._lost.pop(peer, None) is not None:
-                log.warning("weights_from_peer_again peer=%s", peer)
+                event(log, "weights_from_peer_again", logging.WARNING, peer=peer)
             self._links[peer] = link

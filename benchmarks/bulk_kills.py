@@ -79,6 +79,7 @@ def start_server(
         text=True,
     )
     assert server.stdout is not None
+    server.stdout.readline()  # where its logs are
     line = server.stdout.readline()
     if not line.startswith("ready"):
         said = (folder / "server.log").read_text(encoding="utf-8")
@@ -141,7 +142,7 @@ def kill(head: RayHead, victim: str, rng: random.Random, nodes: OtherNodes | Non
         return head.running(name) + (nodes.running(name) if nodes is not None else [])
 
     found = {
-        "worker": running("ray::WorkerShell"),
+        "worker": running("ray::prefill-"),
         "router": running("ray::BulkRouter"),
         "driver": [driver] if driver is not None else [],
     }[victim]

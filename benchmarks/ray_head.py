@@ -24,6 +24,7 @@ ENVIRONMENT = {
     "PATH": f"{BIN}:{os.environ.get('PATH', '')}",
     "PYTHONPATH": str(ROOT),
     "RAY_AUTH_MODE": "disabled",
+    "XDG_STATE_HOME": f"{tempfile.gettempdir()}/tandem-state",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
     "OMP_NUM_THREADS": "1",

@@ -20,6 +20,7 @@ from cluster.codec import decode_failure
 from cluster.serve_app import build_serve_app
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, ResourceError
+from contracts.logs import event
 
 log = logging.getLogger("tandem.serving")
 
@@ -135,10 +136,10 @@ def remove(deployed: Deployed, *, is_clusters_end: bool) -> None:
             deployed.groups.launch_id.remote().result(timeout_s=STOP_TIMEOUT_S)
             != deployed.launch_id
         ):
-            log.warning("application_replaced name=%s", deployed.name)
+            event(log, "application_replaced", logging.WARNING, name=deployed.name)
             return
     except Exception as error:  # noqa: BLE001 - nobody else may deploy under a name that is there
-        log.warning("application_not_asked name=%s error=%s", deployed.name, error)
+        event(log, "application_not_asked", logging.WARNING, name=deployed.name, error=error)
     end(deployed.name, is_clusters_end=is_clusters_end)
 
 
@@ -152,8 +153,8 @@ def end(name: str, *, is_clusters_end: bool) -> None:
         _warn("application_not_deleted", lambda: serve.delete(name))
 
 
-def _warn(event: str, action: Callable[[], Any]) -> None:
+def _warn(name: str, action: Callable[[], Any]) -> None:
     try:
         action()
     except Exception as error:  # noqa: BLE001 - what is left is told; the next step may still help
-        log.warning("%s error=%s", event, error)
+        event(log, name, logging.WARNING, error=error)

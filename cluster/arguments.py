@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.metadata
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -17,7 +18,7 @@ else:
     Commands = Any
 
 EXIT_ERROR = 2
-Run = Callable[[argparse.Namespace, Mapping[str, str]], int]
+Run = Callable[[argparse.Namespace, MutableMapping[str, str]], int]
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,6 +60,14 @@ def add_command(
     )
     command.set_defaults(run=run)
     return command
+
+
+def version() -> str:
+    """Of what is installed; in a checkout that is not, of nothing."""
+    try:
+        return importlib.metadata.version("tandem-moe")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed: a checkout"
 
 
 def pretty(value: Any) -> str:

@@ -12,19 +12,18 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cluster.arguments import EXIT_ERROR, Parser
+from cluster.arguments import EXIT_ERROR, Parser, version
 from cluster.commands import bulk, demo, doctor, plan, profile, serve, stop
+from cluster.ray_environment import before_ray_is_imported
+from contracts.config import LogConfig
 from contracts.errors import TandemError
+from contracts.logs import set_up_logging
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
-    logging.basicConfig(
-        level=logging.WARNING, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr
-    )
-    logging.getLogger("tandem").setLevel(logging.INFO)
-    # Else a call that comes after the end of a cluster would quietly start another one.
-    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+    set_up_logging("tandem", LogConfig(), stderr_level=logging.WARNING)
+    before_ray_is_imported(os.environ, has_terminal=sys.stderr.isatty())
     options = _parser().parse_args(arguments)
     try:
         status = int(options.run(options, os.environ))
@@ -42,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="tandem", description="Serves Mixture-of-Experts language models on Ray.")
+    parser.add_argument("--version", action="version", version=f"tandem {version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (serve, demo, plan, profile, bulk, doctor, stop):
         command.add(commands)

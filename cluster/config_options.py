@@ -28,6 +28,10 @@ def add_config_options(command: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="a.b=c", help="override one key; repeatable"
     )
 
+    command.add_argument("--served-model-name", metavar="M", help="what clients call the model")
+    command.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), help="default info"
+    )
     command.add_argument("--name", help='of the application on its Ray cluster (default "tandem")')
 
 
@@ -35,7 +39,9 @@ def config_of(options: argparse.Namespace) -> TandemConfig:
     """The file, then --set, then the named options, each overriding the one before."""
     named = {
         "model.path": options.model,
+        "model.name": options.served_model_name,
         "serve.name": options.name,
+        "log.level": options.log_level,
         "model.dtype": options.dtype,
         "groups.attention_ranks": options.attention_ranks,
         "groups.expert_ranks": options.expert_ranks,

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 import openai
-from rich.console import Console
 from rich.table import Table
 
 from actors.timeline import write_chrome_trace
@@ -21,6 +20,7 @@ from cluster.demo_rows import CHATS, TASKS, DemoChat, DemoTask
 from cluster.front import free_port
 from cluster.model_folder import resolve_model_folder
 from cluster.serving import Served, serving
+from cluster.terminal import Terminal
 from contracts.config import BUNDLED, TandemConfig
 from contracts.errors import TandemError
 from contracts.events import TaskSpan
@@ -53,7 +53,7 @@ class ChatResult(NamedTuple):
 
 def run_demo(trace: Path | None) -> int:
     """Starts, asks, shows, stops. Returns the exit status."""
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Terminal(width=None if sys.stdout.isatty() else 140)
     config = _config()
     groups = config.groups
     console.print(
@@ -83,6 +83,7 @@ def _config() -> TandemConfig:
             "groups.attention_ranks=1",
             "groups.expert_ranks=2",
             "groups.prefill_ranks=2",
+            "serve.name=demo",
             "schedule.r1=2",
             "schedule.r2=2",
             "kv.pool_tokens=32768",

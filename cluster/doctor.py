@@ -11,11 +11,11 @@ from typing import Literal
 
 import msgspec
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from cluster.front import bind
 from cluster.model_folder import check_tokenizer, resolve_model_folder
+from cluster.terminal import Terminal
 from contracts import machine
 from contracts.config import TandemConfig
 from contracts.errors import TandemError
@@ -66,7 +66,7 @@ def print_findings(findings: list[Finding]) -> None:
     for finding in findings:
         colour = colours[finding.level]
         table.add_row(f"[{colour}]{finding.level}[/]", finding.check, finding.found, finding.advice)
-    Console().print(table)
+    Terminal().print(table)
 
 
 def _python() -> Finding:

@@ -15,6 +15,7 @@ from cluster.placement import Placed, resolve_backend, seat_ranks, start_rank
 from cluster.rank_calls import expositions, recorded_spans, statuses, stop_all
 from contracts.config import TandemConfig
 from contracts.events import TaskSpan
+from contracts.logs import event
 from contracts.plan import Plan
 from contracts.worker import Group, RankReady, RankStatus
 
@@ -96,7 +97,7 @@ def launch_group(
         last = first + config.groups.expert_ranks
         specs = make_specs(formation, seats[:first], seats[first:last], seats[last:])
         ready = form_group(specs, ranks, timeout_s=config.groups.ready_timeout_s)
-        log.info("group_ready epoch=%d backend=%s ranks=%d", epoch, backend, len(ranks))
+        event(log, "group_ready", epoch=epoch, backend=backend, ranks=len(ranks))
         return RunningGroup(ranks, ready, placement, formation)
     except BaseException:
         for rank in ranks:

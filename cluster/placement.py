@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.remote import RayRank, RemoteWorker
+from actors.remote import RayRank, rank_class
 from actors.rendezvous import Seat
 from contracts.config import GroupsConfig, TandemConfig
 from contracts.errors import ResourceError
@@ -127,17 +127,22 @@ def _spread_hosts(requests: Sequence[RankRequest]) -> list[str]:
 
 def start_rank(request: RankRequest, placement: PlacementGroup, bundle: int) -> RayRank:
     resources = {k: v for k, v in request.resources.items() if k not in ("CPU", "GPU")}
-    actor = RemoteWorker.options(
-        num_cpus=request.resources.get("CPU", 0),
-        num_gpus=request.resources.get("GPU", 0),
-        resources=resources,
-        max_restarts=0,
-        max_task_retries=0,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(
-            placement, placement_group_bundle_index=bundle
-        ),
-    ).remote()
-    return RayRank(rank_name(request.group, request.rank), actor)
+    name = rank_name(request.group, request.rank)
+    actor = (
+        rank_class(name)
+        .options(
+            num_cpus=request.resources.get("CPU", 0),
+            num_gpus=request.resources.get("GPU", 0),
+            resources=resources,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement, placement_group_bundle_index=bundle
+            ),
+        )
+        .remote()
+    )
+    return RayRank(name, actor)
 
 
 class Node(NamedTuple):

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from cluster.plan_input import ModelProblem, read_plan_file
+from cluster.terminal import Terminal
 from contracts.clock import monotonic_s
 from contracts.plan import Order, Plan
 from planner.alternatives import Alternative
@@ -176,7 +176,7 @@ def _split_answer(split: Split) -> SplitAnswer:
 
 
 def print_report(report: Report) -> None:
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     _print_plans(console, report)
     verdict = report.verdict
     if verdict is not None:
@@ -186,7 +186,7 @@ def print_report(report: Report) -> None:
         console.print(f"\n{verdict.advice}")
 
 
-def _print_plans(console: Console, report: Report) -> None:
+def _print_plans(console: Terminal, report: Report) -> None:
     answer = report.answer
     console.print(_title(report))
     table = Table(box=None, pad_edge=False)
@@ -225,7 +225,7 @@ def _title(report: Report) -> str:
     )
 
 
-def _print_splits(console: Console, verdict: Verdict) -> None:
+def _print_splits(console: Terminal, verdict: Verdict) -> None:
     console.print("\nSplits")
     table = Table(box=None, pad_edge=False)
     for heading in ("attention + expert", "samples/s", "samples in memory", "plan"):
@@ -241,7 +241,7 @@ def _print_splits(console: Console, verdict: Verdict) -> None:
     console.print(table)
 
 
-def _print_others(console: Console, others: list[Alternative]) -> None:
+def _print_others(console: Terminal, others: list[Alternative]) -> None:
     console.print("\nWithout a split")
     table = Table(box=None, pad_edge=False)
     for heading in ("way", "samples/s", "waits for communication", ""):

@@ -41,6 +41,7 @@ from contracts import metrics
 from contracts.config import TandemConfig
 from contracts.errors import TandemError
 from contracts.events import TaskSpan
+from contracts.logs import event
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
 
 log = logging.getLogger("tandem.prefill_group")
@@ -134,9 +135,9 @@ class PrefillGroup:
         try:
             reason = reason or member.look(now_s, stalled_s)
         except Exception as error:  # noqa: BLE001 - supervision must not end; it is asked again
-            log.warning("worker_not_asked name=%s error=%s", member.ready.name, error)
+            event(log, "worker_not_asked", logging.WARNING, name=member.ready.name, error=error)
         if reason:
-            log.error("worker_lost name=%s reason=%s", member.ready.name, reason)
+            event(log, "worker_lost", logging.ERROR, name=member.ready.name, reason=reason)
             lost = self._members if self._lockstep else [member]
             for one in lost:
                 one.problem = reason
@@ -154,7 +155,7 @@ class PrefillGroup:
                 return
             except Exception as error:  # noqa: BLE001 - whatever it is, it is told and tried again
                 if not self._closing.is_set():
-                    log.error("worker_not_replaced name=%s error=%s", names, error)
+                    event(log, "worker_not_replaced", logging.ERROR, name=names, error=error)
             self._closing.wait(retry_s)
             retry_s = min(2 * retry_s, MAX_RETRY_S)
 
@@ -233,7 +234,7 @@ class PrefillGroup:
             end_s = time.monotonic() + timeout_s
             if not told:
                 told, needs = True, self._requests[member.spec.rank].resources
-                log.error("worker_has_no_node name=%s needs=%s", member.ready.name, needs)
+                event(log, "worker_has_no_node", logging.ERROR, name=member.ready.name, needs=needs)
         raise TimeoutError
 
     def _count(self, member: Member) -> None:
@@ -241,7 +242,7 @@ class PrefillGroup:
             self.restarts += 1
             self._telemetry.count(metrics.RANK_RESTARTS, Group.PREFILL.value)
         name, pid = member.ready.name, member.ready.pid
-        log.warning("worker_replaced name=%s epoch=%d pid=%d", name, member.spec.epoch, pid)
+        event(log, "worker_replaced", logging.WARNING, name=name, epoch=member.spec.epoch, pid=pid)
 
 
 def launch_prefill(
@@ -263,7 +264,7 @@ def launch_prefill(
         formation = Formation(config, model_folder, token, epoch, backend)
         specs = make_specs(formation, (), (), prefill=seat_ranks(placed, with_kv))
         ready = form_group(specs, ranks, timeout_s=config.groups.ready_timeout_s)
-        log.info("prefill_ready epoch=%d backend=%s workers=%d", epoch, backend, len(ranks))
+        event(log, "prefill_ready", epoch=epoch, backend=backend, workers=len(ranks))
         members = [Member(*each) for each in zip(specs, ranks, ready, placed.nodes, strict=True)]
         return PrefillGroup(requests, placement, members, formation)
     except BaseException:

@@ -10,6 +10,7 @@ from actors.channels.neighbour import end
 from actors.remote import RayRank
 from cluster.placement import Node
 from cluster.rank_watch import RankWatch
+from contracts.logs import event
 from contracts.worker import RankReady, WorkerSpec
 
 log = logging.getLogger("tandem.prefill_group")
@@ -35,7 +36,7 @@ class Member:
         need not."""
         try:
             if not end(self.ready.whereabouts):
-                log.info("worker_not_here name=%s", self.ready.name)
+                event(log, "worker_not_here", name=self.ready.name)
         except OSError as error:
-            log.info("worker_not_killed name=%s error=%s", self.ready.name, error)
+            event(log, "worker_not_killed", name=self.ready.name, error=error)
         ray.kill(self.rank.actor)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from cluster.rank_client import RankClient
 from contracts.errors import ChannelError, PeerDeadError
+from contracts.logs import event
 from contracts.messages import RankState
 from contracts.routing import WorkerReport, WorkerSnapshot
 from planner.router import Router
@@ -76,7 +77,7 @@ class PrefillPeer:
         except (MissingReportsError, ValueError) as error:
             name = self.client.name
             self.contradiction = f"{name}: its log contradicts itself: {error}"
-            log.error("worker_given_up reason=%s", self.contradiction)
+            event(log, "worker_given_up", logging.ERROR, reason=self.contradiction)
             self._lose(for_good=not isinstance(error, MissingReportsError))
             raise PeerDeadError(self.contradiction, name) from None
         self._on_change()
@@ -135,7 +136,7 @@ class Finder:
                 async with asyncio.timeout(FIND_DEADLINE_S):
                     addresses = await find(self._suspects())
             except Exception as error:  # noqa: BLE001 - whatever it is, the next try may do better
-                log.warning("directory_not_found error=%s", error)
+                event(log, "directory_not_found", logging.WARNING, error=error)
                 addresses = {}
             for peer in self._peers:
                 peer.client.move(addresses.get(peer.client.name, peer.client.address))

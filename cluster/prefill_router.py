@@ -26,6 +26,7 @@ from cluster.room import Room
 from cluster.ticket import Ticket, class_of, failure_of, lane_of
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import NotReadyError, OverloadError, PeerDeadError, TooCostlyError
+from contracts.logs import event
 from contracts.messages import Finished, Scored, Submit, Tokens
 from contracts.routing import Prompt, RequestKey
 from planner.backlog import Backlog
@@ -232,7 +233,7 @@ class PrefillRouter:
         if ticket.attempts < self._config.max_attempts:
             self._line_up(ticket)
             return
-        log.error("request_given_up attempts=%d reason=%s", ticket.attempts, reason)
+        event(log, "request_given_up", logging.ERROR, attempts=ticket.attempts, reason=reason)
         ticket.fail(
             PeerDeadError(
                 f"{ticket.attempts} prefill workers were lost with this request; last: {reason}", ""

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from cluster.pictures import check_format, pyplot, saved
+from cluster.terminal import Terminal
 from contracts.hardware import Fit, Hardware
 
 OPTION = "--plot"
 
 
 def print_profile(hardware: Hardware) -> None:
-    console = Console()
+    console = Terminal()
     console.print(f"{hardware.name}: {hardware.device}, {hardware.kind}")
     console.print(hardware.source, style="dim")
     table = Table(box=None, pad_edge=False)

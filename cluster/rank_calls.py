@@ -9,6 +9,7 @@ import ray
 
 from actors.remote import RayRank
 from contracts.events import TaskSpan
+from contracts.logs import event
 from contracts.worker import RankStatus
 
 log = logging.getLogger("tandem.launch")
@@ -34,7 +35,7 @@ def expositions(ranks: Sequence[RayRank], timeout_s: float) -> list[str]:
         try:
             texts.append(future.result(timeout_s))
         except Exception as error:  # noqa: BLE001 - a scrape shows the ranks that answer
-            log.warning("rank_metrics_failed name=%s error=%s", name, error)
+            event(log, "rank_metrics_failed", logging.WARNING, name=name, error=error)
     return texts
 
 
@@ -52,5 +53,5 @@ def stop_all(ranks: Sequence[RayRank], timeout_s: float) -> None:
         try:
             future.result(timeout_s)
         except Exception as error:  # noqa: BLE001 - it is killed next, whatever it answers
-            log.warning("rank_stop_failed name=%s error=%s", rank.name, error)
+            event(log, "rank_stop_failed", logging.WARNING, name=rank.name, error=error)
         ray.kill(rank.actor)

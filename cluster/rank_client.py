@@ -23,6 +23,7 @@ from cluster.rank_socket import RankClientConfig, RankSocket
 from cluster.rank_stream import Listener, RankStream, Sink
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError, NotReadyError, PeerDeadError, PeerError, PeerHungError
+from contracts.logs import event
 from contracts.messages import Cancel, Event, RankState, Submit, Tokens
 from contracts.routing import WorkerReport, WorkerSnapshot
 
@@ -175,7 +176,7 @@ class RankClient:
             if self._broken is not None:
                 lost, self._broken = self._broken, None
             if str(self.lost) != str(lost):  # once, not with every attempt to reconnect
-                _LOG.warning("rank_lost", extra={"rank": self.name, "reason": str(lost)})
+                event(_LOG, "rank_lost", logging.WARNING, rank=self.name, reason=lost)
             self._drop_all(lost)
             backoff_s = self._config.backoff_s if was_connected else backoff_s * 2
             await asyncio.sleep(min(backoff_s, self._config.max_backoff_s))

@@ -15,9 +15,12 @@ import psutil
 import ray
 from ray.job_config import JobConfig
 
+from cluster.log_folder import keep_ray_logs
+from cluster.ray_environment import cluster_address
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, ResourceError
 from contracts.import_path import standing_in, workers_path
+from contracts.logs import event
 from contracts.machine import usable_cores
 
 OBJECT_STORE_BYTES = 256 << 20  # nothing large goes through it
@@ -29,11 +32,10 @@ _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS
 LOCAL_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # Ray's default is 15: on a busy machine ranks would starve
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 
 @contextlib.contextmanager
@@ -62,13 +64,9 @@ def ray_session(
         yield
     finally:
         ray.shutdown()
+        if config.log.folder is not None:
+            keep_ray_logs(Path(folder) / "session_latest", Path(config.log.folder))
         shutil.rmtree(folder, ignore_errors=True)  # Ray's sockets and logs
-
-
-def cluster_address(config: TandemConfig, environment: Mapping[str, str]) -> str | None:
-    """The existing cluster to join; None: a local one is to be started."""
-    address = config.groups.address or environment.get("RAY_ADDRESS")
-    return None if address == "local" else address or None
 
 
 def _probe(address: str, environment: Mapping[str, str]) -> None:
@@ -137,7 +135,7 @@ def _start_local(show_rank_logs: bool) -> str:
             if not isinstance(error, Exception):  # an interrupt
                 raise
             reason = str(error).strip().partition("\n")[0]
-            log.warning("local_ray_failed attempt=%d reason=%s", attempt, reason)
+            event(log, "local_ray_failed", attempt=attempt, reason=reason)
         else:
             return folder
     raise LaunchError(

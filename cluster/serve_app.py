@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 from ray import serve
@@ -31,6 +32,7 @@ from cluster.wiring import build_ingress_app
 from contracts.config import TandemConfig
 from contracts.errors import TandemError
 from contracts.events import TaskSpan
+from contracts.logs import event, set_up_logging
 from contracts.worker import RankStatus
 
 log = logging.getLogger("tandem.serve")
@@ -50,6 +52,7 @@ class Groups:
         self._awaited = self._config.http.front == "direct"
         self._ingress_failure = b""
         self._ingress_listens = False
+        set_up_logging("groups", self._config.log)
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="groups")
         self._launch = self._threads.submit(self._run)
 
@@ -128,6 +131,7 @@ class Ingress:
         self._config = decode_config(config)
         self._groups = groups
         self._front: DirectFront | None = None
+        set_up_logging("ingress", self._config.log)
 
     def check_health(self) -> None:
         """Asked by Serve, which replaces a replica that raises."""
@@ -140,8 +144,8 @@ class Ingress:
         try:
             return await self._build()
         except Exception as error:
-            if not isinstance(error, TandemError):  # those say all in one line
-                log.exception("ingress_failed")
+            reason = f"{type(error).__name__}: {error}"
+            event(log, "ingress_failed", logging.INFO, reason=reason, trace=_trace_of(error))
             if not await self._groups.ingress_failed.remote(encode_failure(error)):
                 raise
         await asyncio.Event().wait()
@@ -165,6 +169,13 @@ class Ingress:
     async def _rank_metrics(self) -> list[str]:
         texts: list[str] = await self._groups.metrics.remote()
         return texts
+
+
+def _trace_of(error: Exception) -> str:
+    """Empty for what says all in one line."""
+    if isinstance(error, TandemError):
+        return ""
+    return "".join(traceback.format_exception(error))
 
 
 def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Application:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import httpx
@@ -15,10 +15,13 @@ from ray.serve.handle import DeploymentHandle
 from cluster import application
 from cluster.codec import Directory, decode_directory
 from cluster.front import bind, check_tls
+from cluster.log_folder import log_folder
 from cluster.model_folder import check_tokenizer, resolve_model_folder
-from cluster.ray_session import cluster_address, ray_session
+from cluster.ray_environment import cluster_address
+from cluster.ray_session import ray_session
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
+from contracts.logs import set_up_logging
 from models.checkpoint import check_checkpoint
 
 
@@ -31,13 +34,25 @@ class Served(NamedTuple):
     ready_s: float
 
 
+def _say_nothing(_: str) -> None:
+    pass
+
+
 @contextlib.contextmanager
-def serving(config: TandemConfig, *, show_rank_logs: bool = False) -> Iterator[Served]:
-    """The whole server, ready inside and gone afterwards. Raises TandemError, one line each."""
+def serving(
+    config: TandemConfig, *, show_rank_logs: bool = False, say: Callable[[str], None] = _say_nothing
+) -> Iterator[Served]:
+    """The whole server, ready inside and gone afterwards. say: is told where its logs will be.
+    Raises TandemError, one line each."""
     started_s = time.monotonic()
     _check_http(config)
     preflight(config)
-    with ray_session(config, os.environ, show_rank_logs=show_rank_logs):
+    with (
+        log_folder(config, os.environ) as config,
+        ray_session(config, os.environ, show_rank_logs=show_rank_logs),
+    ):
+        set_up_logging("serve", config.log)
+        say(f"logs in {config.log.folder}")
         application.check_absent(config.serve.name)
         deployed = application.deploy(config)
         try:

@@ -26,6 +26,7 @@ from cluster.rank_client import RankClient
 from cluster.rank_socket import RankClientConfig
 from contracts.config import TandemConfig
 from contracts.garbage import spare_what_lives_on
+from contracts.logs import event
 from models.checkpoint import check_checkpoint, resolve_dtype
 from models.tokenizer import Tokenizer
 from planner.request_work import RequestWork, work_of
@@ -128,7 +129,7 @@ async def build_ingress_app(
         try:
             return merge_expositions(await rank_metrics())
         except RayError as error:  # the ingress's own metrics are still worth a scrape
-            log.warning("rank_metrics_failed error=%s", error)
+            event(log, "rank_metrics_failed", logging.WARNING, error=error)
             return ""
 
     app = build_app(

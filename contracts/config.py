@@ -334,6 +334,17 @@ class LimitsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return int(self.open_bytes * self.request_fraction)
 
 
+class LogConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """level: from which on events are written. folder: of a folder for each run; None: with `tandem
+    serve` $XDG_STATE_HOME/tandem/NAME, elsewhere standard error only. runs: how many are kept.
+    max_file_bytes: of a file, which then begins anew, with one older part beside it."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    folder: OutputFolder | None = None
+    runs: Count = 10
+    max_file_bytes: Annotated[int, Meta(ge=1 << 16)] = 64 << 20
+
+
 class TraceConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """spans: how many task spans each rank keeps (a ring). 0 switches recording off."""
 
@@ -351,4 +362,5 @@ class TandemConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     serve: ServeConfig = ServeConfig()
     http: HttpConfig = HttpConfig()
     limits: LimitsConfig = LimitsConfig()
+    log: LogConfig = LogConfig()
     trace: TraceConfig = TraceConfig()

@@ -38,6 +38,7 @@ class Absence(enum.StrEnum):
     """Why a batch has no plan of the planner (`tandem_plan_batches_total{reason}`)."""
 
     OFF = "off"  # there is none
+    JOINING = "joining"  # the first connection is being made
     LOST = "lost"  # no connection
     SLOW = "slow"  # it owes an answer for longer than planner.answer_deadline_s
     COLD = "cold"  # it has too few measured times yet, or none of batches as large

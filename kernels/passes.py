@@ -14,9 +14,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from contracts.logs import event
 from kernels import experts, norm, rope
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 _TRIED = (5, 6, 16)  # T, H, d of the trial
 _TOLERANCE = 0.1  # of values of order 1 to 10 in bfloat16
@@ -87,7 +88,8 @@ def _triton_kernels() -> ModuleType | None:
         kernels = importlib.import_module("kernels.triton_kernels")
         _try(kernels)
     except Exception as error:  # noqa: BLE001  (no triton, no compiler, a wrong result: do without)
-        log.warning("fused_kernels_off reason=%s: %s", type(error).__name__, error)
+        reason = f"{type(error).__name__}: {error}"
+        event(log, "fused_kernels_off", logging.WARNING, reason=reason)
         return None
     return kernels
 

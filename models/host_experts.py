@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from contracts.errors import ResourceError
+from contracts.logs import event
 from contracts.machine import free_bytes
 from models.checkpoint import Checkpoint, expert_wants
 from models.checkpoint_part import CheckpointParts
@@ -29,7 +30,7 @@ from models.expert_layout import ExpertLayout
 from models.expert_store import ExpertBuffer
 from models.host_store import open_shared
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 _FORMAT = 1
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16"}
@@ -85,7 +86,7 @@ def open_host_source(
         except ResourceError as error:
             if not can_map:
                 raise
-            log.warning("experts_packed_as_read reason=%s", error.message)
+            event(log, "experts_packed_as_read", logging.WARNING, reason=error.message)
     return HostSource(parts, layout.spec.num_experts, pinned)
 
 

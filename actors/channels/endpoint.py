@@ -38,8 +38,9 @@ from actors.loop_watch import LoopWatch
 from contracts.clock import Clock
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, PeerError
+from contracts.logs import event
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 _TEND_S = 1.0
 
@@ -135,7 +136,9 @@ class BaseEndpoint(abc.ABC):
             link = self._join(joint)
         except (ChannelError, OSError) as error:  # the peer sees its sockets close
             joint.close()
-            log.warning("join_failed rank=%s peer=%s reason=%s", self.name, joint.peer, error)
+            event(
+                log, "join_failed", logging.WARNING, rank=self.name, peer=joint.peer, reason=error
+            )
             return
         self._beat(link)
         self._tell(link)

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from contracts.clock import Clock, monotonic_s
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 MAX_UNPROVEN: Final = 64  # per socket that we listen on
 MAX_PER_ADDRESS: Final = 32

@@ -23,8 +23,9 @@ from actors.channels.gate import ACCEPT_RETRY_S, MAX_UNPROVEN, Gate, address_of,
 from actors.channels.handshake import Answer, Identity, Remote
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, HandshakeError
+from contracts.logs import event
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 ALTERNATIVE: Final = ","  # between the addresses of one listener: the first that answers is meant
 _BACKLOG: Final = 128
@@ -208,7 +209,7 @@ class Listener:
             sock.close()
             if not isinstance(error, ChannelError | OSError):
                 raise
-            log.warning("join_failed rank=%s reason=%s", self._me.name, error)
+            event(log, "join_failed", logging.WARNING, rank=self._me.name, reason=error)
         finally:
             with self._lock:
                 self._live.pop(threading.current_thread(), None)

@@ -37,7 +37,7 @@ CHUNK_BYTES: Final = 256 << 10  # progress is noted at least this often
 _JOIN_S: Final = 5.0
 _LENGTH = struct.Struct("<I")
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 Report = Callable[[Packet | PeerError], None]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from cluster.bulk.rows import Answer, Answered
+from cluster.terminal import Terminal
 from contracts.clock import Clock, monotonic_s
 
 LINE_EVERY_S = 5.0
@@ -70,7 +70,7 @@ class Tally:
         )
 
 
-async def show(tally: Tally, console: Console) -> None:
+async def show(tally: Tally, console: Terminal) -> None:
     """Until cancelled."""
     if not console.is_terminal:
         while True:

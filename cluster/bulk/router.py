@@ -27,6 +27,7 @@ from cluster.pipelines import Pipelines
 from cluster.wiring import pipelines, served_model
 from contracts.errors import JobError, TandemError
 from contracts.garbage import spare_what_lives_on
+from contracts.logs import event
 
 log = logging.getLogger("tandem.bulk")
 
@@ -181,7 +182,7 @@ class RayRouter:
 
     def _count_loss(self, error: BaseException) -> None:
         self._losses += 1
-        log.warning("router_lost reason=%s", str(error).strip().partition("\n")[0])
+        event(log, "router_lost", logging.WARNING, reason=str(error).strip().partition("\n")[0])
 
     async def _watch_over(self, actor: Any) -> None:
         """Ends a router that hangs; the calls that wait for it then fail."""
@@ -191,7 +192,7 @@ class RayRouter:
             try:
                 self._tell_missing(await asyncio.wait_for(ping.remote(), HUNG_AFTER_S))
             except TimeoutError:
-                log.warning("router_hung silent_s=%g", HUNG_AFTER_S)
+                event(log, "router_hung", logging.WARNING, silent_s=HUNG_AFTER_S)
                 ray.kill(actor)
                 return
             except RayActorError:

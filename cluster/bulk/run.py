@@ -10,8 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from cluster.bulk.answering import BulkTask
 from cluster.bulk.driver import IN_FLIGHT_ROWS, Driver, DriverSettings
 from cluster.bulk.job import BulkJob, check_job, fingerprint
@@ -24,13 +22,14 @@ from cluster.bulk.sources import ReadProgress, Source, find_sources, read_all
 from cluster.bulk.windows import Window, windows_of
 from cluster.codec import encode_config
 from cluster.model_folder import resolve_model_folder
+from cluster.terminal import Terminal
 from contracts.config import TandemConfig
 
 ROWS_PER_WORKER = 256
 
 
 def run_bulk(
-    job: BulkJob, workers: contextlib.AbstractContextManager[Workers], console: Console
+    job: BulkJob, workers: contextlib.AbstractContextManager[Workers], console: Terminal
 ) -> dict[str, Any]:
     """Runs the job, or what is left of it; the summary. Raises TandemError, one line."""
     check_job(job, Path.cwd())
@@ -64,7 +63,7 @@ def run_bulk(
 
 
 async def _run(
-    driver: Driver, router: RayRouter, windows: Iterator[Window], tally: Tally, console: Console
+    driver: Driver, router: RayRouter, windows: Iterator[Window], tally: Tally, console: Terminal
 ) -> None:
     showing = asyncio.create_task(show(tally, console))
     try:

@@ -17,6 +17,7 @@ from cluster.ray_session import ray_session
 from cluster.serve_app import CLOSE_TIMEOUT_S, ON_HEAD, Groups
 from contracts.config import GroupsConfig, TandemConfig
 from contracts.errors import LaunchError, ResourceError
+from contracts.logs import event
 from models.checkpoint import check_checkpoint
 
 log = logging.getLogger("tandem.bulk")
@@ -82,5 +83,5 @@ def _close(groups: Any) -> None:
     try:
         ray.get(groups.close.remote(), timeout=CLOSE_TIMEOUT_S)
     except Exception as error:  # noqa: BLE001 - it is killed next, whatever it answers
-        log.warning("orderly_stop_failed error=%s", error)
+        event(log, "orderly_stop_failed", logging.WARNING, error=error)
     ray.kill(groups)

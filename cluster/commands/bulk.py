@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 from cluster.arguments import Commands, add_command, pretty
 from cluster.bulk.arguments import EXAMPLE, add_options, job_of
 from cluster.config_options import add_config_options, config_of, sizes_of
+from cluster.ray_environment import before_a_cluster_is_started
+from cluster.terminal import Terminal
 from contracts.errors import ConfigError
 
 
@@ -18,7 +20,7 @@ def add(commands: Commands) -> None:
     add_config_options(bulk)
 
 
-def run(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
     job = job_of(options)
     if (options.address is None) == (options.model is None and options.config is None):
         raise ConfigError(
@@ -28,8 +30,8 @@ def run(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if options.config is None and not any(sizes_of(options)):
         options.attention_ranks, options.expert_ranks, options.prefill_ranks = 0, 0, 1
     config = config_of(options)
-
-    from rich.console import Console
+    if options.address is None:
+        before_a_cluster_is_started(config, environment)
 
     from cluster.bulk.run import run_bulk, summary_line
     from cluster.bulk.session import own_workers, running_workers
@@ -39,7 +41,7 @@ def run(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
         if options.address
         else own_workers(config, environment)
     )
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     summary = run_bulk(job, workers, console)
     if options.json:
         print(pretty(summary))

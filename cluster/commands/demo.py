@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from cluster.arguments import Commands, add_command
+from cluster.ray_environment import before_a_cluster_is_started
+from contracts.config import TandemConfig
 
 _EXAMPLE = """example:
   tandem demo
@@ -20,7 +22,9 @@ def add(commands: Commands) -> None:
     demo.add_argument("--trace", type=Path, help="also write a Perfetto trace to this file")
 
 
-def run(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
+    before_a_cluster_is_started(TandemConfig(), environment)
+
     from cluster.demo import run_demo
 
     return run_demo(options.trace)

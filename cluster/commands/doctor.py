@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 from cluster.arguments import EXIT_ERROR, Commands, add_command, pretty
 from cluster.config_options import add_config_options, config_of
@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
     doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-def run(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
     """2 if there is an error among the findings; warnings are none."""
     from cluster.doctor import examine, print_findings
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from cluster.arguments import Commands, add_command, pretty
@@ -43,7 +43,7 @@ def add(commands: Commands) -> None:
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
-def run(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
     from cluster.plan import plan_file, print_report
     from cluster.plan_files import write_picture, write_trace
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from cluster.arguments import Commands, add_command, pretty
@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
     profile.add_argument("--json", action="store_true", help="print the hardware file, no table")
 
 
-def run(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
     from cluster.hardware import write_hardware
     from cluster.model_folder import resolve_model_folder
     from cluster.pictures import check_format, pyplot

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 from cluster.arguments import Commands, add_command
 from cluster.config_options import KEY_VARIABLE, add_config_options, config_of, with_key_of
+from cluster.ray_environment import before_a_cluster_is_started
 
 _EXAMPLE = """example:
   tandem serve --model bundled --attention-ranks 2 --expert-ranks 2
@@ -38,12 +39,18 @@ def add(commands: Commands) -> None:
     )
 
 
-def run(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
+    config = with_key_of(config_of(options), environment)
+    before_a_cluster_is_started(config, environment)
+
     from cluster.serving import serving
 
-    config = with_key_of(config_of(options), environment)
     stop = threading.Event()
-    with serving(config, show_rank_logs=True) as served:
+    with serving(config, show_rank_logs=True, say=_say) as served:
         for number in (signal.SIGINT, signal.SIGTERM):  # not earlier: ray.init sets its own
             signal.signal(number, lambda *_: stop.set())
         print(f"ready in {served.ready_s:.1f} s: {served.url}/v1", flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 from cluster.arguments import Commands, add_command
 from contracts.config import GroupsConfig, ServeConfig, TandemConfig
@@ -22,9 +22,10 @@ def add(commands: Commands) -> None:
     stop.add_argument("--address", help="of the Ray cluster (default RAY_ADDRESS; auto: this one)")
 
 
-def run(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
     from cluster import application
-    from cluster.ray_session import cluster_address, ray_session
+    from cluster.ray_environment import cluster_address
+    from cluster.ray_session import ray_session
 
     config = TandemConfig(groups=GroupsConfig(address=options.address))
     if cluster_address(config, environment) is None:

@@ -36,6 +36,7 @@ def test_spread_groups_answer_over_tcp_between_two_nodes(two_nodes: TwoNodes) ->
     )
     try:
         assert server.stdout is not None
+        assert server.stdout.readline().startswith("logs in")
         ready = server.stdout.readline()
         assert ready.startswith("ready in"), ready
         url = ready.split()[-1]

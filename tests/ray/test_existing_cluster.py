@@ -23,7 +23,7 @@ from contracts.config import BUNDLED
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 DEADLINE_S = 60.0
-SHELLS = ("WorkerShell", "Groups", "Ingress")
+SHELLS = ("ray::attention-", "ray::expert-", "ray::prefill-", "ray::planner-", "Groups", "Ingress")
 
 
 def can_connect(port: int) -> bool:

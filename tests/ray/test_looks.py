@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
-from actors.remote import RayRank, remote_worker
+from actors.remote import RayRank, rank_class
 from actors.shell import WorkerShell
 from cluster.ray_session import ray_session
 from contracts.config import TandemConfig
@@ -48,7 +48,7 @@ def test_the_status_is_told_while_connect_and_a_scrape_wait(
     monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with ray_session(TandemConfig(), {}, show_rank_logs=False):
-        actor: Any = remote_worker(WaitingShell).options(num_cpus=0).remote()
+        actor: Any = rank_class("attention-0", WaitingShell).options(num_cpus=0).remote()
         rank = RayRank("prefill-0", actor)
         connecting = rank.call("connect", {"prefill-1": "tcp:10.0.0.1:1"})
         scraping = rank.call("metrics")

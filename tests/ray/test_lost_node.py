@@ -98,5 +98,5 @@ def test_a_job_survives_a_node_and_its_worker_comes_back_on_the_next(
     assert job.returncode == 0, errors
     assert check(output, ROWS)["rows_ok"] == ROWS
     wait_healthy(cluster.url)
-    (worker,) = third.running("ray::WorkerShell")
+    (worker,) = third.running("ray::prefill-")
     assert "127.0.0.3" in listens_at(worker)

@@ -84,10 +84,11 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     patch = pytest.MonkeyPatch()
     patch.delenv("RAY_ADDRESS", raising=False)
     patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
+    patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     with contextlib.ExitStack() as stack:
         stack.callback(patch.undo)
         yield Server(stack)
@@ -240,12 +241,7 @@ def test_the_planners_plans_are_run_and_shown(server: Server) -> None:
 
 
 def test_the_loss_of_the_planner_is_told_and_costs_no_request(server: Server) -> None:
-    ranks = {rank.pid for rank in server.served.directory.ranks}
-    (planner,) = [
-        process
-        for process in server.processes
-        if "WorkerShell" in _name(process) and process.pid not in ranks
-    ]
+    (planner,) = [one for one in server.processes if _title(one).startswith("ray::planner-0")]
     planner.kill()
     end_s = time.monotonic() + DEADLINE_S
     while server.status()["attention-0"].planner != "lost":
@@ -312,6 +308,14 @@ def test_nothing_is_left_after_the_end(server: Server) -> None:
     assert not [process for process in alive if _name(process)]
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.served.url}/health")
+
+
+def _title(process: psutil.Process) -> str:
+    """What `ps` shows; empty if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def _name(process: psutil.Process) -> str:

@@ -14,7 +14,7 @@ import pytest
 from ray import cloudpickle
 
 import cluster.placement
-from actors.remote import remote_worker
+from actors.remote import rank_class
 from actors.shell import WorkerShell
 from actors.stub_worker import StubWorker
 from cluster.codec import Directory
@@ -55,7 +55,9 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[PrefillGroup]:
     monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with ray_session(CONFIG, {}, show_rank_logs=False), contextlib.ExitStack() as stack:
-        monkeypatch.setattr(cluster.placement, "RemoteWorker", remote_worker(HangingShell))
+        monkeypatch.setattr(
+            cluster.placement, "rank_class", lambda name: rank_class(name, HangingShell)
+        )
         folder = str(resolve_model_folder(CONFIG.model.path))
         placed = place_ranks(CONFIG, (Group.PREFILL,))
         token = secrets.token_bytes(32)

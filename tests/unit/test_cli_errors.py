@@ -6,7 +6,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +19,11 @@ import pytest
 import ray
 from safetensors.torch import load_file, save_file
 
-from cluster.cli import main
+from cluster.cli import _parser, main
+from cluster.config_options import config_of
 from cluster.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
+from contracts.import_path import ROOT
 
 Checkpoints = Callable[..., Path]
 Run = Callable[..., str]
@@ -349,6 +354,57 @@ def test_wrong_arguments_exit_with_status_2(
     assert "error:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["sevre"], "did you mean serve?"),
+        (["serve", "--prot", "1"], "tandem serve: error: unrecognized arguments: --prot 1"),
+        (["serve", "--prot", "1"], "did you mean --port?"),
+        (["bulk"], "--input"),
+        (["serve", "--port"], "--port: expected one argument; see tandem serve --help"),
+        ([], "COMMAND"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_with_the_nearest_that_there_is(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FINDINGS C: several lines without a suggestion."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert line in err
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("tandem ")
+
+
+def test_names_of_the_server_and_its_model_are_options() -> None:
+    given = ["--name", "b", "--served-model-name", "m", "--log-level", "debug"]
+    config = config_of(_parser().parse_args(["serve", *given]))
+    assert (config.serve.name, config.model.name, config.log.level) == ("b", "m", "debug")
+
+
+def test_whoever_reads_our_output_may_leave(tmp_path: Path) -> None:
+    """FINDINGS C: `tandem plan … | head` exited with 1."""
+    spec = {"model": "bundled", "hardware": "h200-node", "sequence_tokens": 2048, "devices": 4}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    for more in ([], ["--json"]):
+        command = [sys.executable, "-m", "cluster", "plan", str(tmp_path / "spec.json"), *more]
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "wb") as stdout:
+            done = subprocess.run(
+                command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, timeout=60, check=False
+            )
+        assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 def test_doctor_tells_an_error_as_json_and_by_its_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,9 +417,6 @@ def test_doctor_tells_an_error_as_json_and_by_its_status(
 
 
 def test_options_override_settings_and_settings_override_the_file(tmp_path: Path) -> None:
-    from cluster.cli import _parser
-    from cluster.config_options import config_of
-
     path = tmp_path / "a.yaml"
     path.write_text("groups: {attention_ranks: 5, expert_ranks: 5}\nhttp: {port: 5}\n")
     settings = ["--set", "groups.attention_ranks=6", "--set", "groups.expert_ranks=6"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -250,13 +252,8 @@ def test_a_planner_that_owes_an_answer_is_slow_and_asked_no_more() -> None:
         assert planner.received.empty()
 
 
-def test_each_change_of_state_is_logged_once(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-
-    def keep(level: int, message: str, *values: object) -> None:
-        said.append(message % values)
-
-    monkeypatch.setattr("actors.rank_planning.log.log", keep)
+def test_each_change_of_state_is_logged_once(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tandem.planning")
     with FakePlanner(always(CHOSEN)) as planner:
         rank.planning.join(planner.address)
         until(lambda: rank.planning.state == "ready")
@@ -267,6 +264,7 @@ def test_each_change_of_state_is_logged_once(rank: Rank, monkeypatch: pytest.Mon
     for _ in range(3):
         rank.run(rank.form()[0])
     start = "planner_state rank=attention-0 state="
+    said = [record.getMessage() for record in caplog.records]
     assert said == [f"{start}ready", f"{start}lost"]
 
 
@@ -384,3 +382,22 @@ def test_ranks_report_what_their_stages_took(tiny_checkpoint: Checkpoints) -> No
     assert all(times.shared_ms > 0 for times in batch.micro_batches)
     assert batch.measured_ms > sum(times.attention_ms for times in batch.micro_batches)
     assert experts.experts[0].rows >= 1
+
+
+def test_a_planner_that_is_being_joined_is_not_told_to_be_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """FINDINGS C: `planner_state=lost` stood in the log of every healthy start."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the call, and says nothing yet
+        address = f"tcp:127.0.0.1:{silent.getsockname()[1]}"
+        rank = Rank()
+        rank.planning.join(address)
+        rank.submit(8)
+        with caplog.at_level(logging.INFO, "tandem.planning"), closing(rank.planning):
+            rank.run(rank.form()[0])
+            assert rank.planning.state == "joining"
+            silent.accept()[0].close()
+            until(lambda: rank.planning.state == "lost")
+            rank.run(rank.form()[0])
+    said = [(r.levelname, r.getMessage().split()[-1]) for r in caplog.records]
+    assert said == [("INFO", "state=joining"), ("WARNING", "state=lost")]

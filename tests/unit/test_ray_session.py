@@ -12,7 +12,8 @@ import psutil
 import pytest
 import ray
 
-from cluster.ray_session import START_ATTEMPTS, check_cores, cluster_address, ray_session
+from cluster.ray_environment import before_a_cluster_is_started, cluster_address
+from cluster.ray_session import START_ATTEMPTS, check_cores, ray_session
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError
 from contracts.loading import load_config
@@ -88,3 +89,14 @@ def test_the_ray_address_of_the_configuration_goes_before_that_of_the_environmen
 
 def test_ranks_without_cpus_fit_any_machine() -> None:
     check_cores(load_config(None, ["groups.cpus_per_rank=0", "groups.expert_ranks=999"]))
+
+
+def test_a_cluster_of_our_own_takes_tokens_and_another_is_joined_as_it_is() -> None:
+    """FINDINGS C: Ray listens on all interfaces."""
+    ours: dict[str, str] = {}
+    before_a_cluster_is_started(TandemConfig(), ours)
+    assert ours == {"RAY_AUTH_MODE": "token"}
+    for given in ({"RAY_ADDRESS": "a:1"}, {"RAY_AUTH_MODE": "disabled"}):
+        environment = dict(given)
+        before_a_cluster_is_started(TandemConfig(), environment)
+        assert environment == given

@@ -1,0 +1,77 @@
+"""Where a run's logs are kept: a folder of its own, which outlives it; old ones go.
+
+$XDG_STATE_HOME/tandem/NAME/20260131-120000-5f09c2/ serve.log ingress.log groups.log
+                                                    attention-0.log … ray/ (Ray's own)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from contracts.config import TandemConfig
+from contracts.errors import ConfigError
+
+LOCK = "running"
+MAX_RAY_FILE_BYTES = 1 << 20  # of each of Ray's own, the end is kept
+
+
+@contextlib.contextmanager
+def log_folder(config: TandemConfig, environment: Mapping[str, str]) -> Iterator[TandemConfig]:
+    """`config` with log.folder, which is made, and known to be in use inside. Older runs of the
+    same name go, all but the latest log.runs. Raises ConfigError if it cannot be made."""
+    name = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + f"-{secrets.token_hex(3)}"
+    parent = Path(config.log.folder or _default(environment) / config.serve.name)
+    folder = parent / name
+    try:
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(mode=0o700)
+        lock = (folder / LOCK).open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"log.folder={parent}: cannot be written: {error.strerror}; name another "
+            "(--set log.folder=DIR)"
+        ) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        _prune(parent, config.log.runs)
+        log = msgspec.structs.replace(config.log, folder=str(folder))
+        yield msgspec.structs.replace(config, log=log)
+
+
+def keep_ray_logs(session: Path, folder: Path) -> None:
+    """Copies the ends of the files that Ray's processes have written, which go with the cluster:
+    what a process that crashed has said last is only there."""
+    for path in sorted((session / "logs").glob("*.*")):
+        with contextlib.suppress(OSError):
+            if path.is_file() and path.stat().st_size:
+                _copy_end(path, folder / "ray" / path.name)
+
+
+def _copy_end(path: Path, to: Path) -> None:
+    to.parent.mkdir(exist_ok=True, mode=0o700)
+    with path.open("rb") as source, to.open("wb") as target:
+        source.seek(max(0, path.stat().st_size - MAX_RAY_FILE_BYTES))
+        target.write(source.read(MAX_RAY_FILE_BYTES))
+
+
+def _default(environment: Mapping[str, str]) -> Path:
+    state = environment.get("XDG_STATE_HOME")
+    return Path(state or Path.home() / ".local" / "state") / "tandem"
+
+
+def _prune(parent: Path, keep: int) -> None:
+    """Removes runs but the latest ones. What has no lock is none of ours, and one that is locked
+    still runs."""
+    runs = sorted((one for one in parent.iterdir() if (one / LOCK).is_file()), reverse=True)
+    for run in runs[keep:]:
+        with contextlib.suppress(OSError), (run / LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(run, ignore_errors=True)

@@ -1,0 +1,36 @@
+"""What Ray reads from the environment, some of it when it is imported: so this imports no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+
+from contracts.config import TandemConfig
+
+_ALWAYS = {
+    # Else a call that comes after the end of a cluster would quietly start another one.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+    "RAY_DEDUP_LOGS": "0",  # what two ranks say is not the same because it is alike
+}
+
+
+def cluster_address(config: TandemConfig, environment: Mapping[str, str]) -> str | None:
+    """The existing cluster to join; None: a local one is to be started."""
+    address = config.groups.address or environment.get("RAY_ADDRESS")
+    return None if address == "local" else address or None
+
+
+def before_ray_is_imported(environment: MutableMapping[str, str], *, has_terminal: bool) -> None:
+    """What every command wants of Ray. What is set already stays."""
+    for name, value in _ALWAYS.items():
+        environment.setdefault(name, value)
+    if not has_terminal:
+        environment.setdefault("RAY_COLOR_PREFIX", "0")
+
+
+def before_a_cluster_is_started(
+    config: TandemConfig, environment: MutableMapping[str, str]
+) -> None:
+    """A cluster of our own takes tokens: Ray listens on all interfaces, whatever its address, and
+    runs code for whoever may connect. An existing one says itself whether it does."""
+    if cluster_address(config, environment) is None:
+        environment.setdefault("RAY_AUTH_MODE", "token")

@@ -1,0 +1,145 @@
+"""One line a record, in files that outlive a run (FINDINGS C, logs)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.log_folder import LOCK, keep_ray_logs, log_folder
+from contracts.config import LogConfig, TandemConfig
+from contracts.errors import ConfigError
+from contracts.loading import load_config
+from contracts.logs import event, set_up_logging
+
+log = logging.getLogger("tandem.test")
+
+
+@pytest.fixture(autouse=True)
+def _afterwards() -> Iterator[None]:
+    top = logging.getLogger("tandem")
+    level, handlers = top.level, list(top.handlers)
+    yield
+    for handler in [one for one in top.handlers if one not in handlers]:
+        top.removeHandler(handler)
+        handler.close()
+    top.setLevel(level)
+
+
+def in_file(path: Path | None) -> list[str]:
+    assert path is not None
+    return path.read_text().splitlines()
+
+
+def test_an_event_is_a_line_whose_fields_can_be_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FINDINGS C: fields in `extra=` were never printed."""
+    file = set_up_logging("expert-1", LogConfig(folder=str(tmp_path)))
+    event(log, "rank_lost", logging.WARNING, rank="expert-1", reason='a "b"\nc', after_s=1 / 3)
+    (line,) = in_file(file)
+    head, fields = line.split(" rank_lost ")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z WARNING tandem\.test", head)
+    assert fields == r"""rank=expert-1 reason="a \"b\"\nc" after_s=0.333333"""
+    assert file == tmp_path / "expert-1.log"
+    assert capsys.readouterr().err == line + "\n", "an operator sees it, too"
+
+
+def test_with_a_file_standard_error_has_warnings_only_and_no_tracebacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = set_up_logging("a", LogConfig(folder=str(tmp_path), level="debug"))
+    event(log, "plan_chosen", ma=1)
+    try:
+        raise ValueError("no")
+    except ValueError:
+        log.exception("batch_failed")
+    first, second = in_file(file)
+    assert first.endswith("INFO tandem.test plan_chosen ma=1")
+    head, trace = second.split(" trace=")
+    assert "ValueError: no" in json.loads(trace)
+    assert capsys.readouterr().err == head + "\n"
+
+
+def test_without_a_folder_standard_error_has_everything(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert set_up_logging("a", LogConfig()) is None
+    event(log, "one")
+    set_up_logging("a", LogConfig(level="warning"))
+    event(log, "two")
+    event(log, "three", logging.ERROR)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[-1] for line in lines] == ["one", "three"], "once each"
+
+
+def test_a_folder_that_cannot_be_made_on_a_rank_is_told_and_standard_error_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert set_up_logging("a", LogConfig(folder=str(tmp_path / "file"))) is None
+    event(log, "one")
+    failed, one = capsys.readouterr().err.splitlines()
+    assert "log_file_failed" in failed
+    assert one.endswith("one")
+
+
+def test_a_run_has_a_folder_of_its_own_which_outlives_it(tmp_path: Path) -> None:
+    """FINDINGS C: logs were deleted at exit, and their folder never named."""
+    environment = {"XDG_STATE_HOME": str(tmp_path)}
+    with log_folder(load_config(None, ["serve.name=a"]), environment) as config:
+        assert config.log.folder is not None
+        folder = Path(config.log.folder)
+        assert folder.parent == tmp_path / "tandem" / "a"
+    assert folder.is_dir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_old_runs_go_but_none_that_still_runs_and_nothing_of_others(tmp_path: Path) -> None:
+    def run(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / LOCK).touch()
+        return tmp_path / name
+
+    config = load_config(None, [f"log.folder={tmp_path}", "log.runs=2"])
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "a.log").touch()
+    with log_folder(config, {}) as first:
+        old = [run(f"2001010{day}-000000-1") for day in range(1, 5)]
+        assert first.log.folder is not None
+        running = Path(first.log.folder).rename(tmp_path / "20010100-000000-1")
+        with log_folder(config, {}) as second:
+            assert second.log.folder is not None
+            left = {path.name for path in tmp_path.iterdir()}
+    latest = Path(second.log.folder or "").name
+    assert left == {"notes", "a.log", running.name, old[-1].name, latest}
+
+
+def test_a_log_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = load_config(None, [f"log.folder={tmp_path}/file/a"])
+    with pytest.raises(ConfigError, match=r"log\.folder=.*cannot be written"):
+        log_folder(config, {}).__enter__()
+
+
+def test_what_rays_processes_said_last_is_kept(tmp_path: Path) -> None:
+    logs = tmp_path / "session/logs"
+    logs.mkdir(parents=True)
+    (logs / "worker-1.err").write_bytes(b"a" * (1 << 20) + b"the end")
+    (logs / "raylet.out").touch()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    keep_ray_logs(tmp_path / "session", folder)
+    assert [path.name for path in (folder / "ray").iterdir()] == ["worker-1.err"]
+    kept = (folder / "ray/worker-1.err").read_bytes()
+    assert (len(kept), kept[-7:]) == (1 << 20, b"the end")
+
+
+def test_the_configuration_says_where_and_from_which_level() -> None:
+    assert TandemConfig().log == LogConfig(level="info", folder=None, runs=10)
+    with pytest.raises(ConfigError, match=r"log\.level"):
+        load_config(None, ["log.level=loud"])
