@@ -21,16 +21,17 @@ SHARED_BATCHES = 32  # a batch is still shared so many batches after others were
 
 
 class Owner(NamedTuple):
-    """Of a sequence. request: of a client, which is one connection to the rank."""
+    """Of a sequence. request: of a client, which is one connection to the rank. priority: as
+    a plain number, for an owner is hashed for every sequence of every batch."""
 
     tenant: bytes
     request: tuple[int, int]
-    priority: Priority
+    priority: int
 
 
 def owner_of(client: int, submit: Submit) -> Owner:
     caller = submit.caller
-    return Owner(caller.tenant, (client, caller.request), submit.priority)
+    return Owner(caller.tenant, (client, caller.request), int(submit.priority))
 
 
 class InPlay:
@@ -38,9 +39,9 @@ class InPlay:
     with BE work, but BE with LS."""
 
     def __init__(self) -> None:
-        self._counts: dict[Priority, defaultdict[bytes, Counter[Hashable]]] = {
-            priority: defaultdict(Counter) for priority in Priority
-        }
+        self._counts: list[defaultdict[bytes, Counter[Hashable]]] = [
+            defaultdict(Counter) for _ in Priority
+        ]
         self._shared_until = dict.fromkeys(Priority, 0)
 
     def add(self, owner: Owner) -> None:
@@ -85,27 +86,34 @@ class InPlay:
         return fair_parts(self._counts[priority], max(1, places - taken))
 
 
+class _Left:
+    """Of one request, or of all of a tenant's."""
+
+    __slots__ = ("places", "tenant", "tokens")
+
+    def __init__(self, tokens: int, places: int, tenant: _Left | None = None) -> None:
+        self.tokens = tokens
+        self.places = places
+        self.tenant = tenant
+
+
 class BatchRoom:
     """Tokens and places. `hold_back` some for those who wait while those who run take theirs."""
 
     def __init__(self, config: ScheduleConfig, in_play: InPlay, batch: int) -> None:
         self.tokens = config.max_batch_tokens
         self.places = config.max_batch_sequences
-        self.is_shared = False
         self._held_back = 0
-        self._most: dict[Priority, tuple[int, int]] = {}  # of a request: tokens, places
-        self._parts: dict[Priority, Mapping[bytes, Part]] = {}
-        self._tokens: Counter[Owner] = Counter()  # that each has taken
-        self._places: Counter[Owner] = Counter()
-        self._by_tenant: Counter[tuple[Priority, bytes]] = Counter()
-        for priority in Priority:
-            if in_play.shared(priority, batch):
-                self.is_shared = True
-                self._most[priority] = (
-                    share_of(config.request_share, self.tokens),
-                    share_of(config.request_share, self.places),
-                )
-                self._parts[priority] = in_play.parts(priority, self.places)
+        self._most_tokens = share_of(config.request_share, self.tokens)
+        self._most_places = share_of(config.request_share, self.places)
+        self._left: dict[Owner, _Left] = {}
+        self._tenants: dict[tuple[int, bytes], _Left] = {}
+        self._parts: dict[int, Mapping[bytes, Part]] = {  # of the classes that are shared
+            int(priority): in_play.parts(priority, self.places)
+            for priority in Priority
+            if in_play.shared(priority, batch)
+        }
+        self.is_shared = bool(self._parts)
 
     @property
     def is_full(self) -> bool:
@@ -116,27 +124,38 @@ class BatchRoom:
 
     def tokens_for(self, owner: Owner) -> int:
         """How many tokens of one more sequence may come; 0: none."""
-        left = 0 if self.is_full else self.tokens - self._held_back
-        if owner.priority not in self._most:
-            return left
-        most_tokens, most_places = self._most[owner.priority]
-        part = self._parts[owner.priority].get(owner.tenant)
-        if part is not None:
-            if self._by_tenant[owner.priority, owner.tenant] >= part.places:
-                return 0
-            most_places = min(most_places, part.of_each)
-        if self._places[owner] >= most_places:
+        tokens = self.tokens - self._held_back
+        if tokens <= 0 or self.places == 0:
             return 0
-        return max(0, min(left, most_tokens - self._tokens[owner]))
+        if owner.priority not in self._parts:
+            return tokens
+        left = self._left.get(owner) or self._account(owner)
+        if left.places <= 0 or (left.tenant is not None and left.tenant.places <= 0):
+            return 0
+        return max(0, min(tokens, left.tokens))
 
     def take(self, owner: Owner, tokens: int) -> None:
         """A whole prompt may be more than there was room for."""
         self.tokens = max(0, self.tokens - tokens)
         self.places -= 1
-        if owner.priority in self._most:
-            self._tokens[owner] += tokens
-            self._places[owner] += 1
-            self._by_tenant[owner.priority, owner.tenant] += 1
+        left = self._left.get(owner)
+        if left is not None:
+            left.tokens -= tokens
+            left.places -= 1
+            if left.tenant is not None:
+                left.tenant.places -= 1
+
+    def _account(self, owner: Owner) -> _Left:
+        part = self._parts[owner.priority].get(owner.tenant)
+        tenant = None
+        most = self._most_places
+        if part is not None:
+            most = min(most, part.of_each)
+            tenant = self._tenants.setdefault(
+                (owner.priority, owner.tenant), _Left(self._most_tokens, part.places)
+            )
+        left = self._left[owner] = _Left(self._most_tokens, most, tenant)
+        return left
 
 
 def share_of(share: float, whole: int) -> int:

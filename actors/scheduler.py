@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple
 
 from actors.batch_blocks import BatchBlocks
@@ -113,10 +114,13 @@ class Scheduler:
         if room.is_shared and self.waiting:
             self._make_way()
             room.hold_back(share_of(self._config.request_share, room.tokens))
-        for sequence in sorted(self._running, key=_rotating if room.is_shared else _is_prompt):
+        running = self._running
+        if room.is_shared:  # where not all of a request's fit, those first that waited longest
+            running = sorted(running, key=attrgetter("last_batch"))
+        for sequence in sorted(running, key=_is_prompt):
             if room.is_full:
                 break
-            if sequence.in_flight or sequence not in self._running:
+            if sequence.in_flight or not sequence.block_table:  # it has given its blocks back
                 continue
             tokens = room.tokens_for(sequence.owner)
             chunk = self._extend(sequence, tokens, len(chunks), forming) if tokens else None
@@ -330,8 +334,3 @@ class Scheduler:
 
 def _is_prompt(sequence: Sequence) -> bool:
     return sequence.num_uncomputed > 1
-
-
-def _rotating(sequence: Sequence) -> tuple[bool, int]:
-    """Where not all of a request's fit: those first that have not run for longest."""
-    return sequence.num_uncomputed > 1, sequence.last_batch

@@ -37,7 +37,8 @@ http: {api_keys: [first-key, second-key]}
 """
 TEXT = "WINNER! Claim your free 1000 pound prize now, call before midnight and quote your code."
 ROWS, LABELS, PROMPTS, CHOICES, TOKENS = 4096, 256, 32, 128, 200
-HEAD_START_S = 2.0
+QUEUED = 64  # sequences: the large request is under way
+DEPTH = "tandem_queue_depth{"
 TIMEOUT_S = 120.0
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "classify": ("/v1/classify", {"input": TEXT, "labels": ["spam", "ham"]}),
@@ -99,14 +100,24 @@ async def _small(http: httpx.AsyncClient, model: str, options: argparse.Namespac
     return await asyncio.gather(*tasks)
 
 
+async def _begins(http: httpx.AsyncClient, task: asyncio.Task[int]) -> bool:
+    """Whether its sequences fill the queues before it ends: to check and tokenise it takes time."""
+    while not task.done():
+        text = (await http.get("/metrics", headers={"authorization": f"Bearer {KEYS[1]}"})).text
+        depths = [line.split()[-1] for line in text.splitlines() if line.startswith(DEPTH)]
+        if sum(map(float, depths)) >= QUEUED:
+            return True
+        await asyncio.wait([task], timeout=0.5)
+    return False
+
+
 @contextlib.asynccontextmanager
 async def _beside(http: httpx.AsyncClient, model: str, kind: str) -> AsyncIterator[dict[str, Any]]:
     """A large request that has been let in, and is under way: what is asked for in it."""
     for halvings in range(13):
         path, body = large(kind, halvings)
         task = asyncio.create_task(_ask(http, path, {"model": model, **body}, 0))
-        await asyncio.wait([task], timeout=HEAD_START_S)
-        if not task.done():
+        if await _begins(http, task):
             break
         print(f"large {kind} halved {halvings} times: status {task.result()}")
     told: dict[str, Any] = {"kind": kind, "halvings": halvings, "lasted": True}
