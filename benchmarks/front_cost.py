@@ -6,6 +6,8 @@ or through another checkout of this project.
 
 Two servers in processes of their own, with a backend that answers at once, so that all that is
 measured is the front and the API. Blocks of requests in turns, A B and B A; the ratio pair by pair.
+Beside the time that a client waits stands the processor time that the server took for it: on a
+machine that does other things too, only that can be told apart by a few percent.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -33,9 +35,20 @@ ROOT = Path(__file__).parents[1]
 BODY = {"model": "bundled", "prompt": "How are you?", "max_tokens": 1, "temperature": 0}
 STREAM = {**BODY, "max_tokens": 24, "stream": True, "ignore_eos": True}
 LINES = 8
+CPU = ", processor"
 START_S = 60.0
 
 Samples = dict[str, dict[str, list[float]]]
+
+
+class Server(NamedTuple):
+    port: int
+    pid: int
+
+    def cpu_s(self) -> float:
+        """Processor time of all its threads so far."""
+        tasks = Path(f"/proc/{self.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) * 1e-9
 
 
 async def one_at_a_time(port: int, requests: int) -> float:
@@ -83,21 +96,25 @@ CASES: dict[str, Callable[[int, int], Any]] = {
 }
 
 
-async def measure(ports: dict[str, int], pairs: int, requests: int) -> Samples:
+async def measure(servers: dict[str, Server], pairs: int, requests: int) -> Samples:
     """Seconds by case and server, a value for each block."""
-    samples: Samples = {case: {name: [] for name in ports} for case in CASES}
+    kinds = [f"{case}{kind}" for case in CASES for kind in ("", CPU)]
+    samples: Samples = {kind: {name: [] for name in servers} for kind in kinds}
     for case, run in CASES.items():
-        for port in ports.values():
-            await run(port, requests)  # warms up
+        for server in servers.values():
+            await run(server.port, requests)  # warms up
         for pair in range(pairs):
-            for name in sorted(ports, reverse=bool(pair % 2)):
-                samples[case][name].append(await run(ports[name], requests))
+            for name in sorted(servers, reverse=bool(pair % 2)):
+                begun_s = servers[name].cpu_s()
+                samples[case][name].append(await run(servers[name].port, requests))
+                spent_s = servers[name].cpu_s() - begun_s
+                samples[f"{case}{CPU}"][name].append(spent_s / requests)
     return samples
 
 
 @contextlib.contextmanager
-def server(checkout: Path, kind: str) -> Iterator[int]:
-    """The port of a server that runs the code of `checkout`."""
+def running(checkout: Path, kind: str) -> Iterator[Server]:
+    """A server that runs the code of `checkout`."""
     port = free_port()
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     process = subprocess.Popen(
@@ -105,7 +122,7 @@ def server(checkout: Path, kind: str) -> Iterator[int]:
     )
     try:
         asyncio.run(_wait(port))
-        yield port
+        yield Server(port, process.pid)
     finally:
         process.terminate()
         process.wait()
@@ -131,9 +148,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
     options = parser.parse_args()
     other = (options.other.resolve(), "front") if options.other else (ROOT, "uvicorn")
-    with server(ROOT, "front") as ours, server(*other) as theirs:
-        ports = {"front": ours, "other": theirs}
-        samples = asyncio.run(measure(ports, options.pairs, options.requests))
+    with running(ROOT, "front") as ours, running(*other) as theirs:
+        servers = {"front": ours, "other": theirs}
+        samples = asyncio.run(measure(servers, options.pairs, options.requests))
     summary = {}
     for case, by_server in samples.items():
         pairs = zip(by_server["front"], by_server["other"], strict=True)
@@ -147,7 +164,7 @@ def main() -> None:
         }
         row = summary[case]
         print(
-            f"{case:<28} front {row['front_ms']:.3f} ms, other {row['other_ms']:.3f} ms, "
+            f"{case:<40} front {row['front_ms']:.3f} ms, other {row['other_ms']:.3f} ms, "
             f"ratio {row['ratio']:.3f} ({low:.3f} to {high:.3f})"
         )
     settings = {"other": other[1] if options.other is None else "checkout", "lines": LINES}

@@ -40,6 +40,9 @@ class Backend:
     async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
         raise NotImplementedError
 
+    def pool_tokens(self, *, prefill: bool) -> int | None:
+        return None
+
     def problems(self) -> list[str]:
         return []
 

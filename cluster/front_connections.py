@@ -2,7 +2,7 @@
 goes first when there is no room.
 
 One rule for everybody who has not proven who he is: a connection is *proven* once it has brought a
-complete request, with a valid key where keys are configured. Until then it is the first to make
+valid key, or, where no keys are configured, a complete request. Until then it is the first to make
 room, oldest first; then come proven ones that are idle. What a proven connection has at work is
 never taken from it.
 

@@ -62,7 +62,7 @@ class FrontProtocol(HttpToolsProtocol):
         self.opening: asyncio.Task[None] | None = None
         self._book = connections
         self._http = http
-        self._is_key_valid = not http.api_keys
+        self._is_open = not http.api_keys
         self._is_proven = False
         self._in_body = False
         self._has_served = False
@@ -120,7 +120,7 @@ class FrontProtocol(HttpToolsProtocol):
             self._read_no_more()
             raise RuntimeError("ends the parsing; those that wait are answered")
         super().on_message_begin()
-        self.scope["state"][PROVE] = self._on_valid_key
+        self.scope["state"][PROVE] = self._prove
         self._chunks = self._body_bytes = 0
 
     def on_headers_complete(self) -> None:
@@ -149,7 +149,8 @@ class FrontProtocol(HttpToolsProtocol):
         self._check_size(self.headers)
         self._is_advancing, self._in_body = True, False
         super().on_message_complete()
-        self._prove()
+        if self._is_open:
+            self._prove()
 
     def on_response_complete(self) -> None:
         """As uvicorn's, but for its timer: the book has all of them."""
@@ -204,12 +205,9 @@ class FrontProtocol(HttpToolsProtocol):
 
     # What its client does, or does not do
 
-    def _on_valid_key(self) -> None:
-        self._is_key_valid = True
-        self._prove()
-
     def _prove(self) -> None:
-        if self._is_key_valid and not self._is_proven and not self._in_body:
+        """It has brought a valid key, or a complete request where no keys are configured."""
+        if not self._is_proven:
             self._is_proven = True
             self._book.prove(self)
 
@@ -279,7 +277,10 @@ class FrontProtocol(HttpToolsProtocol):
         """Answers, in turn if it can be, and reads no more."""
         cycle = self.cycle
         at_work = cycle is not None and not cycle.response_complete
-        if not at_work:
+        if not at_work and self._in_body:  # it has its answer
+            self._is_over = True
+            self.transport.close()
+        elif not at_work:
             self._answer(error)
         elif not self._in_body:  # a request before this one: it is answered, then that is all
             self._read_no_more()

@@ -231,7 +231,7 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     What a client may cost before and beside its request, on front "direct":
     max_header_bytes: request line and headers, or the trailers of a body; max_headers: how many.
     max_connections: None: what the descriptor limit allows, up to 8192. At the cap the oldest
-    connection that has not yet sent a complete request (with a valid key, where keys are
+    connection that has not yet sent a valid key (a complete request, where no keys are
     configured) makes room, then the one that has been idle longest; where all are at work a new one
     is refused. max_connections_per_address: for servers that no proxy stands in front of.
     header_timeout_s: from accepting a connection, or from the first byte of a further request, to

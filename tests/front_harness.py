@@ -27,8 +27,9 @@ PIECE = b"x" * (64 << 10)
 
 class App:
     """Routes: /echo answers with the length of the body; /open answers before reading it; /key too,
-    after it has proven the client; /hold until the client leaves or `release` is set; /stream
-    writes for ever. `left` is set when the client of a /hold or /stream has left."""
+    after it has proven the client; /upload proves it and reads; /hold waits until the client leaves
+    or `release` is set; /stream writes for ever. `left` is set when the client of one of these has
+    left."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
@@ -43,8 +44,9 @@ class App:
         body = b""
         if path == "/echo":
             body = await self._read(receive)
-        elif path == "/key":
+        elif path in ("/key", "/upload"):
             scope["state"][PROVE]()
+            body = await self._read(receive) if path == "/upload" else b""
         elif path == "/hold":
             await self._read(receive)
             await self._hold(receive)

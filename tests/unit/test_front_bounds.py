@@ -205,3 +205,11 @@ def test_a_broken_body_is_a_400_and_its_application_hears_that_the_client_is_gon
         line.sendall(b"nonsense\r\n")
         assert read_answer(line).status == 400
     assert front.app.left.wait(5)
+
+
+def test_a_body_that_breaks_behind_its_answer_gets_no_second_one(front: Front) -> None:
+    with front.connect() as line:
+        line.sendall(chunked("/open", b"3\r\nabc\r\n"))
+        assert read_answer(line).status == 200
+        line.sendall(b"nonsense\r\n")
+        assert is_ended(line)

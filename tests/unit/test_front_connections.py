@@ -247,6 +247,22 @@ def test_with_keys_a_connection_is_proven_by_a_valid_one_only() -> None:
         assert read_answer(good).status == 200
 
 
+def test_a_client_with_a_valid_key_is_not_pushed_out_in_the_middle_of_its_body() -> None:
+    """FINDINGS A5: it has proven who it is; half a body without a key has not."""
+    with (
+        serve_front(max_connections=2, api_keys=["k"]) as front,
+        front.connect() as good,
+        front.connect() as bad,
+    ):
+        for line, path in ((good, "/upload"), (bad, "/echo")):
+            line.sendall(post(path, b"a", length=2))
+            assert front.app.begun.acquire(timeout=TIMEOUT_S)
+        assert front.ask(get("/echo")).status == 200
+        assert is_ended(bad)
+        good.sendall(b"b")
+        assert read_answer(good).body == b"2"
+
+
 def test_a_process_without_descriptors_serves_again_when_there_are_some(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
