@@ -7,6 +7,8 @@ without the new tokens, and the difference is given out:
 
     ids      ... c c c | p p p          c: context, already given out    p: pending
     text     decode(c+p)[len(decode(c)):]
+
+The text of all pieces is that of all ids decoded at once, whatever the ids are.
 """
 
 from __future__ import annotations
@@ -55,7 +57,6 @@ class WindowDetokenizer:
         self._visible = visible
         self._context: list[int] = []
         self._pending: list[int] = []
-        self._byte_run = bytearray()
 
     def push(self, token_ids: Iterable[int]) -> str:
         return "".join(self._push_one(token_id) for token_id in token_ids)
@@ -67,13 +68,9 @@ class WindowDetokenizer:
         if not self._visible(token_id):
             return ""
         self._pending.append(token_id)
-        byte = self._fallback_byte(token_id)
-        if byte is not None:
-            self._byte_run.append(byte)
-            if _is_unfinished(self._byte_run):
-                return ""
-        self._byte_run.clear()
-        return self._give_out()
+        # Neighbouring byte tokens are one run: if a later one of them is no UTF-8, none of them is
+        # shown as a character. So nothing of a run is certain before it has ended.
+        return "" if self._fallback_byte(token_id) is not None else self._give_out()
 
     def _give_out(self) -> str:
         before = self._decode(self._context)
@@ -83,13 +80,3 @@ class WindowDetokenizer:
         self._context = self._pending if piece else self._context + self._pending
         self._pending = []
         return piece
-
-
-def _is_unfinished(data: bytes | bytearray) -> bool:
-    """Whether `data` is a proper beginning of one UTF-8 character."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="strict")
-    try:
-        decoder.decode(bytes(data))
-    except UnicodeDecodeError:
-        return False
-    return bool(decoder.getstate()[0])

@@ -76,6 +76,29 @@ def test_any_ids_whatever_give_the_same_text_in_any_split_with_byte_fallback(
     assert "".join(pieces(sentencepiece, ids, [])) == at_once
 
 
+@given(data=st.data(), cut=Cut, hide=st.booleans())
+def test_any_ids_whatever_decode_as_a_whole_does_with_byte_fallback(
+    sentencepiece: Tokenizer, data: st.DataObject, cut: list[int], hide: bool
+) -> None:
+    """FINDINGS B14: byte tokens that are no UTF-8, special tokens and unknown ids among them."""
+    vocabulary = sentencepiece.vocab_size
+    byte_ids = [i for i in range(vocabulary) if sentencepiece._fallback_byte(i) is not None]
+    assert len(byte_ids) == 256
+    one = st.one_of(st.sampled_from(byte_ids), st.integers(0, vocabulary + 3))
+    runs = st.text(alphabet="é你😀", min_size=1, max_size=3).map(
+        lambda text: [byte_ids[byte] for byte in text.encode()]
+    )
+    parts = data.draw(st.lists(st.one_of(one.map(lambda i: [i]), runs), max_size=20))
+    ids = [i for part in parts for i in part]
+    detokenizer = sentencepiece.detokenizer(skip_special_tokens=hide)
+    out, start = [], 0
+    for size in [*cut, *([1] * len(ids))]:
+        out.append(detokenizer.push(ids[start : start + size]))
+        start += size
+    streamed = "".join([*out, detokenizer.flush()])
+    assert streamed == sentencepiece.decode(ids, skip_special_tokens=hide)
+
+
 def test_an_unfinished_character_is_flushed_as_a_replacement(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("😀")[:-1]
     assert "".join(pieces(byte_level, ids, [])) == "\ufffd"
