@@ -257,6 +257,10 @@ class Tokenizer:
     def _bytes_of_character(self) -> dict[str, int]:
         return {character: byte for byte, character in _byte_level_alphabet().items()}
 
+    def token_text(self, token_id: int) -> str:
+        """The token as the vocabulary writes it; empty outside the vocabulary."""
+        return self._backend.id_to_token(token_id) or ""
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; b"" outside the vocabulary."""
         known = self._bytes_cache.get(token_id)

@@ -244,3 +244,18 @@ class ErrorAnswer(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Every 4xx and 5xx."""
 
     error: ErrorDetail
+
+
+class Tokenized(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tokens of a text, or of a conversation as the chat template writes it."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The text of tokens, special ones included."""
+
+    prompt: str

@@ -29,6 +29,7 @@ from cluster.api.schemas import ServedModel
 from cluster.api.scoring import score
 from cluster.api.scrapes import Scrapes
 from cluster.api.session import Backend, EventStream, Services, Session
+from cluster.api.tokens import detokenize, tokenize
 from cluster.tokenizing import Tokenizing
 from cluster.version import version
 from contracts import metrics
@@ -95,6 +96,8 @@ def build_app(
         ("/v1/chat/completions", chat_completions),
         ("/v1/classify", classify),
         ("/v1/score", score),
+        ("/tokenize", tokenize),
+        ("/detokenize", detokenize),
     ):
         app.add_route(path, _counted(services, callers, endpoint), methods=["POST"])
     for path, plain in (

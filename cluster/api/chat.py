@@ -115,7 +115,13 @@ def _default_max_tokens(services: Services, options: GenerationOptions, prompt_t
 
 
 async def chat_token_ids(
-    services: Services, session: Session, messages: list[ChatMessage], variables: dict[str, Any]
+    services: Services,
+    session: Session,
+    messages: list[ChatMessage],
+    variables: dict[str, Any],
+    *,
+    add_special_tokens: bool = False,
+    add_generation_prompt: bool = True,
 ) -> list[int]:
     """What the chat template makes of the messages. Raises RequestError about `messages`."""
     if not messages:
@@ -130,9 +136,10 @@ async def chat_token_ids(
     plain = [_plain(index, message) for index, message in enumerate(messages)]
     steps = services.tokenizer.chat_steps(
         plain,
-        variables,
+        {**variables, "add_generation_prompt": add_generation_prompt},
         max_characters=services.bounds.prompt_characters,
         max_tokens=context,
+        add_special_tokens=add_special_tokens,
     )
     return await services.tokenizing.run(steps, session.account.held_bytes, session.charge_tokens)
 
@@ -163,16 +170,20 @@ def _plain(index: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def _variables(body: ChatBody) -> dict[str, Any]:
-    """What the template may use besides the messages."""
-    variables = dict(body.chat_template_kwargs or {})
-    reserved = sorted(_RESERVED & variables.keys())
+    variables = template_variables(body.chat_template_kwargs)
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return variables
+
+
+def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
+    """What the template may use besides the messages. Raises RequestError."""
+    reserved = sorted(_RESERVED & (given or {}).keys())
     if reserved:
         raise RequestError(
             f"chat_template_kwargs: {reserved[0]} cannot be set", "chat_template_kwargs"
         )
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
-    return variables
+    return dict(given or {})
 
 
 class _Run:

@@ -80,6 +80,8 @@ def openapi_document(model: ServedModel, http: HttpConfig, costs: Bounds | None 
         *(answers.Completion, answers.CompletionChunk),
         *(answers.ChatCompletion, answers.ChatCompletionChunk),
         *(answers.Classification, answers.Scoring),
+        *(schemas.TokenizeBody, schemas.DetokenizeBody),
+        *(answers.Tokenized, answers.Detokenized),
         *(answers.ModelList, answers.Health, answers.Version, answers.Load, answers.ErrorAnswer),
     ]
     _, components = msgspec.json.schema_components(shapes, ref_template=_REF)
@@ -118,6 +120,8 @@ def _paths(keys: bool, *, metrics_key: bool) -> Schema:
         ("/v1/chat/completions", "Answer a conversation", schemas.ChatBody, answers.ChatCompletion),
         ("/v1/classify", "Which label fits", schemas.ClassifyBody, answers.Classification),
         ("/v1/score", "How likely tokens come next", schemas.ScoreBody, answers.Scoring),
+        ("/tokenize", "Text to tokens", schemas.TokenizeBody, answers.Tokenized),
+        ("/detokenize", "Tokens to text", schemas.DetokenizeBody, answers.Detokenized),
     )
     chunks: dict[type, type] = {
         answers.Completion: answers.CompletionChunk,

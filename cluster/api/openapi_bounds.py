@@ -42,6 +42,11 @@ def request_bounds(model: ServedModel, http: HttpConfig) -> dict[str, dict[str, 
         "StructuredOutputs": _structured(),
         "ClassifyBody": _classify(model, http),
         "ScoreBody": _score(model),
+        "TokenizeBody": {"model": {"enum": [None, model.name]}},
+        "DetokenizeBody": {
+            "model": {"enum": [None, model.name]},
+            "tokens": _token_ids(model, model.max_context_tokens, least=0),
+        },
     }
 
 
@@ -257,6 +262,10 @@ def bound_together(components: dict[str, Schema], model: ServedModel, http: Http
         "items": {"anyOf": [{"type": "string"}, {**several, "items": {"type": "string"}}]},
     }
     tokens = {"query": ids, "items": {**several, "items": ids}}
+    components["TokenizeBody"]["anyOf"] = [
+        {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+        {"required": ["messages"], "properties": {"messages": {"type": "array", "minItems": 1}}},
+    ]
     components["ScoreBody"]["anyOf"] = [{"properties": texts}, {"properties": tokens}]
 
 

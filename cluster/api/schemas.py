@@ -198,6 +198,24 @@ class ScoreBody(Harmless, kw_only=True):
     cache_salt: str | None = None
 
 
+class TokenizeBody(Harmless, kw_only=True):
+    """One of prompt and messages. add_special_tokens: None: true for a prompt, false for messages,
+    whose template has them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Harmless, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A generation request's fields after checking. `sampling.max_tokens` and `sampling.choices`
     are set per prompt; max_tokens None: not stated. choices_field: what `choices` came in."""

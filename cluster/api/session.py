@@ -93,6 +93,7 @@ class Session:
         self._deadline_s = asyncio.get_running_loop().time() + services.http.request_timeout_s
         self._has_token = False
         self._finished = False
+        self._counts = True
         services.sessions.add(self)
 
     def charge_tokens(self, count: int) -> None:
@@ -177,11 +178,18 @@ class Session:
             per_token_s = (last_s - first_s) / (usage.completion_tokens - 1)
             self._telemetry.observe(metrics.TPOT, label, value=per_token_s)
 
+    def not_counted(self) -> None:
+        """It is no request to a pipeline."""
+        self._counts = False
+        self._services.sessions.discard(self)
+
     def finish(self, outcome: Outcome) -> None:
         if self._finished:
             return
         self._finished = True
         self._services.sessions.discard(self)
+        if not self._counts:
+            return
         self._telemetry.count(metrics.REQUESTS, *self._labels(), outcome)
         if outcome is Outcome.OK:
             spent_s = self._clock() - self._arrived_s
