@@ -11,7 +11,7 @@ from actors.rank_planning import RankPlanning
 from actors.scheduled_batch import ScheduledBatch
 from actors.serving_worker import NOBODY, ServingWorker
 from contracts.clock import monotonic_s
-from contracts.errors import ChannelError
+from contracts.errors import ChannelError, NotFiniteError
 from contracts.events import TaskSpan
 from contracts.messages import Submit
 from contracts.plan import Plan
@@ -103,6 +103,10 @@ class AttentionWorker(ServingWorker):
         self._upcoming_changed = True
 
     def _completed(self, batch: ScheduledBatch) -> None:
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            if sequence.key[0] == NOBODY and isinstance(sequence.failure, NotFiniteError):
+                raise self._unusable()
         self._planning.finished(batch)
 
     def _after_step(self) -> None:

@@ -89,7 +89,7 @@ class Finisher:
             self._finish(rows, hidden_TD)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        sequence.done = True
+        sequence.done, sequence.failure = True, error
         failure = failed_by(sequence.submit.request_id, error, SamplingError)
         self.answers.append((sequence, failure))
 

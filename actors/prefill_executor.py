@@ -19,7 +19,7 @@ from actors.executor import Sink
 from actors.scheduled_batch import Chunk, ScheduledBatch, slice_of
 from actors.timeline import Timeline
 from contracts.clock import Clock
-from contracts.errors import ChannelError
+from contracts.errors import ChannelError, NotFiniteError
 from contracts.events import Stage, TaskSpan
 from kernels.device import Pace, finish
 from kernels.routing import local_index
@@ -123,7 +123,7 @@ class PrefillExecutor:
 
     def time_layers(self, slices: Sequence[SequenceSlice]) -> list[float]:
         """Runs a batch that nobody asked for, while no other runs; wall seconds of each layer that
-        has experts. Raises ChannelError."""
+        has experts. Raises ChannelError, and NotFiniteError for what comes out of it."""
         run = self._begin(-1, slices)
         finish(self._half.device)
         times_l = []
@@ -133,6 +133,8 @@ class PrefillExecutor:
             finish(self._half.device)
             if self._half.spec.is_moe(layer):
                 times_l.append(self._clock() - start_s)
+        if not self._half.logits(run.hidden_TD[-1:]).max().isfinite():
+            raise NotFiniteError("the logits of a pass that nobody asked for are not finite")
         return times_l
 
     def _begin(self, number: int, slices: Iterable[SequenceSlice]) -> PrefillRun:

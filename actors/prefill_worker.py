@@ -27,7 +27,7 @@ from actors.serving_worker import ServingWorker
 from actors.worker_log import WorkerLog
 from contracts.clock import monotonic_s
 from contracts.config import ScheduleConfig
-from contracts.errors import ChannelError, RequestError
+from contracts.errors import ChannelError, NotFiniteError, RequestError
 from contracts.messages import Event, Submit
 from contracts.routing import Prompt, RequestKey
 from contracts.worker import RankStatus
@@ -149,6 +149,8 @@ class PrefillWorker(ServingWorker):
             self._calibrate()
         except ChannelError as error:
             self._lose(error)
+        except NotFiniteError:
+            raise self._unusable() from None
 
     def _calibrate(self) -> None:
         prefill = self.spec.config.prefill

@@ -7,7 +7,7 @@ import math
 import torch
 
 from actors.sequence import Sequence
-from contracts.errors import SamplingError
+from contracts.errors import NotFiniteError, SamplingError
 from contracts.messages import TokenLogprob
 from contracts.requests import GREEDY_BELOW, Sampling
 
@@ -52,8 +52,8 @@ class NextTokens:
         return token, None if wanted is None else token_logprob(logits_V, token, wanted)
 
 
-def not_finite() -> SamplingError:
-    return SamplingError(
+def not_finite() -> NotFiniteError:
+    return NotFiniteError(
         "the model's logits are not finite numbers: no token can be drawn. If this goes on, the "
         "checkpoint is damaged, or model.dtype is too narrow for it"
     )

@@ -34,6 +34,7 @@ class Sequence:
         self.in_flight = False
         self.last_batch = -1  # the number of the last one that it was in
         self.done = False  # finished or cancelled: ends when its batch does
+        self.failure: Exception | None = None  # what ended it, if the finisher raised
         self.scored: list[TokenLogprob] = []
         self.generator: torch.Generator | None = None
         self.rules = logit_rules(submit)

@@ -32,7 +32,7 @@ from actors.sequence_errors import failed, failed_by
 from actors.timeline import Timeline
 from contracts.clock import monotonic_s
 from contracts.config import ScheduleConfig
-from contracts.errors import ChannelError, NotReadyError, PeerError, TandemError
+from contracts.errors import ChannelError, CheckpointError, NotReadyError, PeerError, TandemError
 from contracts.events import TaskSpan
 from contracts.logs import event
 from contracts.messages import Cancel, Event, Events, RankState, Submit
@@ -159,6 +159,14 @@ class ServingWorker:
 
     def _warm_up(self) -> None:
         """First thing in the loop."""
+
+    def _unusable(self) -> CheckpointError:
+        """What a rank ends with whose own first pass gave logits that are no numbers."""
+        return CheckpointError(
+            f"{self.spec.model_folder}: the logits of a first pass are not finite numbers. The "
+            f"checkpoint is damaged (fetch it again), or {self._half.dtype} is too narrow for it "
+            "(model.dtype: bfloat16 or float32)"
+        )
 
     def _accepted(self, sequence: Sequence) -> None:
         """The sequence joins the queue. What is raised here is its own failure; so is what making

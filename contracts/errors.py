@@ -109,6 +109,10 @@ class SamplingError(TandemError):
     code = "sampling_failed"
 
 
+class NotFiniteError(SamplingError):
+    """Logits that are NaN or infinite."""
+
+
 class ClientGoneError(TandemError):
     code = "client_closed_request"
     status = 499
