@@ -126,6 +126,12 @@ class BlockManager:
         for block in [block for block, owner in self._pending.items() if owner == batch]:
             self._forget(block)
 
+    def distrust(self, blocks: Sequence[int]) -> None:
+        """What stands there may be wrong: nobody finds these blocks any more. Whoever has them
+        keeps them."""
+        for block in blocks:
+            self._forget(block)
+
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """(stored, evicted): hashes whose blocks the cache now holds, or no longer, that changed
         since the last call."""

@@ -24,6 +24,7 @@ from actors.scheduled_batch import Chunk, ScheduledBatch
 from actors.sequence import Sequence, SequenceKey
 from actors.upcoming import HeldPrefixes, upcoming
 from contracts.config import ScheduleConfig
+from contracts.errors import NotFiniteError
 from contracts.requests import Priority
 from models.batch import BlockCopy
 from planner.turns import Turns
@@ -101,6 +102,8 @@ class Scheduler:
             self._running.remove(sequence)
         else:
             self._waiting[sequence.priority].remove(sequence)
+        if isinstance(sequence.failure, NotFiniteError):  # what gave it might be K and V kept here
+            self.blocks.distrust(sequence.block_table)
         self._drop_blocks(sequence)
         if self._on_end is not None:
             self._on_end(sequence)

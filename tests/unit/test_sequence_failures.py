@@ -111,6 +111,23 @@ def test_logits_that_are_not_finite_end_their_sequence_and_no_other(
     assert client.generated(client.submit(PROMPTS[1], sampling=sampling))[0] == wanted[1]
 
 
+def test_a_prefix_that_gave_logits_that_are_not_finite_is_not_kept(
+    rank: tuple[ServingWorker, RankConnection],
+) -> None:
+    """FINDINGS A1: else a fault that passed would fail every later request with that prefix."""
+    worker, client = rank
+    prompt = [40 + i for i in range(50)]
+    with logits_spoiled(worker, lambda rows_RV: rows_RV.fill_(math.nan)):
+        client.failed(client.submit(prompt, sampling=greedy(1)))
+    assert worker.status().kv_blocks["used"] == 0
+    cached = [
+        client.generated(client.submit(prompt, sampling=greedy(1)))[1].usage.cached_tokens
+        for _ in range(2)
+    ]
+    assert cached == [0, 49]
+    worker._blocks.check([])
+
+
 def test_a_row_of_which_no_token_is_left_ends_its_sequence(
     rank: tuple[ServingWorker, RankConnection],
 ) -> None:
