@@ -20,8 +20,9 @@ from models.steps import Steps
 from models.tokenizer import Tokenizer
 
 MAX_CHOICE_CHARACTERS = 8192  # of all choices together
-MAX_CHOICES_TO_ENCODE = 8192  # choices, times the prompts that they follow
+MAX_CHARACTERS_TO_CUT = 1 << 20  # of the choices behind each end of a prompt: about a second
 TAIL_TOKENS = 8  # of a prompt: what may have a say in how text behind it is cut
+TAIL_CHARACTERS = 64  # which is about so much text, to be cut again with each choice
 
 
 def check_choices(body: GenerationBody) -> tuple[tuple[str, ...] | None, str]:
@@ -98,19 +99,18 @@ async def choice_ids(
     told from each other by what may be generated, or are too many."""
     choices, name = options.choices, options.choices_field
     assert choices is not None
-    work = len(choices) * len(prompts)
-    if work > MAX_CHOICES_TO_ENCODE:
+    tails = {tuple(prompt[-TAIL_TOKENS:]) for prompt in prompts}
+    characters = len(tails) * sum(len(choice) + TAIL_CHARACTERS for choice in choices)
+    if characters > MAX_CHARACTERS_TO_CUT:
         raise RequestError(
-            f"{name}: {len(choices)} choices behind {len(prompts)} prompts are more than"
-            f" {MAX_CHOICES_TO_ENCODE}: send fewer prompts at once",
+            f"{name}: behind {len(tails)} prompts the choices are {characters} characters to cut,"
+            f" at most {MAX_CHARACTERS_TO_CUT}: send fewer prompts at once, or fewer choices",
             name,
         )
     for stop in options.stops:
         if any(stop in choice for choice in choices):
             raise RequestError(f"stop: {stop!r} is part of a choice of {name}", "stop")
-    tails = {tuple(prompt[-TAIL_TOKENS:]) for prompt in prompts}
     steps = _all_ids(tokenizing.tokenizer, tails, choices, name)
-    characters = len(tails) * sum(map(len, choices))
     found = await tokenizing.run(steps, characters, lambda _: None)
     for ids in found.values():
         _check_ids(ids, options, model)
