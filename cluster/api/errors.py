@@ -3,6 +3,7 @@ becomes an OpenAI error body, here and nowhere else."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -94,7 +95,7 @@ def error_response(error: TandemError) -> Response:
     """The one mapping from our error tree to HTTP."""
     headers = {}
     if isinstance(error, OverloadError):
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if isinstance(error, UnauthorizedError):
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, BodyTimeoutError):

@@ -158,6 +158,31 @@ def test_a_request_of_many_prompts_waits_for_room_instead_of_refusing_itself(
         assert rows.status_code == 200
 
 
+def test_small_requests_find_a_place_beside_a_large_one_that_waits(
+    folder: Path, rank: FakeRank
+) -> None:
+    """FINDINGS A6: its patient passes kept every place, and all others got 429."""
+    rank.hold_after = 0
+    with serve_api(folder, [rank], max_waiting=8) as api:
+        body = {"model": MODEL, "prompt": ["a"] * 40, "max_tokens": 2}
+        large = api.loop.start(
+            api.send(api.http.build_request("POST", "/v1/completions", json=body))
+        )
+        held = [rank.submits.get(timeout=5) for _ in range(6)]
+        small = {"model": MODEL, "prompt": "Hello", "max_tokens": 2}
+        sent = [
+            api.loop.start(api.send(api.http.build_request("POST", "/v1/completions", json=small)))
+            for _ in range(2)
+        ]
+        came = [rank.submits.get(timeout=5) for _ in sent]
+        texts = [[api.tokenizer.decode(each.token_ids) for each in some] for some in (held, came)]
+        assert texts == [["a"] * 6, ["Hello"] * 2]
+        full = api.post("/v1/completions", prompt="Hello")
+        assert full.status_code == 429, "the share that is kept for first sequences is taken"
+        for request in (large, *sent):
+            request.cancel()
+
+
 @pytest.mark.parametrize("hold_after", [0, 2])
 def test_a_request_over_its_time_is_a_504(folder: Path, rank: FakeRank, hold_after: int) -> None:
     rank.hold_after = hold_after
