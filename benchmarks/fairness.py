@@ -49,7 +49,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Sample(msgspec.Struct, frozen=True):
+class Sample(msgspec.Struct, frozen=True, array_like=True):
     """kind: of SMALL. status 0: no answer."""
 
     kind: str
