@@ -79,10 +79,10 @@ class ServerProcess:
             self._process.kill()
             self._process.wait()
 
-    def wait_healthy(self) -> float:
+    def wait_healthy(self, timeout_s: float = READY_TIMEOUT_S) -> float:
         """Seconds from the process's start to the first 200 of /health. Raises LaunchError."""
         with httpx.Client(base_url=self.url, timeout=5.0) as client:
-            while (waited_s := time.monotonic() - self.started_s) < READY_TIMEOUT_S:
+            while (waited_s := time.monotonic() - self.started_s) < timeout_s:
                 if self._process.poll() is not None:
                     raise LaunchError(f"tandem serve ended with {self._process.returncode}")
                 if _is_healthy(client):

@@ -156,7 +156,7 @@ class Clients:
             for place in range(start, min(start + SLOW_BYTES, len(sent))):
                 writer.write(sent[place : place + 1])
                 await asyncio.sleep(BYTE_EVERY_S)
-                if reader.at_eof():
+                if reader.at_eof() or writer.transport.is_closing():
                     return "sent away"
             writer.write(sent[start + SLOW_BYTES :])
             async with asyncio.timeout(LIMIT_S):

@@ -18,6 +18,7 @@ KEYS = ("soak-key-one", "soak-key-two", "soak-key-three")
 DESCRIPTORS = 1024  # RLIMIT_NOFILE of every process of the server
 DATA_BYTES = 8 << 30  # RLIMIT_DATA of every process: what one may allocate
 MEMORY_BYTES = 6 << 30  # resident, of all processes together: watched
+START_S = 300.0  # on a machine that others use too
 MAX_CONTEXT_TOKENS = 512  # with MAX_ITEMS: the largest legal request is seconds of work, not hours
 MAX_ITEMS = 32
 MAX_BODY_BYTES = 1 << 20
@@ -26,7 +27,12 @@ POOL_TOKENS = 16_384
 # compared should not depend on who shared a batch.
 CONFIG = {
     "model": {"dtype": "float32", "max_context_tokens": MAX_CONTEXT_TOKENS},
-    "groups": {"attention_ranks": 1, "expert_ranks": 1, "prefill_ranks": 1},
+    "groups": {
+        "attention_ranks": 1,
+        "expert_ranks": 1,
+        "prefill_ranks": 1,
+        "ready_timeout_s": START_S,
+    },
     "kv": {"pool_tokens": POOL_TOKENS},
     "http": {
         "api_keys": list(KEYS),
@@ -48,7 +54,7 @@ def limited_server(log: Path) -> Iterator[ServerProcess]:
         path.write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
         limits = {resource.RLIMIT_NOFILE: DESCRIPTORS, resource.RLIMIT_DATA: DATA_BYTES}
         with ServerProcess("--config", str(path), limits=limits, log=log) as server:
-            server.wait_healthy()
+            server.wait_healthy(START_S)
             yield server
 
 
