@@ -17,6 +17,7 @@ import msgspec
 
 from actors.channels.door import Door
 from actors.channels.handshake import Identity
+from actors.channels.neighbour import here
 from actors.event_frames import event_frames
 from actors.loop_watch import LoopWatch
 from contracts.errors import ChannelError
@@ -58,7 +59,8 @@ class ClientServer:
         self._next_client = 0
         self._state: RankState | None = None
         self._loop = asyncio.new_event_loop()
-        self._door = Door(self._identity, serve=self._serve)
+        whereabouts = here()  # by which a client of this machine sees that we only wait for a core
+        self._door = Door(self._identity, serve=self._serve, answer=lambda _: whereabouts)
         self._thread = threading.Thread(
             target=self._loop.run_forever, name=f"{name}-clients", daemon=True
         )

@@ -18,6 +18,7 @@ else:
     Commands = Any
 
 EXIT_ERROR = 2
+EXIT_BEYOND_REPAIR = 3  # of a server that has served, and can no more: start it again
 Run = Callable[[argparse.Namespace, MutableMapping[str, str]], int]
 
 

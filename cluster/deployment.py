@@ -51,6 +51,11 @@ class Deployment:
             ranks=[rank for part in self._parts for rank in part.ready],
         )
 
+    @property
+    def beyond_repair(self) -> str:
+        """Why a pipeline can serve no more; empty: both can. (Prefill workers are replaced.)"""
+        return self._group.beyond_repair if self._group is not None else ""
+
     def replace(self, suspects: Mapping[str, str]) -> None:
         """Replaces the prefill workers at these client addresses, for these reasons."""
         if self._prefill is not None and suspects:

@@ -10,6 +10,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.remote import RayRank
 from actors.rendezvous import Formation, form_group, make_specs
+from cluster.group_watch import GroupWatch
 from cluster.hardware import load_hardware
 from cluster.placement import Placed, resolve_backend, seat_ranks, start_rank
 from cluster.rank_calls import expositions, recorded_spans, statuses, stop_all
@@ -42,6 +43,14 @@ class RunningGroup:
         self._actors = ranks
         self._ranks = [rank for rank in ranks if not _plans(rank)]
         self._placement = placement
+        names, give_up_s = [rank.name for rank in self._ranks], formation.config.groups.give_up_s
+        self._watch = GroupWatch(names, self._ranks, give_up_s)
+        self._watch.start()
+
+    @property
+    def beyond_repair(self) -> str:
+        """Which ranks keep it from serving, and why; empty: it serves, or may yet."""
+        return self._watch.reason
 
     @property
     def client_addresses(self) -> dict[str, str]:
@@ -65,6 +74,7 @@ class RunningGroup:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends the loops in order, then the actors, then gives the resources back."""
+        self._watch.close(timeout_s)
         stop_all(self._actors, timeout_s)
         remove_placement_group(self._placement)
 

@@ -1,7 +1,8 @@
 """One connection to a rank, from its handshake until it is lost: frames both ways, and a watchdog.
 
 A rank says something at least every half second (a `RankState` if nothing else). One that is silent
-for longer than `silence_s` counts as hung, one whose connection closed as dead.
+for longer than `silence_s` counts as hung (on this machine after four times as long, unless its
+process is stopped: it may wait for a core), one whose connection closed as dead.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NoReturn
 import msgspec
 
 from actors.channels.handshake import Identity, initiate_async
+from actors.channels.neighbour import Neighbour, found, is_hung
 from contracts.clock import Clock
 from contracts.errors import (
     ChannelError,
@@ -58,6 +60,7 @@ class RankSocket:
         self._config = config
         self._clock = clock
         self._last_frame_s = clock()
+        self._neighbour: Neighbour | None = None  # the rank, if it is a process of this machine
         self._unsent = bytearray()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Events)
@@ -71,7 +74,7 @@ class RankSocket:
             reader, writer = await _open(address)
             writer.transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER_BYTES)
             try:
-                await initiate_async(
+                remote = await initiate_async(
                     reader,
                     writer,
                     me,
@@ -82,7 +85,9 @@ class RankSocket:
             except BaseException:
                 writer.transport.abort()
                 raise
-        return cls(name, reader, writer, config, clock)
+        made = cls(name, reader, writer, config, clock)
+        made._neighbour = found(remote.extra)
+        return made
 
     def send(self, message: ToRank) -> None:
         """Goes out with all others of this turn of the event loop: one system call for them.
@@ -106,6 +111,8 @@ class RankSocket:
     def abort(self) -> None:
         self._unsent.clear()
         self._writer.transport.abort()
+        if self._neighbour is not None:
+            self._neighbour.close()
 
     async def receive(self, handle: Callable[[Event], None]) -> NoReturn:
         """Hands out events until the connection is lost, which it reports by raising what `connect`
@@ -147,7 +154,7 @@ class RankSocket:
             if now_s - slept_from_s > config.stall_s + config.check_every_s:
                 self._last_frame_s = now_s
             silent_s = now_s - self._last_frame_s
-            if silent_s > config.silence_s:
+            if is_hung(silent_s, config.silence_s, self._neighbour):
                 self._writer.transport.abort()
                 return PeerHungError(f"{self.name} has been silent for {silent_s:.1f} s", self.name)
 

@@ -30,7 +30,7 @@ from cluster.front import DirectFront
 from cluster.model_folder import resolve_model_folder
 from cluster.wiring import build_ingress_app
 from contracts.config import TandemConfig
-from contracts.errors import TandemError
+from contracts.errors import LaunchError, TandemError
 from contracts.events import TaskSpan
 from contracts.logs import event, set_up_logging
 from contracts.worker import RankStatus
@@ -102,6 +102,22 @@ class Groups:
         deployment.replace(suspects or {})
         return encode_directory(deployment.directory)
 
+    async def problem(self, token: bytes) -> str:
+        """Why the ranks launched with this token can serve no more; empty: they can."""
+        launched = self._launch.done() and self._launch.exception() is None
+        deployment = await self._deployment() if launched else None
+        if deployment is None or deployment.directory.token != token:
+            return "the launcher of the ranks (Groups) has ended, and they with it"
+        return deployment.beyond_repair
+
+    def check_health(self) -> None:
+        """Asked by Serve, which replaces a replica that raises: with it, all ranks. Under `tandem
+        serve` the launcher ends everything instead."""
+        if self._config.http.front == "direct" or not self._launch.done():
+            return
+        if self._launch.exception() is None and (reason := self._launch.result().beyond_repair):
+            raise LaunchError(reason)
+
     async def status(self) -> list[RankStatus]:
         deployment = await self._deployment()
         return await asyncio.to_thread(deployment.status, STATUS_TIMEOUT_S)
@@ -132,11 +148,24 @@ class Ingress:
         self._groups = groups
         self._front: DirectFront | None = None
         set_up_logging("ingress", self._config.log)
+        self._token = b""  # that its ranks were launched with, once it is connected
 
-    def check_health(self) -> None:
-        """Asked by Serve, which replaces a replica that raises."""
+    async def check_health(self) -> None:
+        """Asked by Serve, which replaces a replica that raises. Behind Serve's proxy that is also
+        one whose ranks are no more: it starts again with those that Groups has launched since."""
         if self._front is not None:
             self._front.check()
+        elif self._token and (reason := await self._ranks_problem(self._token)):
+            raise LaunchError(reason)
+
+    async def _ranks_problem(self, token: bytes) -> str:
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                reason: str = await self._groups.problem.remote(token)
+        except Exception as error:  # noqa: BLE001 - Serve replaces Groups; it is asked again
+            log.warning("groups_not_asked error=%s", error)
+            return ""
+        return reason
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """The application, connected. What keeps it from that is told by way of Groups: a launcher
@@ -160,6 +189,7 @@ class Ingress:
             self._front = DirectFront(app, self._config.http)
             await self._front.start()
             await self._groups.ingress_listens.remote()
+        self._token = directory.token
         return app
 
     async def _prefill_addresses(self, suspects: dict[str, str]) -> dict[str, str]:

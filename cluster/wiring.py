@@ -24,7 +24,7 @@ from cluster.prefill_peer import Find
 from cluster.prefill_router import PrefillRouter, PrefillRouterConfig
 from cluster.rank_client import RankClient
 from cluster.rank_socket import RankClientConfig
-from contracts.config import TandemConfig
+from contracts.config import ChannelConfig, TandemConfig
 from contracts.garbage import spare_what_lives_on
 from contracts.logs import event
 from models.checkpoint import check_checkpoint, resolve_dtype
@@ -37,7 +37,7 @@ log = logging.getLogger("tandem.ingress")
 CONNECT_DEADLINE_S = 30.0
 PATIENCE_S = 10.0  # for the last of the ranks
 FALLBACK_PROMPT_TOKENS = 256
-SILENCE_S = 1.5  # a rank says something every 0.25 s; its loss must be told within 2 s
+LEAST_SILENCE_S = 1.0  # a rank says something every 0.25 s
 
 
 def served_model(config: TandemConfig) -> tuple[ServedModel, Tokenizer]:
@@ -55,11 +55,16 @@ def served_model(config: TandemConfig) -> tuple[ServedModel, Tokenizer]:
     return model, Tokenizer.load(folder)
 
 
-def rank_clients(addresses: Mapping[str, str], token: bytes) -> list[RankClient]:
-    """One client per rank, each proving the cluster's token."""
+def rank_clients(
+    addresses: Mapping[str, str],
+    token: bytes,
+    channel: ChannelConfig = ChannelConfig(),  # noqa: B008
+) -> list[RankClient]:
+    """One client per rank, each proving the cluster's token. channel: whose silence_s counts."""
+    silence_s = max(channel.silence_s, LEAST_SILENCE_S)
     me = Identity(name="ingress", token=token, epoch=None)
     return [
-        RankClient(name, address, me, RankClientConfig(silence_s=SILENCE_S))
+        RankClient(name, address, me, RankClientConfig(silence_s=silence_s))
         for name, address in addresses.items()
     ]
 
@@ -76,10 +81,11 @@ def pipelines(config: TandemConfig, directory: Directory, find: Find | None = No
         settings = DispatcherConfig(
             block_tokens=block_tokens, max_waiting=waiting, request_share=share
         )
-        dispatcher = Dispatcher(rank_clients(directory.client_addresses, directory.token), settings)
+        clients = rank_clients(directory.client_addresses, directory.token, config.channel)
+        dispatcher = Dispatcher(clients, settings)
     if directory.prefill_addresses:
         prefill = PrefillRouter(
-            rank_clients(directory.prefill_addresses, directory.token),
+            rank_clients(directory.prefill_addresses, directory.token, config.channel),
             PrefillRouterConfig(
                 saturation=saturation(config),
                 block_tokens=block_tokens,

@@ -45,7 +45,9 @@ class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     placement "pack" puts ranks on as few nodes as fit; "spread" puts the attention group and the
     expert group on different nodes. device "auto" takes GPUs where the Ray cluster has them.
-    resources_*: extra Ray resources that each rank of the group asks for.
+    resources_*: extra Ray resources that each rank of the group asks for. give_up_s: how long a
+    rank of the attention/expert group, which is not replaced, may be of no use before the server
+    ends (`tandem serve`, exit status 3) or is started again (`serve run`).
     """
 
     attention_ranks: NonNegative = 1
@@ -60,6 +62,7 @@ class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefill_resources: dict[str, float] = {}
     address: str | None = None  # Ray address; None: RAY_ADDRESS if set, else a local cluster
     ready_timeout_s: Seconds = 180.0
+    give_up_s: Seconds = 10.0
 
     @property
     def ranks(self) -> int:

@@ -50,6 +50,7 @@ class FakeRank:
         self.hold_scores = False
         self.on_submit: Callable[[], None] | None = None
         self.silent = False
+        self.whereabouts = b""  # as actors/channels/neighbour.py says it
         self.healthy = True
         self.stuck = False
         self.total_blocks = 0
@@ -85,7 +86,9 @@ class FakeRank:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         me = Identity(name=self.name, token=TOKEN, epoch=None)
         try:
-            await accept_async(reader, writer, me, deadline_s=5.0)
+            await accept_async(
+                reader, writer, me, answer=lambda _: self.whereabouts, deadline_s=5.0
+            )
         except (HandshakeError, OSError, EOFError):
             writer.close()
             return

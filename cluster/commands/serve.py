@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 import threading
 from collections.abc import MutableMapping
 
-from cluster.arguments import Commands, add_command
+from cluster.arguments import EXIT_BEYOND_REPAIR, Commands, add_command
 from cluster.config_options import KEY_VARIABLE, add_config_options, config_of, with_key_of
 from cluster.ray_environment import before_a_cluster_is_started
 
@@ -47,6 +48,7 @@ def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> i
     config = with_key_of(config_of(options), environment)
     before_a_cluster_is_started(config, environment)
 
+    from cluster.serve_end import wait_for_end
     from cluster.serving import serving
 
     stop = threading.Event()
@@ -56,6 +58,9 @@ def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> i
         print(f"ready in {served.ready_s:.1f} s: {served.url}/v1", flush=True)
         for rank in served.directory.ranks:
             print(f"  {rank.name:<14} pid {rank.pid}", flush=True)
-        stop.wait()
+        give_up_s = config.groups.give_up_s
+        reason = wait_for_end(served.groups, served.directory.token, stop, give_up_s)
+        if reason:
+            print(f"tandem serve: can serve no more: {reason}", file=sys.stderr, flush=True)
         print("stopping", flush=True)
-    return 0
+    return EXIT_BEYOND_REPAIR if reason else 0

@@ -10,13 +10,22 @@ from typing import Any
 import pytest
 
 from actors.channels.handshake import Identity
+from actors.channels.neighbour import here
 from cluster.dispatcher import Choose, Dispatcher, DispatcherConfig, RankView, least_work
 from cluster.rank_client import RankClient
-from contracts.errors import HandshakeError, NotReadyError, OverloadError, RankError
+from cluster.rank_socket import RankClientConfig
+from contracts.clock import ManualClock
+from contracts.errors import (
+    HandshakeError,
+    NotReadyError,
+    OverloadError,
+    PeerHungError,
+    RankError,
+)
 from contracts.messages import Finished, Submit, Tokens
 from contracts.requests import Sampling
 from tests.api_harness import ME, QUICK
-from tests.fake_rank import FakeRank
+from tests.fake_rank import TOKEN, FakeRank
 
 Body = Callable[[Dispatcher, list[FakeRank]], Coroutine[Any, Any, None]]
 
@@ -241,3 +250,43 @@ async def _until(condition: Callable[[], bool]) -> None:
     """Lets other tasks run until `condition` holds; the test's own time limit bounds it."""
     while not condition():
         await asyncio.sleep(0)
+
+
+class CountingClock(ManualClock):
+    """looks: how often it was looked at."""
+
+    looks = 0
+
+    def __call__(self) -> float:
+        self.looks += 1
+        return super().__call__()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_silent_rank_of_this_machine_that_runs_is_given_four_times_as_long(
+    is_known: bool,
+) -> None:
+    """FINDINGS B16: a starved rank was lost after 1.5 s, where channels wait four times as long."""
+
+    async def main() -> None:
+        fake, clock = FakeRank("attention-0", lambda _: [1]), CountingClock()
+        fake.whereabouts = here() if is_known else b""
+        me = Identity(name="ingress-0", token=TOKEN, epoch=None)
+        config = RankClientConfig(silence_s=1.5, stall_s=1e9, check_every_s=0.001)
+        client = RankClient(fake.name, await fake.listen(), me, config, clock)
+        client.start()
+        await client.wait_until(lambda c: c.problem is None)
+        fake.silent, looks = True, clock.looks
+        await _until(lambda: clock.looks > looks + 20)  # what it has said already has arrived
+        clock.advance(1.6)
+        if is_known:
+            looks = clock.looks
+            await _until(lambda: clock.looks > looks + 20)
+            assert client.problem is None
+            clock.advance(4 * 1.5)
+        await client.wait_until(lambda c: c.lost is not None)
+        assert isinstance(client.lost, PeerHungError)
+        await client.close()
+        await fake.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))

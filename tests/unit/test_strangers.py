@@ -38,7 +38,7 @@ from tests.prefill_workers import TOKEN as WEIGHTS_TOKEN
 from tests.prefill_workers import make_source, worker_spec
 
 Checkpoints = Callable[..., Path]
-CROWD = 200
+CROWD = 100
 PATIENCE_S = 20.0
 NESTED = b"\x82\xa4type\xa5hello\xa1x" + b"\x91" * 4000 + b"\xc0"
 

@@ -1,0 +1,31 @@
+"""When a server that runs is over: its user ends it, or it can serve no more."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+log = logging.getLogger("tandem.serving")
+
+LOOK_PERIOD_S = 0.5
+ANSWER_S = 5.0
+
+
+def wait_for_end(groups: Any, token: bytes, stop: threading.Event, give_up_s: float) -> str:
+    """Waits until `stop` is set: empty; or until the ranks launched with this token can serve no
+    more: why. groups: handle of the Groups deployment, which may be silent for give_up_s."""
+    heard_s = time.monotonic()
+    while not stop.wait(LOOK_PERIOD_S):
+        try:
+            reason: str = groups.problem.remote(token).result(timeout_s=ANSWER_S)
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody is heard
+            log.warning("groups_not_asked error=%s", str(error).partition("\n")[0])
+            if time.monotonic() - heard_s < give_up_s + ANSWER_S:
+                continue
+            reason = "the launcher of the ranks (Groups) does not answer"
+        heard_s = time.monotonic()
+        if reason:
+            return reason
+    return ""

@@ -1,0 +1,128 @@
+"""When a server is over that nobody can repair, and how it says so (FINDINGS B15)."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from cluster import serve_end
+from cluster.group_watch import GroupWatch
+from cluster.rank_watch import CHECK_PERIOD_S
+from cluster.serve_end import wait_for_end
+from contracts.errors import LaunchError
+from contracts.worker import RankStatus
+
+GIVE_UP_S = 10.0
+
+
+class FakeRank:
+    """Answers `status` at once: with what is wrong, or well."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.reason = ""
+        self.died = False
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        if self.died:
+            answer.set_exception(LaunchError(f"{self.name}: its actor died"))
+        else:
+            answer.set_result(
+                RankStatus(name=self.name, healthy=not self.reason, reason=self.reason)
+            )
+        return answer
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.ranks = [FakeRank("attention-0"), FakeRank("expert-0")]
+        names = [rank.name for rank in self.ranks]
+        self.watch = GroupWatch(names, self.ranks, GIVE_UP_S)
+        self.now_s = 0.0
+
+    def pass_time(self, seconds: float, *, stalled_s: float = 0.0) -> str:
+        for _ in range(int(seconds / CHECK_PERIOD_S)):
+            self.watch.look(self.now_s, stalled_s)
+            self.now_s, stalled_s = self.now_s + CHECK_PERIOD_S, 0.0
+        return self.watch.reason
+
+
+def test_a_group_that_lost_a_rank_is_given_up_with_its_name_after_the_grace() -> None:
+    """FINDINGS B15."""
+    rig = Rig()
+    assert rig.pass_time(100.0) == ""
+    rig.ranks[1].died = True
+    rig.ranks[0].reason = "expert-0 closed its connection"
+    assert rig.pass_time(GIVE_UP_S - 1.0) == ""
+    reason = rig.pass_time(2.0)
+    assert "expert-0: its actor died" in reason
+    assert "attention-0: expert-0 closed its connection" in reason
+
+
+def test_a_rank_that_recovers_in_time_ends_nothing() -> None:
+    rig = Rig()
+    for _ in range(5):
+        rig.ranks[0].reason = "attention-0 has been stuck in one step"
+        assert rig.pass_time(GIVE_UP_S - 2.0) == ""
+        rig.ranks[0].reason = ""
+        assert rig.pass_time(3.0) == ""
+
+
+def test_time_in_which_the_watch_itself_stood_still_does_not_count() -> None:
+    rig = Rig()
+    rig.ranks[1].died = True
+    assert rig.pass_time(1.0) == ""
+    rig.now_s += 100.0
+    assert rig.pass_time(1.0, stalled_s=100.0) == ""
+    assert rig.pass_time(GIVE_UP_S) != ""
+
+
+class FakeGroups:
+    """answers: what each question is answered with, or raises; the last one for ever."""
+
+    def __init__(self, *answers: str | Exception) -> None:
+        self.answers = list(answers)
+        self.asked: list[bytes] = []
+        self.problem = self
+
+    def remote(self, token: bytes) -> FakeGroups:
+        self.asked.append(token)
+        return self
+
+    def result(self, timeout_s: float) -> str:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_end, "LOOK_PERIOD_S", 0.001)
+
+
+def test_a_server_that_can_serve_no_more_ends_with_the_reason() -> None:
+    """FINDINGS B15: it stayed at 503 for ever."""
+    groups = FakeGroups("", "", TimeoutError(), "", "expert-0: its actor died")
+    assert wait_for_end(groups, b"token", threading.Event(), 60.0) == "expert-0: its actor died"
+    assert set(groups.asked) == {b"token"}
+
+
+def test_a_launcher_that_is_not_heard_any_more_is_the_end_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FINDINGS B15."""
+    monkeypatch.setattr(serve_end, "ANSWER_S", 0.01)
+    groups = FakeGroups("", RuntimeError("the actor died"))
+    reason = wait_for_end(groups, b"token", threading.Event(), 0.01)
+    assert "Groups" in reason
+
+
+def test_a_user_who_ends_the_server_is_given_no_reason() -> None:
+    stop = threading.Event()
+    stop.set()
+    assert wait_for_end(FakeGroups("never asked"), b"token", stop, 1.0) == ""
