@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from actors.rendezvous import WorkerHandle
 from cluster.rank_watch import CHECK_PERIOD_S, RankWatch
+from contracts.logs import event
 
 log = logging.getLogger("tandem.launch")
 
@@ -50,7 +51,7 @@ class GroupWatch:
         self._since_s = now_s if self._since_s is None else self._since_s + stalled_s
         if not self.reason and now_s - self._since_s >= self._give_up_s:
             self.reason = "; ".join(problems)
-            log.critical("group_given_up reason=%s", self.reason)
+            event(log, "group_given_up", logging.CRITICAL, reason=self.reason)
 
     def _run(self) -> None:
         looked_s = time.monotonic()

@@ -163,7 +163,7 @@ class Ingress:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
                 reason: str = await self._groups.problem.remote(token)
         except Exception as error:  # noqa: BLE001 - Serve replaces Groups; it is asked again
-            log.warning("groups_not_asked error=%s", error)
+            event(log, "groups_not_asked", logging.WARNING, error=error)
             return ""
         return reason
 

@@ -7,6 +7,8 @@ import threading
 import time
 from typing import Any
 
+from contracts.logs import event
+
 log = logging.getLogger("tandem.serving")
 
 LOOK_PERIOD_S = 0.5
@@ -21,7 +23,7 @@ def wait_for_end(groups: Any, token: bytes, stop: threading.Event, give_up_s: fl
         try:
             reason: str = groups.problem.remote(token).result(timeout_s=ANSWER_S)
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody is heard
-            log.warning("groups_not_asked error=%s", str(error).partition("\n")[0])
+            event(log, "groups_not_asked", logging.WARNING, error=str(error).partition("\n")[0])
             if time.monotonic() - heard_s < give_up_s + ANSWER_S:
                 continue
             reason = "the launcher of the ranks (Groups) does not answer"

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from contracts.clock import Clock, monotonic_s
+from contracts.logs import event
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -83,12 +84,12 @@ class Gate:
         """How many are in it now."""
         return len(self._waiting)
 
-    def tell(self, event: str, reason: str) -> None:
+    def tell(self, name: str, reason: str) -> None:
         """Logs what strangers bring about, at most every ten seconds."""
         now_s = self._clock()
-        if now_s - self._told_s.get(event, -_TELL_EVERY_S) >= _TELL_EVERY_S:
-            self._told_s[event] = now_s
-            log.warning("%s rank=%s reason=%s", event, self._name, reason)
+        if now_s - self._told_s.get(name, -_TELL_EVERY_S) >= _TELL_EVERY_S:
+            self._told_s[name] = now_s
+            event(log, name, logging.WARNING, rank=self._name, reason=reason)
 
     def _free(self, address: str) -> None:
         self._held[address] -= 1
