@@ -72,7 +72,8 @@ def test_before_the_ranks_are_ready_a_good_request_is_a_503_as_documented(folder
         api.wait_for(lambda: bool(api.dispatcher.problems()))
         fuzzed = Fuzzed(api)
         for path in POSTS:
-            fuzzed.run(path, "POST", "valid", 3)
+            if path.startswith("/v1/"):  # the others ask no rank
+                fuzzed.run(path, "POST", "valid", 3)
         fuzzed.run("/health", "GET", "valid", 1)
         assert 503 in fuzzed.statuses
         assert 200 not in fuzzed.statuses
