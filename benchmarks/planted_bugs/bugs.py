@@ -1,0 +1,330 @@
+"""The bugs: one wrong line each, of the kind that is really written, and the tests to find it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Bug(NamedTuple):
+    """`old` occurs once in `file`. tests: files, in the order in which they are tried."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def area(self) -> str:
+        return self.name.partition(":")[0]
+
+
+_SCHEDULER = ("tests/unit/test_scheduler.py",)
+_BOOKS = ("tests/property/test_block_manager.py", "tests/property/test_block_contents.py")
+_SAMPLER = ("tests/property/test_sampler.py", "tests/unit/test_sampling_on_ranks.py")
+_EXECUTOR = ("tests/unit/test_executor.py", "tests/oracle/test_group_fidelity.py")
+_DISPATCH = ("tests/property/test_dispatch.py", "tests/unit/test_executor.py")
+_ROUTER = ("tests/property/test_router.py", "tests/unit/test_router.py")
+_PROMISES = ("tests/property/test_promises.py", "tests/property/test_router.py")
+_JOURNAL = ("tests/unit/test_prefill_log.py", "tests/property/test_router.py")
+_HANDSHAKE = ("tests/unit/test_channels_handshake.py",)
+_BLOCKS, _ROUTES = "actors/block_manager.py", "planner/router.py"
+_STATE, _SHAKES = "planner/worker_state.py", "actors/channels/handshake.py"
+
+BUGS: tuple[Bug, ...] = (
+    Bug(
+        "scheduler: the victim is of the highest class",
+        "actors/scheduler.py",
+        "lowest = max(sequence.priority for sequence in idle)",
+        "lowest = min(sequence.priority for sequence in idle)",
+        _SCHEDULER,
+    ),
+    Bug(
+        "scheduler: the oldest is the victim",
+        "actors/scheduler.py",
+        "return (greedy or candidates)[-1]",
+        "return (greedy or candidates)[0]",
+        _SCHEDULER,
+    ),
+    Bug(
+        "scheduler: the copied block is not released after the batch",
+        "actors/scheduler.py",
+        "        self.blocks.commit(batch.number)\n        self.blocks.release(batch.sources)\n",
+        "        self.blocks.commit(batch.number)\n",
+        _SCHEDULER,
+    ),
+    Bug(
+        "scheduler: a block counts as full one token early",
+        "actors/scheduler.py",
+        "digest = hashes[place] if last <= chunk.stop else None",
+        "digest = hashes[place] if last <= chunk.stop + 1 else None",
+        (*_SCHEDULER, *_EXECUTOR),
+    ),
+    Bug(
+        "scheduler: what was scored stays when a sequence begins again",
+        "actors/scheduler.py",
+        "        sequence.scored.clear()\n",
+        "",
+        (*_SCHEDULER, "tests/unit/test_prefill_rows.py"),
+    ),
+    Bug(
+        "blocks: another batch's unfinished block is shared",
+        _BLOCKS,
+        "if block is None or self._pending.get(block, batch) != batch:",
+        "if block is None:",
+        (*_BOOKS, *_SCHEDULER),
+    ),
+    Bug(
+        "blocks: cached blocks that a sequence takes are counted as available",
+        _BLOCKS,
+        "if fresh > self.available - revived:",
+        "if fresh > self.available:",
+        _BOOKS,
+    ),
+    Bug(
+        "blocks: the newest is evicted",
+        _BLOCKS,
+        "block, _ = self._cached.popitem(last=False)",
+        "block, _ = self._cached.popitem(last=True)",
+        (*_BOOKS, *_SCHEDULER),
+    ),
+    Bug(
+        "blocks: an evicted block's hash is still known",
+        _BLOCKS,
+        "            self._forget(block)\n            self.evicted_total += 1\n",
+        "            self.evicted_total += 1\n",
+        _BOOKS,
+    ),
+    Bug(
+        "blocks: a failed batch's blocks stay known",
+        _BLOCKS,
+        "for block in [block for block, owner in self._pending.items() if owner == batch]:\n"
+        "            self._forget(block)\n\n    def take_changes",
+        "for block in []:\n            self._forget(block)\n\n    def take_changes",
+        (*_BOOKS, *_SCHEDULER),
+    ),
+    Bug(
+        "sampler: top_p drops one token too many",
+        "actors/sampler.py",
+        "(probs_K.cumsum(-1) - probs_K) >= sampling.top_p",
+        "probs_K.cumsum(-1) >= sampling.top_p",
+        _SAMPLER,
+    ),
+    Bug(
+        "sampler: top_k keeps one token more",
+        "actors/sampler.py",
+        "limit = sampling.top_k if sampling.top_k > 0 else len(scaled_V)",
+        "limit = sampling.top_k + 1 if sampling.top_k > 0 else len(scaled_V)",
+        _SAMPLER,
+    ),
+    Bug(
+        "sampler: logits are multiplied by the temperature",
+        "actors/sampler.py",
+        "scaled_V = logits_V / sampling.temperature",
+        "scaled_V = logits_V * sampling.temperature",
+        _SAMPLER,
+    ),
+    Bug(
+        "sampler: a seed is not taken",
+        "actors/sampler.py",
+        "sequence.generator.manual_seed(sampling.seed % 2**63)",
+        "sequence.generator.seed()",
+        _SAMPLER,
+    ),
+    Bug(
+        "executor: a layer runs once one answer is missing",
+        "actors/executor.py",
+        "        micro_batch.pending -= 1\n",
+        "        micro_batch.pending -= 2 if micro_batch.pending == 2 else 1\n",
+        _EXECUTOR,
+    ),
+    Bug(
+        "executor: the loss that follows is taken for the cause",
+        "actors/executor.py",
+        "self.lost = self.lost or happening",
+        "self.lost = happening",
+        ("tests/unit/test_executor.py", "tests/unit/test_group_faults.py"),
+    ),
+    Bug(
+        "executor: answers to a failed batch keep their memory",
+        "actors/executor.py",
+        "            packet.release()  # an answer to a batch that has failed\n",
+        "",
+        ("tests/unit/test_executor.py", "tests/unit/test_group_faults.py"),
+    ),
+    Bug(
+        "executor: the layer after the last is attended",
+        "actors/executor.py",
+        "last = micro_batch.layer == self._half.spec.num_layers",
+        "last = micro_batch.layer > self._half.spec.num_layers",
+        _EXECUTOR,
+    ),
+    Bug(
+        "executor: best effort goes first",
+        "planner/orders.py",
+        "key=lambda task: (task.priority, task.batch, *position(task))",
+        "key=lambda task: (-task.priority, task.batch, *position(task))",
+        _EXECUTOR,
+    ),
+    Bug(
+        "dispatch: a token on a group's edge is of the group before",
+        "actors/dispatch.py",
+        'np.arange(len(topk_ids_TK)), "right")',
+        'np.arange(len(topk_ids_TK)), "left")',
+        _DISPATCH,
+    ),
+    Bug(
+        "dispatch: weights stand in the tokens' order, pairs in the experts'",
+        "actors/dispatch.py",
+        "weights_N = topk_weights_TK.ravel()[order_N]",
+        "weights_N = topk_weights_TK.ravel()",
+        _DISPATCH,
+    ),
+    Bug(
+        "dispatch: rows count from the group's start",
+        "actors/dispatch.py",
+        "return None if rows_U is None else rows_U + start, index_N",
+        "return rows_U, index_N",
+        _DISPATCH,
+    ),
+    Bug(
+        "dispatch: positions among the distinct tokens are one too high",
+        "actors/dispatch.py",
+        "return np.flatnonzero(present), position[token_N] - 1",
+        "return np.flatnonzero(present), position[token_N]",
+        _DISPATCH,
+    ),
+    Bug(
+        "dispatch: a packet carries the layer that comes next",
+        "actors/token_dispatcher.py",
+        "            micro_batch.attended,\n            micro_batch.index,",
+        "            micro_batch.layer,\n            micro_batch.index,",
+        _EXECUTOR,
+    ),
+    Bug(
+        "dispatch: the shared experts' output is left out",
+        "actors/token_dispatcher.py",
+        "            total_TD += shared_TD\n",
+        "            pass\n",
+        _EXECUTOR,
+    ),
+    Bug(
+        "router: a saturated worker is taken",
+        "planner/route_policies.py",
+        "if candidate.queued < candidate.threshold]",
+        "if candidate.queued <= candidate.threshold]",
+        (*_ROUTER, "tests/property/test_backlog.py"),
+    ),
+    Bug(
+        "router: the shortest match is taken",
+        "planner/route_policies.py",
+        "    return -candidate.matched_blocks, load, candidate.worker\n",
+        "    return candidate.matched_blocks, load, candidate.worker\n",
+        (*_ROUTER, "tests/property/test_backlog.py"),
+    ),
+    Bug(
+        "router: what an ended request promised stays",
+        _ROUTES,
+        "        for prompt in ended:\n            self._pending.remove(worker, prompt.hashes)\n",
+        "",
+        _ROUTER,
+    ),
+    Bug(
+        "router: an accepted request counts twice",
+        _ROUTES,
+        "            if key in self._own[worker]:\n                self.withdraw(key)\n",
+        "            pass\n",
+        _ROUTER,
+    ),
+    Bug(
+        "router: only committed blocks are matched",
+        _ROUTES,
+        "return max(committed, self._pending.match(worker, prompt.hashes))",
+        "return committed",
+        (*_ROUTER, "tests/property/test_backlog.py"),
+    ),
+    Bug(
+        "router: a promise ends with the first of two that made it",
+        "planner/promises.py",
+        "            if run.workers[worker] == 0:\n                self._drop(run, worker)\n",
+        "            self._drop(run, worker)\n",
+        _PROMISES,
+    ),
+    Bug(
+        "journal: a report of an epoch that is closed is folded",
+        _STATE,
+        "return epoch <= self._closed_epoch or (epoch, number) <= (self.epoch, self.number)",
+        "return (epoch, number) <= (self.epoch, self.number)",
+        (*_ROUTER, *_JOURNAL),
+    ),
+    Bug(
+        "journal: a gap in the reports is not noticed",
+        _STATE,
+        "if (report.epoch, report.number) != (self.epoch, self.number + 1):",
+        "if report.epoch != self.epoch:",
+        (*_ROUTER, *_JOURNAL),
+    ),
+    Bug(
+        "journal: evicted blocks stay committed",
+        _STATE,
+        "            self._committed.pop(digest, None)\n",
+        "            pass\n",
+        (*_ROUTER, *_JOURNAL),
+    ),
+    Bug(
+        "journal: stored and evicted are swapped",
+        "actors/worker_log.py",
+        "self._cache.update(dict.fromkeys(digests, False))",
+        "self._cache.update(dict.fromkeys(digests, True))",
+        _JOURNAL,
+    ),
+    Bug(
+        "journal: an ended request stays open",
+        "actors/worker_log.py",
+        "        self._open.remove(key)\n",
+        "",
+        _JOURNAL,
+    ),
+    Bug(
+        "journal: all tokens of a prompt can be cached",
+        _STATE,
+        "return min(blocks, (prompt.prompt_tokens - 1) // block_tokens) * block_tokens",
+        "return min(blocks, prompt.prompt_tokens // block_tokens) * block_tokens",
+        (*_ROUTER, *_JOURNAL),
+    ),
+    Bug(
+        "handshake: the acceptor's proof is not looked at",
+        _SHAKES,
+        'if not hmac.compare_digest(reply.proof, _proof(me, "acceptor", challenge, hello, bare)):',
+        "if not reply.proof:",
+        _HANDSHAKE,
+    ),
+    Bug(
+        "handshake: the proof does not hold the challenge",
+        _SHAKES,
+        "hmac.digest(me.token, msgspec.msgpack.encode((label, *said))",
+        "hmac.digest(me.token, msgspec.msgpack.encode((label, *said[1:]))",
+        _HANDSHAKE,
+    ),
+    Bug(
+        "handshake: another epoch is let in",
+        _SHAKES,
+        "if hello.epoch != me.epoch:",
+        "if hello.epoch is None and me.epoch is not None:",
+        _HANDSHAKE,
+    ),
+    Bug(
+        "handshake: whom it looks for is not compared",
+        _SHAKES,
+        "if hello.to is not None and hello.to != me.name:",
+        "if hello.to is not None and not hello.to:",
+        _HANDSHAKE,
+    ),
+    Bug(
+        "blocks: a hash does not hold its parent",
+        "contracts/block_hash.py",
+        "hashlib.blake2b(parent + block.tobytes()",
+        "hashlib.blake2b(block.tobytes()",
+        (*_SCHEDULER, "tests/unit/test_cache_isolation.py", *_BOOKS),
+    ),
+)
