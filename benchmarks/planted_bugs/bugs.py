@@ -22,11 +22,11 @@ class Bug(NamedTuple):
 _SCHEDULER = ("tests/unit/test_scheduler.py",)
 _BOOKS = ("tests/property/test_block_manager.py", "tests/property/test_block_contents.py")
 _SAMPLER = ("tests/property/test_sampler.py", "tests/unit/test_sampling_on_ranks.py")
-_EXECUTOR = ("tests/unit/test_executor.py", "tests/oracle/test_group_fidelity.py")
+_EXECUTOR = ("tests/unit/test_executor.py",)
 _DISPATCH = ("tests/property/test_dispatch.py", "tests/unit/test_executor.py")
 _ROUTER = ("tests/property/test_router.py", "tests/unit/test_router.py")
 _PROMISES = ("tests/property/test_promises.py", "tests/property/test_router.py")
-_JOURNAL = ("tests/unit/test_prefill_log.py", "tests/property/test_router.py")
+_JOURNAL = ("tests/unit/test_worker_log.py",)
 _HANDSHAKE = ("tests/unit/test_channels_handshake.py",)
 _BLOCKS, _ROUTES = "actors/block_manager.py", "planner/router.py"
 _STATE, _SHAKES = "planner/worker_state.py", "actors/channels/handshake.py"
@@ -143,14 +143,14 @@ BUGS: tuple[Bug, ...] = (
         "actors/executor.py",
         "self.lost = self.lost or happening",
         "self.lost = happening",
-        ("tests/unit/test_executor.py", "tests/unit/test_group_faults.py"),
+        _EXECUTOR,
     ),
     Bug(
         "executor: answers to a failed batch keep their memory",
         "actors/executor.py",
         "            packet.release()  # an answer to a batch that has failed\n",
         "",
-        ("tests/unit/test_executor.py", "tests/unit/test_group_faults.py"),
+        _EXECUTOR,
     ),
     Bug(
         "executor: the layer after the last is attended",

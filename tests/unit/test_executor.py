@@ -421,6 +421,17 @@ def test_a_lost_expert_rank_is_named_whether_told_or_met_on_sending() -> None:
         assert rig.executor.in_flight == 0
 
 
+def test_of_two_expert_ranks_that_are_lost_the_first_is_the_cause() -> None:
+    """Whoever replaces ranks reads it there (FINDINGS B18: a planted bug survived)."""
+    rig = Rig()
+    rig.submit(Plan(), [0])
+    for name in ("expert-1", "expert-0"):
+        rig.endpoint.arrived.append(PeerLost(name, PeerDeadError(f"{name} is gone", name)))
+    rig.executor.step(0.0)
+    assert rig.executor.lost is not None
+    assert rig.executor.lost.peer == "expert-1"
+
+
 def test_a_stranger_that_is_lost_is_none_of_our_business() -> None:
     rig = Rig()
     gone = PeerDeadError("attention-9 closed its connection", "attention-9")

@@ -296,9 +296,10 @@ def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
 
 def test_a_planner_that_never_answers_holds_up_no_batch(tiny_checkpoint: Checkpoints) -> None:
     """Not even when the thread that talks to it is stuck for good."""
-    release = threading.Event()
+    begun, release = threading.Event(), threading.Event()
 
     def stuck() -> None:
+        begun.set()
         release.wait()
 
     folder = tiny_checkpoint("qwen3_moe")
@@ -309,11 +310,17 @@ def test_a_planner_that_never_answers_holds_up_no_batch(tiny_checkpoint: Checkpo
         until(lambda: worker.status().planner == "ready")
         link = worker._planning._link
         assert link is not None
-        link.report(stuck)
-        with group.client() as client:
-            requests = [client.submit(ids, sampling=greedy(8)) for ids in prompts(1, [5, 90, 33])]
-            answers = [client.generated(request)[0] for request in requests]
-        release.set()
+        try:
+            link.report(stuck)
+            while not begun.wait(1.0):  # the connection was lost meanwhile: again on the next one
+                until(lambda: worker.status().planner == "ready")
+                link.report(stuck)
+            with group.client() as client:
+                lengths = [5, 90, 33]
+                requests = [client.submit(ids, sampling=greedy(8)) for ids in prompts(1, lengths)]
+                answers = [client.generated(request)[0] for request in requests]
+        finally:
+            release.set()
     assert [len(tokens) for tokens in answers] == [8, 8, 8]
     assert worker.status().chosen.keys() <= {"default off", "default new_shape", "default slow"}
 

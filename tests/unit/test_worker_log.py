@@ -1,0 +1,70 @@
+"""The log of a prefill worker: what is noted is in the next report, once, and in snapshots."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.worker_log import WorkerLog
+from contracts.routing import OpenRequest, Prompt, RequestKey
+
+BLOCK = 4
+
+
+def new_log() -> WorkerLog:
+    return WorkerLog(2, 7, lambda cached, tokens: tokens - cached, BLOCK)
+
+
+def prompt(number: int, tokens: int = 9) -> Prompt:
+    hashes = tuple(bytes([number, block] * 8) for block in range(tokens // BLOCK))
+    return Prompt(RequestKey(0, number), tokens, hashes)
+
+
+def test_a_request_is_open_until_it_has_ended() -> None:
+    log = new_log()
+    log.accepted(prompt(1))
+    assert RequestKey(0, 1) in log
+    first = log.report()
+    assert first is not None
+    assert (first.worker, first.epoch, first.number) == (2, 7, 0)
+    assert first.accepted == (prompt(1),)
+    assert log.load == 9
+    log.ended(RequestKey(0, 1))
+    assert RequestKey(0, 1) not in log
+    assert log.ends(RequestKey(0, 1))
+    second = log.report()
+    assert second is not None
+    assert (second.number, second.accepted, second.ended) == (1, (), (RequestKey(0, 1),))
+    assert log.load == 0
+    assert log.report() is None
+
+
+def test_a_report_says_of_each_block_what_became_of_it_last() -> None:
+    log = new_log()
+    log.stored([b"a", b"b", b"c"])
+    log.evicted([b"b", b"d"])
+    log.stored([b"d"])
+    report = log.report()
+    assert report is not None
+    assert set(report.stored) == {b"a", b"c", b"d"}
+    assert report.evicted == (b"b",)
+    log.evicted([b"a"])
+    log.report()
+    assert set(log.snapshot().committed) == {b"c", b"d"}
+
+
+def test_a_snapshot_holds_what_was_reported_and_nothing_that_was_not() -> None:
+    log = new_log()
+    log.stored(prompt(1).hashes)
+    log.report()
+    log.accepted(prompt(1, tokens=8))
+    log.report()
+    log.accepted(prompt(2))
+    snapshot = log.snapshot()
+    assert (snapshot.epoch, snapshot.number) == (7, 1)
+    (known,) = snapshot.requests
+    assert known == OpenRequest(prompt(1, tokens=8), BLOCK, False)  # never all: the last one counts
+
+
+def test_a_request_that_is_not_open_cannot_end() -> None:
+    with pytest.raises(KeyError):
+        new_log().ended(RequestKey(0, 1))
