@@ -98,9 +98,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "blocks: a failed batch's blocks stay known",
         _BLOCKS,
-        "for block in [block for block, owner in self._pending.items() if owner == batch]:\n"
-        "            self._forget(block)\n\n    def take_changes",
-        "for block in []:\n            self._forget(block)\n\n    def take_changes",
+        '"""`batch` failed: what it would have filled is forgotten."""\n',
+        '"""`batch` failed: what it would have filled is forgotten."""\n        return\n',
         (*_BOOKS, *_SCHEDULER),
     ),
     Bug(
