@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
+import resource
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,11 +16,13 @@ import torch
 from rich.table import Table
 
 from cluster.front import bind
+from cluster.hardware import load_hardware
 from cluster.model_folder import check_tokenizer, resolve_model_folder
 from cluster.terminal import Terminal
 from contracts import machine
 from contracts.config import TandemConfig
 from contracts.errors import TandemError
+from contracts.import_path import shadowing
 from models import layout
 from models.checkpoint import check_checkpoint, resolve_dtype
 from models.kv_pool import kv_bytes_per_token
@@ -28,6 +32,11 @@ from models.spec import ModelSpec
 Level = Literal["ok", "warning", "error"]
 
 PACKAGES = ("ray", "torch", "msgspec", "fastapi", "uvicorn", "tokenizers", "safetensors")
+MIN_DESCRIPTORS = 4096
+NO_TOKENS = (
+    "Ray listens on all interfaces and runs code for whoever may connect: RAY_AUTH_MODE=token "
+    "where the cluster is started and here"
+)
 GIB, MIB = 1 << 30, 1 << 20
 
 
@@ -54,6 +63,10 @@ def examine(config: TandemConfig, environment: Mapping[str, str]) -> list[Findin
         lambda: _tokenizer(config),
         lambda: _prefill(config),
         lambda: _port(config),
+        _descriptors,
+        _niceness,
+        lambda: _hardware(config),
+        _current_folder,
     ]
     return [check() for check in checks]
 
@@ -84,7 +97,7 @@ def _packages() -> Finding:
             missing.append(package)
     if missing:
         return Finding(
-            "packages", "error", f"missing: {', '.join(missing)}", "pip install tandem-moe"
+            "packages", "error", f"missing: {', '.join(missing)}", "in a clone: pip install -e ."
         )
     return Finding("packages", "ok", ", ".join(found))
 
@@ -129,17 +142,60 @@ def _gpu() -> Finding:
     except ImportError:
         ready = False
     if not ready:
-        advice = "pip install 'tandem-moe[cuda]' for NCCL channels between GPUs"
+        advice = "in a clone, pip install -e '.[cuda]' for NCCL channels between GPUs"
         return Finding("gpu", "warning", f"{', '.join(names)}; no cupy NCCL", advice)
     return Finding("gpu", "ok", f"{', '.join(names)}; cupy NCCL {nccl.get_version()}")
+
+
+def _descriptors() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} file descriptors, {hard} at most"
+    if soft < MIN_DESCRIPTORS:
+        advice = f"each client and each rank takes some: ulimit -n {MIN_DESCRIPTORS} or more"
+        return Finding("descriptors", "warning", found, advice)
+    return Finding("descriptors", "ok", found)
+
+
+def _niceness() -> Finding:
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    if nice > 0:
+        advice = "ranks inherit it, and count as hung when they get no time: start without nice"
+        return Finding("niceness", "warning", f"nice {nice}", advice)
+    return Finding("niceness", "ok", f"nice {nice}")
+
+
+def _hardware(config: TandemConfig) -> Finding:
+    name = config.planner.hardware
+    if not config.planner.enabled or name is None:
+        return Finding("hardware", "ok", "no hardware file: the planner learns, or is off")
+    try:
+        hardware = load_hardware(name)
+    except TandemError as error:
+        return Finding("hardware", "error", f"planner.hardware: {error.message}")
+    return Finding("hardware", "ok", f"{hardware.name}, {hardware.kind}")
+
+
+def _current_folder() -> Finding:
+    names = shadowing(Path.cwd())
+    if names:
+        found = f"{', '.join(names)}: named as packages of ours"
+        advice = "python -m and PYTHONPATH may take them for ours: start elsewhere"
+        return Finding("current folder", "warning", found, advice)
+    return Finding("current folder", "ok", "nothing here is taken for our packages")
 
 
 def _ray_address(config: TandemConfig, environment: Mapping[str, str]) -> Finding:
     address = config.groups.address or environment.get("RAY_ADDRESS")
     if not address:
-        return Finding("ray", "ok", "no address: a local cluster is started")
+        if environment.get("RAY_AUTH_MODE") == "disabled":
+            found = "a local cluster is started without tokens (RAY_AUTH_MODE=disabled)"
+            return Finding("ray", "warning", found, NO_TOKENS)
+        return Finding("ray", "ok", "no address: a local cluster is started, with tokens")
+    if environment.get("RAY_AUTH_MODE") == "disabled":
+        found = f"existing cluster at {address}, joined without a token (RAY_AUTH_MODE=disabled)"
+        return Finding("ray", "warning", found, NO_TOKENS)
     if environment.get("RAY_AUTH_MODE") is None:
-        advice = "clusters started with defaults want RAY_AUTH_MODE=token in this shell"
+        advice = "clusters that take tokens want RAY_AUTH_MODE=token in this shell"
         return Finding("ray", "warning", f"existing cluster at {address}", advice)
     return Finding("ray", "ok", f"existing cluster at {address}")
 

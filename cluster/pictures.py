@@ -17,7 +17,9 @@ def pyplot(option: str) -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError(f"{option}: needs matplotlib: pip install 'tandem-moe[bench]'") from None
+        raise ConfigError(
+            f"{option}: needs matplotlib: in a clone, pip install -e '.[bench]'"
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

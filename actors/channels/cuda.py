@@ -9,7 +9,7 @@ import torch
 
 from contracts.errors import ChannelError
 
-INSTALL = "pip install tandem-moe[cuda]"
+INSTALL = "in a clone: pip install -e '.[cuda]'"
 
 
 def require_cupy(backend: str) -> Any:

@@ -323,5 +323,5 @@ def test_a_machine_without_cupy_is_told_what_to_install(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(importlib, "import_module", without)
     for require in (cuda.require_nccl, lambda: cuda.require_cupy("ipc")):
-        with pytest.raises(ChannelError, match=r"pip install tandem-moe\[cuda\]"):
+        with pytest.raises(ChannelError, match=r"pip install -e '\.\[cuda\]'"):
             require()

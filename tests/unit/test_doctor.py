@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from cluster.doctor import Finding, examine, prefill_weight_bytes
@@ -56,3 +58,41 @@ def test_more_weights_than_memory_is_a_warning() -> None:
 
 def test_two_workers_of_the_bundled_model_are_fine() -> None:
     assert found("groups.prefill_ranks=2").level == "ok"
+
+
+def finding(check: str, environment: dict[str, str], *settings: str) -> Finding:
+    config = load_config(None, list(settings))
+    return next(one for one in examine(config, environment) if one.check == check)
+
+
+def test_a_cluster_without_tokens_is_a_warning() -> None:
+    """FINDINGS C: Ray listens on all interfaces."""
+    for address in ([], ["groups.address=auto"]):
+        open_ = finding("ray", {"RAY_AUTH_MODE": "disabled"}, *address)
+        assert (open_.level, "RAY_AUTH_MODE=token" in open_.advice) == ("warning", True)
+        assert finding("ray", {"RAY_AUTH_MODE": "token"}, *address).level == "ok"
+
+
+def test_a_folder_with_modules_named_as_ours_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FINDINGS B8."""
+    (tmp_path / "models.py").touch()
+    monkeypatch.chdir(tmp_path)
+    found = finding("current folder", {})
+    assert (found.level, "models.py" in found.found) == ("warning", True)
+
+
+def test_a_hardware_file_that_cannot_be_used_is_an_error() -> None:
+    """FINDINGS C."""
+    found = finding("hardware", {}, "planner.hardware=/nowhere.json")
+    assert (found.level, "/nowhere.json" in found.found) == ("error", True)
+    assert finding("hardware", {}, "planner.hardware=h200-node").level == "ok"
+
+
+def test_few_file_descriptors_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FINDINGS C."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (256, 4096))
+    assert finding("descriptors", {}).level == "warning"
+    monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))
+    assert finding("descriptors", {}).level == "ok"

@@ -1,0 +1,36 @@
+"""`tandem config` prints every key of the configuration (FINDINGS C)."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from cluster.cli import main
+from contracts.config import TandemConfig
+
+
+def test_every_key_is_printed_with_its_default_and_what_it_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        main(["config", "--set", "schedule.r1=4", "--set", "http.api_keys=[secret]", "--json"]) == 0
+    )
+    out = capsys.readouterr().out
+    found = {key["key"]: key for key in json.loads(out)}
+    tree = msgspec.to_builtins(TandemConfig())
+    assert set(found) == {f"{section}.{key}" for section in tree for key in tree[section]}
+    r1 = found["schedule.r1"]
+    assert (r1["value"], r1["default"], r1["takes"]) == (4, 2, "int >= 1")
+    assert found["groups.placement"]["takes"] == "pack, spread"
+    assert found["log.level"]["meaning"] == "from which on events are written."
+    assert found["prefill.margin"]["takes"] == "float >= 0, <= 10"
+    assert "secret" not in out
+
+
+def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config"]) == 0
+    out = capsys.readouterr().out
+    for part in ("key", "meaning", "serve.name", "kv.block_tokens"):
+        assert part in out
