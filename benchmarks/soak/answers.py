@@ -44,7 +44,10 @@ KNOWN: list[tuple[str, dict[str, Any]]] = [
         {"query": "Review: good.\nSentiment:", "items": [""], "label_token_ids": [60, 9]},
     ),
     # Left out where the server does not know the field.
-    ("/v1/completions", {"prompt": "Answer:", "guided_choice": ["yes", "no"], "max_tokens": 8}),
+    (
+        "/v1/completions",
+        {"prompt": "Answer:", "guided_choice": ["yes", "no"], "max_tokens": 8, "temperature": 0},
+    ),
     (
         "/v1/completions",
         {"prompt": "a a a a", "max_tokens": 8, "repetition_penalty": 1.3, **GREEDY},
