@@ -110,6 +110,7 @@ class Soak:
         traffic = self._traffic(Tally(), self._options.seed + 1, without=("idle",))
         await traffic.run(WARM_S)
         await traffic.drain(DRAIN_S)
+        self._tally.honest.clear()  # those of the warm-up
         return left_out
 
     def _traffic(self, tally: Tally, seed: int, without: tuple[str, ...] = ()) -> Traffic:
