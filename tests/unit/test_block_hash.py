@@ -1,0 +1,23 @@
+"""A block's hash names all that is before it: equal tokens after different ones are not shared."""
+
+from __future__ import annotations
+
+from contracts.block_hash import DIGEST_BYTES, chain_hashes
+
+BLOCK = 4
+FIRST, OTHER, NEXT = [1, 2, 3, 4], [1, 2, 3, 5], [6, 7, 8, 9]
+
+
+def test_equal_blocks_after_different_ones_have_different_hashes() -> None:
+    one, two = chain_hashes(FIRST + NEXT, BLOCK), chain_hashes(OTHER + NEXT, BLOCK)
+    assert one[0] != two[0]
+    assert one[1] != two[1]
+    assert chain_hashes(NEXT + NEXT, BLOCK)[0] != chain_hashes(NEXT + NEXT, BLOCK)[1]
+
+
+def test_a_chain_goes_on_from_what_is_known_and_begins_with_the_salt() -> None:
+    whole = chain_hashes(FIRST + NEXT + [1], BLOCK)
+    assert len(whole) == 2
+    assert chain_hashes(FIRST + NEXT, BLOCK, known=whole[:1]) == whole
+    salted = chain_hashes(FIRST + NEXT, BLOCK, salt=bytes(DIGEST_BYTES))
+    assert not set(salted) & set(whole)
