@@ -49,7 +49,7 @@ class ForkServer:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(10.0)
+        self._process.wait(120.0)  # it may still be importing, on a busy machine
 
 
 class ForkedProcess:
