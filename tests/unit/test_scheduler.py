@@ -25,7 +25,7 @@ from actors.upcoming import HASHED_BLOCKS, LOOKED_AT_BLOCKS
 from contracts.block_hash import chain_hashes
 from contracts.config import ScheduleConfig
 from contracts.errors import OverloadError
-from contracts.messages import Submit
+from contracts.messages import Submit, TokenLogprob
 from contracts.requests import Caller, Priority, Sampling
 
 BLOCK = 4
@@ -312,6 +312,38 @@ def test_pool_pressure_sends_the_youngest_of_the_lowest_class_back_to_wait() -> 
     sim.drain()
     assert set(sim.ended) == {old_be, young_be, ls}
     assert all(sequence.generated == 16 for sequence in sim.ended)
+
+
+def decoding_beside_a_prompt(decoding: Priority, prompt: Priority) -> tuple[Sequence, Sequence]:
+    """One token of each per batch, until the decoding one finds no third block and somebody has to
+    give way: it goes first, so that both are idle then."""
+    sim = Simulation(max_batch_tokens=2, pool_blocks=3, prefix_cache=False)
+    decodes = sim.add(range(BLOCK), 2 * BLOCK, decoding)
+    for _ in range(BLOCK // 2):
+        sim.start()
+        sim.finish()
+    prompted = sim.add(range(100, 100 + 2 * BLOCK), 0, prompt, score_from=1)
+    while not sim.scheduler.requeued_total:
+        prompted.scored.append(TokenLogprob(-1.0))
+        assert sim.start() is not None
+        if not sim.scheduler.requeued_total:
+            sim.finish()
+    return decodes, prompted
+
+
+def test_best_effort_work_gives_way_to_an_idle_prompt_of_the_better_class() -> None:
+    """FINDINGS B18: taking the victim from the highest class passed all tests."""
+    decodes, prompted = decoding_beside_a_prompt(Priority.BE, Priority.LS)
+    assert prompted.block_table
+    assert not decodes.block_table
+
+
+def test_a_scoring_that_begins_again_has_scored_nothing_yet() -> None:
+    """Each token would be told twice (FINDINGS B18: a planted bug survived)."""
+    decodes, prompted = decoding_beside_a_prompt(Priority.LS, Priority.BE)
+    assert decodes.block_table
+    assert not prompted.block_table
+    assert not prompted.scored
 
 
 def test_a_requeued_generation_keeps_its_tokens_and_its_count_of_cached_ones() -> None:
