@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 import openai
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from actors.channels.handshake import Identity
 from cluster.api.app import build_app
@@ -84,7 +84,7 @@ class Api:
             base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=TIMEOUT_S
         )
         self.dispatcher: Dispatcher
-        self.app: FastAPI
+        self.app: Starlette
         self.eos: list[int]
         self.folder: Path
 
@@ -129,7 +129,7 @@ def serve_api(
     loop = Loop()
     settings = msgspec.structs.replace(http or HttpConfig(), port=0)
 
-    async def start() -> tuple[Dispatcher, FastAPI, DirectFront]:
+    async def start() -> tuple[Dispatcher, Starlette, DirectFront]:
         clients = [RankClient(rank.name, await rank.listen(), ME, QUICK) for rank in ranks]
         dispatcher = Dispatcher(clients, DispatcherConfig(**limits))
         dispatcher.start()

@@ -1,4 +1,4 @@
-"""The FastAPI application. No Ray in here: a Serve deployment and a test build the same one."""
+"""The ASGI application. No Ray in here: a Serve deployment and a test build the same one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import msgspec
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -64,7 +64,7 @@ def build_app(
     share_between_keys: bool = False,
     limits: LimitsConfig = LimitsConfig(),  # noqa: B008  (frozen)
     clock: Clock = monotonic_s,
-) -> FastAPI:
+) -> Starlette:
     """The application in front of `backend`. extra: the ranks' metrics in Prometheus text format.
     share_between_keys: as in `KvConfig`.
 
@@ -87,7 +87,8 @@ def build_app(
         extra=extra,
     )
     callers = Callers(http.api_keys, share_between_keys=share_between_keys)
-    app = _App(title="Tandem", openapi_url=None, redirect_slashes=False)
+    app = _App()
+    app.router.redirect_slashes = False
     app.state.open_requests = services.open_requests
     app.access_log = http.access_log
     install_handlers(app)
@@ -113,7 +114,7 @@ def build_app(
     return app
 
 
-class _App(FastAPI):
+class _App(Starlette):
     """With the request log outside of what makes a 500 of our own bugs."""
 
     access_log = True
@@ -159,8 +160,7 @@ class _Accounted(Response):
     """The response; its request's account is closed when it has gone out, or never will."""
 
     def __init__(self, response: Response, account: Account) -> None:
-        super().__init__()
-        self._response, self._account = response, account
+        self._response, self._account = response, account  # no head of its own to make
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -113,7 +113,7 @@ def outcome_of(error: TandemError) -> Outcome:
     return Outcome.REFUSED if error.status < 500 else Outcome.ERROR
 
 
-def install_handlers(app: FastAPI) -> None:
+def install_handlers(app: Starlette) -> None:
     """Unknown routes, wrong methods and our own bugs answer in the same form."""
     app.add_exception_handler(HTTPException, _on_routing_error)
     app.add_exception_handler(Exception, _on_bug)
