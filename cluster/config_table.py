@@ -58,7 +58,7 @@ def _open(name: str, value: Any) -> Any:
 def table_of(keys: list[Key]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("key", "value", "takes", "meaning"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold", no_wrap=heading == "key")  # to be copied
     for key in keys:
         shown = _shown(key.value)
         changed = key.value != key.default
