@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import re
 from typing import TypeVar
 
@@ -51,6 +52,8 @@ async def read_body(request: Request, kind: type[Body], max_bytes: int, account:
 
 
 def decode_body(data: bytes | bytearray, kind: type[Body]) -> Body:
+    collects = gc.isenabled()
+    gc.disable()  # all that is decoded is kept: to look through it again and again takes longest
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -61,6 +64,9 @@ def decode_body(data: bytes | bytearray, kind: type[Body]) -> Body:
         raise RequestError(f"the body is not valid UTF-8 at byte {error.start}", None) from None
     except RecursionError:
         raise RequestError("the body is nested too deeply", None) from None
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _wrong_field(message: str, kind: type[msgspec.Struct]) -> RequestError:

@@ -35,6 +35,7 @@ from contracts.requests import Priority, Usage
 
 CONCURRENT_ITEMS = 256  # of one request; the rest wait their turn here
 MAX_LABEL_TOKENS = 1024
+SCORES_AT_ONCE = 1 << 14
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -143,7 +144,9 @@ async def _run(services: Services, session: Session, body: ScoreBody) -> list[tu
         session.account.grow(len(scores))
         return scores, scored.usage
 
-    return await map_bounded(run, enumerate(job.prompts), CONCURRENT_ITEMS)
+    # Answers may come together, and each is made JSON in the turn in which it comes.
+    at_once = max(1, min(CONCURRENT_ITEMS, SCORES_AT_ONCE // len(job.label_token_ids)))
+    return await map_bounded(run, enumerate(job.prompts), at_once)
 
 
 def _scores(job: Job, scored: Scored) -> list[float]:
