@@ -57,14 +57,18 @@ async def chat_completions(services: Services, session: Session, request: Reques
     limit = services.http.max_body_bytes
     body = await session.read(read_body(request, ChatBody, limit, session.account))
     session.caller = salted(session.caller, body.cache_salt)
-    job = await session.run(_job(services, session, body))
+    return await session.run(_response(services, session, body))
+
+
+async def _response(services: Services, session: Session, body: ChatBody) -> Response:
+    job = await _job(services, session, body)
     session.priority = job.options.priority
     if job.sampling.max_tokens <= 1:
         session.pipeline = Pipeline.PREFILL
     run = _Run(services, session, job)
     if job.options.stream:
         return await EventStream.open(session, run.frames())
-    return pieces_response(await session.run(run.answer()))
+    return pieces_response(await run.answer())
 
 
 async def _job(services: Services, session: Session, body: ChatBody) -> Job:

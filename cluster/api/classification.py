@@ -190,9 +190,10 @@ async def _encoded(rows: Iterator[dict[str, Any]], session: Session) -> Json:
     """A few at a time: others get their turn in between."""
     pieces: Json = []
     while some := list(itertools.islice(rows, ENCODED_AT_ONCE)):
+        if pieces:
+            await asyncio.sleep(0)
         pieces.append(msgspec.json.encode(some)[1:-1])
         session.account.grow(len(pieces[-1]))
-        await asyncio.sleep(0)
     return json_list([piece] for piece in pieces)
 
 

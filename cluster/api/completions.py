@@ -85,14 +85,18 @@ async def completions(services: Services, session: Session, request: Request) ->
     limit = services.http.max_body_bytes
     body = await session.read(read_body(request, CompletionBody, limit, session.account))
     session.caller = salted(session.caller, body.cache_salt)
-    job = await session.run(_job(services, session, body))
+    return await session.run(_response(services, session, body))
+
+
+async def _response(services: Services, session: Session, body: CompletionBody) -> Response:
+    job = await _job(services, session, body)
     session.priority = job.options.priority
     if job.prefill_only:
         session.pipeline = Pipeline.PREFILL
     run = _Run(services, session, job)
     if job.options.stream:
         return await EventStream.open(session, run.frames())
-    return pieces_response(await session.run(run.answer()))
+    return pieces_response(await run.answer())
 
 
 async def _job(services: Services, session: Session, body: CompletionBody) -> Job:

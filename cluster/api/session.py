@@ -215,11 +215,9 @@ class EventStream(Response):
 
     @classmethod
     async def open(cls, session: Session, frames: AsyncGenerator[bytes, None]) -> EventStream:
-        async def first_frame() -> bytes:
-            return await anext(frames)
-
+        """Inside of `session.run`."""
         try:
-            first = await session.run(first_frame())
+            first = await anext(frames)
         except BaseException:
             await frames.aclose()
             raise
