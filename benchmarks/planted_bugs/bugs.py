@@ -254,14 +254,14 @@ BUGS: tuple[Bug, ...] = (
         _STATE,
         "return epoch <= self._closed_epoch or (epoch, number) <= (self.epoch, self.number)",
         "return (epoch, number) <= (self.epoch, self.number)",
-        (*_ROUTER, *_JOURNAL),
+        ("tests/unit/test_worker_state.py",),
     ),
     Bug(
         "journal: a gap in the reports is not noticed",
         _STATE,
         "if (report.epoch, report.number) != (self.epoch, self.number + 1):",
         "if report.epoch != self.epoch:",
-        (*_ROUTER, *_JOURNAL),
+        ("tests/unit/test_worker_state.py",),
     ),
     Bug(
         "journal: evicted blocks stay committed",
@@ -324,6 +324,6 @@ BUGS: tuple[Bug, ...] = (
         "contracts/block_hash.py",
         "hashlib.blake2b(parent + block.tobytes()",
         "hashlib.blake2b(block.tobytes()",
-        (*_SCHEDULER, "tests/unit/test_cache_isolation.py", *_BOOKS),
+        ("tests/unit/test_block_hash.py",),
     ),
 )

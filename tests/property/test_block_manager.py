@@ -105,6 +105,33 @@ def test_a_sequence_of_the_same_batch_shares_pending_blocks_and_another_batch_do
     assert blocks.head(hashes[0], [8, 9, 10], batch=8) is None
 
 
+def test_what_a_batch_that_failed_would_have_filled_is_found_by_nobody() -> None:
+    """Not by the next of the same number either (FINDINGS B18: a planted bug survived)."""
+    blocks = BlockManager(8)
+    table = blocks.take([], 3)
+    assert table is not None
+    register(blocks, table, range(10), batch=7)
+    blocks.abandon(7)
+    hashes = chain_hashes(range(8), BLOCK)
+    assert blocks.match(hashes, batch=7) == []
+    assert blocks.head(hashes[1], [8, 9, 10], batch=7) is None
+    blocks.release(table)
+    assert blocks.counts == {"free": 8, "cached": 0, "used": 0}
+
+
+def test_cached_blocks_that_are_taken_again_are_not_there_for_others() -> None:
+    """FINDINGS B18: a planted bug survived."""
+    blocks = BlockManager(4)
+    table = blocks.take([], 3)
+    assert table is not None
+    register(blocks, table, range(12), batch=0)
+    blocks.commit(0)
+    blocks.release(table)
+    assert blocks.take(table[:2], 3) is None
+    assert blocks.counts == {"free": 1, "cached": 3, "used": 0}, "nothing has changed"
+    assert blocks.take(table[:2], 2) is not None
+
+
 def test_a_block_without_a_hash_is_cached_for_its_head_until_it_is_evicted() -> None:
     blocks = BlockManager(2)
     table = blocks.take([], 1)

@@ -1,0 +1,43 @@
+"""What a worker's log amounts to: reports out of turn are refused or mean nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from contracts.routing import WorkerReport
+from planner.worker_state import MissingReportsError, WorkerState
+
+
+def new_state() -> WorkerState:
+    return WorkerState(lambda cached, tokens: tokens - cached, 4)
+
+
+def report(epoch: int, number: int, *stored: bytes) -> WorkerReport:
+    return WorkerReport(worker=0, epoch=epoch, number=number, stored=stored)
+
+
+def test_a_report_that_builds_on_one_that_is_missing_is_refused() -> None:
+    """FINDINGS B18: a planted bug survived."""
+    state = new_state()
+    state.apply(report(1, 0, b"a"))
+    with pytest.raises(MissingReportsError, match=r"1\.2 follows 1\.0"):
+        state.apply(report(1, 2, b"c"))
+    assert state.committed() == (b"a",)
+    with pytest.raises(MissingReportsError):
+        state.apply(report(2, 1, b"d"))
+    state.apply(report(1, 1, b"b"))
+    assert state.committed() == (b"a", b"b")
+
+
+def test_what_a_lost_incarnation_still_says_means_nothing() -> None:
+    """FINDINGS B18: a planted bug survived."""
+    state = new_state()
+    state.apply(report(3, 0, b"a"))
+    snapshot = state.snapshot(0)
+    state.lose()
+    assert state.apply(report(3, 0, b"a")) is None
+    assert not state.restore(snapshot)
+    assert not state.present
+    assert state.committed() == ()
+    assert state.apply(report(4, 0, b"b")) == []
+    assert state.committed() == (b"b",)
