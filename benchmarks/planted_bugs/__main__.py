@@ -27,7 +27,8 @@ from benchmarks.planted_bugs.bugs import BUGS, Bug
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240.0  # of one file of tests: a bug may also hang
 SLOW_IMPORTS = ("torch", "hypothesis", "msgspec", "numpy", "pytest", "safetensors.torch", "xdist")
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::[^\s\[]+|\S+)", re.MULTILINE)
+HANGS, TESTS_FAILED = -9, 1
+_FAILED = re.compile(r"^FAILED (\S+?::[^\s\[]+|\S+ \(no end.*\))", re.MULTILINE)
 
 
 class Found(NamedTuple):
@@ -39,7 +40,7 @@ class Found(NamedTuple):
 
 
 def main() -> int:
-    """0 if every bug was found, 1 if one was not, 2 if the tests fail without a bug."""
+    """0 if every bug was found, 1 if one was not, 2 if tests cannot run, or fail without a bug."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planted_bugs", description=__doc__)
     parser.add_argument("--only", metavar="TEXT", default="", help="bugs whose name has TEXT in it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, too")
@@ -49,7 +50,11 @@ def main() -> int:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         tree = copied_tree(Path(folder))
-        found = [plant(tree, bug, place, len(bugs)) for place, bug in enumerate(bugs)]
+        try:
+            found = [plant(tree, bug, place, len(bugs)) for place, bug in enumerate(bugs)]
+        except CannotRunError as error:
+            print(f"\n{error}", file=sys.stderr)
+            return 2
         broken = first_failure(tree, sorted({one.test for one in found if "::" in one.test}))
         if broken:
             print(f"without a bug, {broken} fails too: mend that first", file=sys.stderr)
@@ -94,13 +99,20 @@ def plant(tree: Path, bug: Bug, place: int, bugs: int) -> Found:
     return Found(bug, test, time.monotonic() - start_s)
 
 
+class CannotRunError(Exception):
+    """A file of tests ended otherwise than by passing or by a failed test: that finds nothing."""
+
+
 def first_failure(tree: Path, tests: Sequence[str]) -> str:
-    """The name of the first test that fails, file by file; empty if none does."""
+    """The name of the first test that fails, file by file; empty if none does. A test that has no
+    end counts, an error of a fixture does not. Raises CannotRunError."""
     for test in tests:
         status, said = run_forked(tree, test)
+        failed = _FAILED.search(said)
+        if failed is not None and status in (HANGS, TESTS_FAILED):
+            return failed[1]
         if status != 0:
-            failed = _FAILED.search(said)
-            return failed[1] if failed else f"{test} (ended with {status})"
+            raise CannotRunError(f"{test} ended with {status}: {said[-2000:]}")
     return ""
 
 
@@ -118,7 +130,7 @@ def run_forked(tree: Path, test: str) -> tuple[int, str]:
         time.sleep(0.05)
     os.killpg(child, 9)
     os.waitpid(child, 0)
-    return -9, f"FAILED {test} (no end after {LIMIT_S:g} s)"
+    return HANGS, f"FAILED {test} (no end after {LIMIT_S:g} s)"
 
 
 def _run_pytest(tree: Path, test: str, output: Path) -> None:
@@ -137,11 +149,24 @@ def _run_pytest(tree: Path, test: str, output: Path) -> None:
         import pytest
 
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--tb=line"]
-        status = int(pytest.main([test, *options]))
+        status = int(pytest.main([test, *options], plugins=[_WithoutShrinking()]))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+class _WithoutShrinking:
+    """A pytest plugin: the first failure is enough, and making its example small takes longer than
+    finding it."""
+
+    def pytest_collection(self) -> None:
+        from hypothesis import Phase, settings
+
+        usual = settings.get_profile(settings.get_current_profile_name())
+        phases = (Phase.explicit, Phase.generate)
+        settings.register_profile("without shrinking", usual, phases=phases)
+        settings.load_profile("without shrinking")
 
 
 def table(found: Sequence[Found]) -> str:
