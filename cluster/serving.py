@@ -53,7 +53,9 @@ def serving(
     ):
         set_up_logging("serve", config.log)
         say(f"logs in {config.log.folder}")
-        application.check_absent(config.serve.name)
+        ours = cluster_address(config, os.environ) is None
+        if not ours:
+            application.check_absent(config.serve.name)
         deployed = application.deploy(config)
         try:
             limit_s = config.groups.ready_timeout_s
@@ -64,7 +66,6 @@ def serving(
             _wait_healthy(url, deployed, limit_s)
             yield Served(url, directory, deployed.groups, time.monotonic() - started_s)
         finally:
-            ours = cluster_address(config, os.environ) is None
             application.remove(deployed, is_clusters_end=ours)
 
 

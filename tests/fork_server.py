@@ -98,9 +98,10 @@ def fork_server() -> ForkServer:
 
 
 def start_forked(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    """Has `module`, which says `subprocess.Popen`, fork instead."""
+    """Has `module`, which says `subprocess.Popen(module_command(…))`, fork instead."""
     names = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
     monkeypatch.setattr(module, "subprocess", SimpleNamespace(Popen=_popen, **names))
+    monkeypatch.setattr(module, "module_command", lambda name: [sys.executable, "-m", name])
 
 
 def _popen(command: Sequence[str], **_: Any) -> ForkedProcess:

@@ -71,7 +71,7 @@ def test_each_example_is_answered_as_a_person_would(bundled: tuple[LocalModel, T
                     prefix=body.get("prefix", ""),
                     template=body["template"],
                 )
-                row = asyncio.run(tokenize_row(tokenizer, task, text))
+                row = tokenize_row(tokenizer, task, text)
                 result = asyncio.run(classify_row(Local(model), task, row))
                 answers[text] = task.labels[result.best]
     assert answers == RIGHT

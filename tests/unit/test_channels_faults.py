@@ -87,7 +87,7 @@ def test_a_nested_frame_of_a_peer_is_a_bad_frame(backend: str) -> None:
         assert "left sent a bad" in str(lost.error)
 
 
-@pytest.mark.parametrize("what", ["psutil.virtual_memory", "os.memfd_create", "mmap.mmap"])
+@pytest.mark.parametrize("what", ["contracts.machine._meminfo", "os.memfd_create", "mmap.mmap"])
 def test_a_payload_for_which_there_are_no_descriptors_is_refused_by_name_and_the_link_stays(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
