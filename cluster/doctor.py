@@ -61,6 +61,7 @@ def examine(config: TandemConfig, environment: Mapping[str, str]) -> list[Findin
         lambda: _ray_address(config, environment),
         lambda: _model(config),
         lambda: _tokenizer(config),
+        lambda: _groups(config),
         lambda: _prefill(config),
         lambda: _port(config),
         _descriptors,
@@ -230,6 +231,34 @@ def _tokenizer(config: TandemConfig) -> Finding:
         advice = "/v1/chat/completions will answer 400; the other endpoints need no template"
         return Finding("tokenizer", "warning", found, advice)
     return Finding("tokenizer", "ok", found)
+
+
+def _groups(config: TandemConfig) -> Finding:
+    attention, experts = config.groups.attention_ranks, config.groups.expert_ranks
+    if attention == 0:
+        return Finding("groups", "ok", "no attention and expert ranks: prefill workers generate")
+    try:
+        spec = check_checkpoint(resolve_model_folder(config.model.path))
+    except TandemError:
+        return Finding("groups", "warning", "not looked at: the model cannot be read")
+    each, all_experts = group_weight_bytes(config, spec)
+    found = (
+        f"{attention} attention rank(s), {each / MIB:,.0f} MiB of weights each; "
+        f"{experts} expert rank(s), {all_experts / MIB:,.0f} MiB together"
+    )
+    on_cpu = config.groups.device != "cuda"
+    if on_cpu and attention * each + all_experts > machine.available_bytes():
+        advice = "more than is free here: more nodes, fewer attention ranks, or a smaller model"
+        return Finding("groups", "warning", found, advice)
+    return Finding("groups", "ok", found)
+
+
+def group_weight_bytes(config: TandemConfig, spec: ModelSpec) -> tuple[int, int]:
+    """Bytes of weights in each attention rank, and in all expert ranks together."""
+    dtype = resolve_dtype(spec, config.model.dtype)
+    experts = len(spec.moe_layers) * spec.num_experts * layout.expert_elements(spec)
+    attention = total_bytes(layout.attention_half_tensors(spec), dtype)
+    return attention, experts * dtype.itemsize
 
 
 def _prefill(config: TandemConfig) -> Finding:

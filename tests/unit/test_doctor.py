@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.doctor import Finding, examine, prefill_weight_bytes
+from cluster.doctor import Finding, examine, group_weight_bytes, prefill_weight_bytes
 from cluster.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.loading import load_config
@@ -63,6 +63,21 @@ def test_two_workers_of_the_bundled_model_are_fine() -> None:
 def finding(check: str, environment: dict[str, str], *settings: str) -> Finding:
     config = load_config(None, list(settings))
     return next(one for one in examine(config, environment) if one.check == check)
+
+
+def test_the_weights_of_attention_and_expert_ranks_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FINDINGS C: no memory check for attention and expert ranks."""
+    settings = ["model.dtype=bfloat16", "groups.attention_ranks=2", "groups.expert_ranks=2"]
+    spec = read_spec(resolve_model_folder(BUNDLED))
+    attention, experts = group_weight_bytes(load_config(None, settings), spec)
+    assert experts == 5 * LAYER_BYTES
+    assert finding("groups", {}, *settings).level == "ok"
+    needed = 2 * attention + experts
+    monkeypatch.setattr("contracts.machine.available_bytes", lambda: needed - 1)
+    short = finding("groups", {}, *settings)
+    assert (short.level, "fewer attention ranks" in short.advice) == ("warning", True)
 
 
 def test_a_cluster_without_tokens_is_a_warning() -> None:
