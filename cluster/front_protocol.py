@@ -17,7 +17,6 @@ import contextlib
 import fcntl
 import sys
 import termios
-import uuid
 from typing import Any
 
 import httptools
@@ -32,6 +31,7 @@ from cluster.api.errors import (
     TargetTooLongError,
     error_body,
 )
+from cluster.api.ids import fresh_id
 from cluster.api.keys import PROVE
 from cluster.front_connections import Connections, Wait
 from contracts.config import HttpConfig
@@ -316,7 +316,7 @@ def refusal(error: TandemError, more: str = "") -> bytes:
     body = msgspec.json.encode(error_body(error))
     head = (
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{more}"
-        f"x-request-id: {uuid.uuid4().hex}\r\nconnection: close\r\n\r\n"
+        f"x-request-id: {fresh_id()}\r\nconnection: close\r\n\r\n"
     )
     return STATUS_LINE[error.status] + head.encode() + body
 

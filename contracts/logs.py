@@ -14,12 +14,15 @@ import logging
 import logging.handlers
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import TextIO
 
 from contracts.config import LogConfig
 
 TOP = "tandem"
+ACCESS = "tandem.access"
+ACCESS_DELAY_S = 0.2
 _PLAIN = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f]+")
 
 
@@ -53,7 +56,55 @@ class _StreamHandler(logging.StreamHandler[TextIO]):
 
 
 class _FileHandler(logging.handlers.RotatingFileHandler):
-    """Ours, to be known again."""
+    """Ours, to be known again. Lines of the access log are written out together, up to
+    ACCESS_DELAY_S late, and the file's size is counted: as the base class has it, a line takes five
+    system calls, which are a tenth of a small request's time."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        super().__init__(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8")
+        self._size_bytes = path.stat().st_size
+        self._is_patient = self._is_closed = False
+        self._written = threading.Event()
+        threading.Thread(target=self._flush_late, name="access-log", daemon=True).start()
+
+    def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802
+        return self._size_bytes >= self.maxBytes
+
+    def doRollover(self) -> None:  # noqa: N802
+        super().doRollover()
+        self._size_bytes = 0
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        self._size_bytes += len(line) + 1
+        return line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._is_patient = record.name == ACCESS
+        super().emit(record)
+
+    def flush(self) -> None:
+        if self._is_patient:
+            self._written.set()
+        else:
+            super().flush()
+
+    def close(self) -> None:
+        self._is_patient, self._is_closed = False, True
+        super().close()
+        self._written.set()
+
+    def _flush_late(self) -> None:
+        pause = threading.Event()
+        while self._written.wait() and not self._is_closed:
+            pause.wait(ACCESS_DELAY_S)
+            self._written.clear()
+            self.acquire()
+            try:
+                self._is_patient = False
+                self.flush()
+            finally:
+                self.release()
 
 
 def set_up_logging(
@@ -92,7 +143,7 @@ def _file_handler(process: str, config: LogConfig) -> _FileHandler | None:
     path = Path(config.folder) / f"{process}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return _FileHandler(path, maxBytes=config.max_file_bytes, backupCount=1, encoding="utf-8")
+        return _FileHandler(path, config.max_file_bytes)
     except OSError as error:
         reason = error.strerror
         event(logging.getLogger(TOP), "log_file_failed", logging.WARNING, path=path, reason=reason)

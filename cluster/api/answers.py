@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cluster.api.ids import fresh_id
 from cluster.api.open_requests import Account
 from cluster.classify import add_usage
 from cluster.text import Delta, ShownToken
@@ -85,7 +85,7 @@ def json_list(items: Iterable[Json]) -> Json:
 def header(prefix: str, kind: str, model: str) -> dict[str, Any]:
     """The fields that every chunk of an answer repeats."""
     return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "id": f"{prefix}-{fresh_id()}",
         "object": kind,
         "created": int(time.time()),
         "model": model,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-import uuid
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.api.ids import fresh_id
 from contracts.clock import Clock
+from contracts.logs import ACCESS
 
-log = logging.getLogger("tandem.access")
+log = logging.getLogger(ACCESS)
 
 HEADER = b"x-request-id"
 REQUEST_ID = "request_id"  # in scope["state"]
@@ -64,7 +65,7 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
             if _USABLE.fullmatch(value):
                 return value.decode()
             break
-    return uuid.uuid4().hex
+    return fresh_id()
 
 
 def _path(scope: Scope) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from cluster.log_folder import LOCK, keep_ray_logs, log_folder
 from contracts.config import LogConfig, TandemConfig
 from contracts.errors import ConfigError
 from contracts.loading import load_config
-from contracts.logs import event, set_up_logging
+from contracts.logs import ACCESS, event, set_up_logging
 
 log = logging.getLogger("tandem.test")
 
@@ -75,6 +76,38 @@ def test_without_a_folder_standard_error_has_everything(
     event(log, "three", logging.ERROR)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[-1] for line in lines] == ["one", "three"], "once each"
+
+
+def test_lines_of_the_access_log_are_written_soon_and_with_the_next_event_of_another_kind(
+    tmp_path: Path,
+) -> None:
+    path = set_up_logging("ingress", LogConfig(folder=str(tmp_path)))
+    logging.getLogger(ACCESS).info("method=GET path=/a")
+    soon = threading.Event()
+    for _ in range(200):
+        if in_file(path):
+            break
+        soon.wait(0.05)
+    assert [line.partition(" ")[2] for line in in_file(path)] == [
+        "INFO tandem.access method=GET path=/a"
+    ]
+    logging.getLogger(ACCESS).info("method=GET path=/b")
+    event(log, "happened")
+    assert [line.rpartition(" ")[2] for line in in_file(path)] == ["path=/a", "path=/b", "happened"]
+
+
+def test_a_file_begins_anew_at_its_size_and_the_part_before_stays(tmp_path: Path) -> None:
+    config = LogConfig(folder=str(tmp_path), max_file_bytes=1 << 16)
+    path = set_up_logging("ingress", config)
+    for number in range(1000):
+        event(log, "happened", number=number, words="x" * 100)
+    assert path is not None
+    older = path.with_name("ingress.log.1").read_text().splitlines()
+    newer = in_file(path)
+    assert "number=999 " in newer[-1]
+    numbers = [int(line.split("number=")[1].split()[0]) for line in older + newer]
+    assert numbers == list(range(numbers[0], 1000))
+    assert max(sum(map(len, part)) for part in (older, newer)) <= (1 << 16) + 200
 
 
 def test_a_folder_that_cannot_be_made_on_a_rank_is_told_and_standard_error_used(
