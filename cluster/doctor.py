@@ -233,13 +233,20 @@ def _tokenizer(config: TandemConfig) -> Finding:
     return Finding("tokenizer", "ok", found)
 
 
+def _readable(config: TandemConfig) -> ModelSpec | None:
+    """None where there is no such model: `_model` says why."""
+    try:
+        return check_checkpoint(resolve_model_folder(config.model.path))
+    except TandemError:
+        return None
+
+
 def _groups(config: TandemConfig) -> Finding:
     attention, experts = config.groups.attention_ranks, config.groups.expert_ranks
     if attention == 0:
         return Finding("groups", "ok", "no attention and expert ranks: prefill workers generate")
-    try:
-        spec = check_checkpoint(resolve_model_folder(config.model.path))
-    except TandemError:
+    spec = _readable(config)
+    if spec is None:
         return Finding("groups", "warning", "not looked at: the model cannot be read")
     each, all_experts = group_weight_bytes(config, spec)
     found = (
@@ -265,9 +272,8 @@ def _prefill(config: TandemConfig) -> Finding:
     workers, kind = config.groups.prefill_ranks, config.prefill.experts
     if workers == 0:
         return Finding("prefill", "ok", "no prefill workers: attention and expert ranks classify")
-    try:
-        spec = check_checkpoint(resolve_model_folder(config.model.path))
-    except TandemError:
+    spec = _readable(config)
+    if spec is None:
         return Finding("prefill", "warning", "not looked at: the model cannot be read")
     each = prefill_weight_bytes(config, spec)
     found = f"{workers} worker(s), experts {kind}: {each / MIB:,.0f} MiB of weights each"

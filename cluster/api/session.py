@@ -108,17 +108,14 @@ class Session:
         body of http.max_body_bytes takes seconds.
         """
         http = self._services.http
-        limits = {
-            "http.body_timeout_s": http.body_timeout_s,
-            "http.request_timeout_s": http.request_timeout_s,
-        }
-        name, limit_s = min(limits.items(), key=lambda limit: limit[1])
+        limit_s = min(http.body_timeout_s, http.request_timeout_s)
         try:
             async with asyncio.timeout_at(self._deadline_s - http.request_timeout_s + limit_s):
                 return await body
         except TimeoutError:
+            name = "body_timeout_s" if limit_s == http.body_timeout_s else "request_timeout_s"
             raise BodyTimeoutError(
-                f"the body did not arrive within {limit_s:g} s ({name})", None
+                f"the body did not arrive within {limit_s:g} s (http.{name})", None
             ) from None
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
