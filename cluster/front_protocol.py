@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import sys
 import termios
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -33,6 +34,7 @@ from cluster.api.errors import (
 )
 from cluster.api.ids import fresh_id
 from cluster.api.keys import PROVE
+from cluster.api.session import WATCH
 from cluster.front_connections import Connections, Wait
 from contracts.config import HttpConfig
 from contracts.errors import TandemError
@@ -67,18 +69,21 @@ class FrontProtocol(HttpToolsProtocol):
         self._in_body = False
         self._has_served = False
         self._is_over = False  # nothing more is read from it
+        self._is_lost = False
         self._is_advancing = False
         self._idle_bytes = 0  # that brought neither the end of a head nor a piece of a body
         self._chunks = self._body_bytes = 0
         self._unsent_bytes = 0
         self._problem: TandemError | None = None
+        self._leave: Callable[[], None] | None = None
 
     # Connection
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._is_over = True
+        self._is_over = self._is_lost = True
         self._book.leave(self)
+        self._watch(self._leave)
 
     def data_received(self, data: bytes) -> None:
         if self._is_over:
@@ -120,7 +125,7 @@ class FrontProtocol(HttpToolsProtocol):
             self._read_no_more()
             raise RuntimeError("ends the parsing; those that wait are answered")
         super().on_message_begin()
-        self.scope["state"][PROVE] = self._prove
+        self.scope["state"].update({PROVE: self._prove, WATCH: self._watch})
         self._chunks = self._body_bytes = 0
 
     def on_headers_complete(self) -> None:
@@ -210,6 +215,13 @@ class FrontProtocol(HttpToolsProtocol):
         if not self._is_proven:
             self._is_proven = True
             self._book.prove(self)
+
+    def _watch(self, leave: Callable[[], None] | None) -> None:
+        """leave: for the request at work, to be called once its client is gone."""
+        self._leave = leave
+        if leave is not None and self._is_lost:
+            self._leave = None
+            self.loop.call_soon(leave)
 
     def _expect(self) -> None:
         """Tells the book what is waited for now."""

@@ -152,6 +152,7 @@ async def build_ingress_app(
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         await backend.close()
+        app.close()
 
     app.router.lifespan_context = lifespan
     return app

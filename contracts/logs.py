@@ -14,7 +14,7 @@ import logging
 import logging.handlers
 import re
 import sys
-import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -22,7 +22,7 @@ from contracts.config import LogConfig
 
 TOP = "tandem"
 ACCESS = "tandem.access"
-ACCESS_DELAY_S = 0.2
+_LINES = "lines"  # attribute of a record that is several
 _PLAIN = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f]+")
 
 
@@ -30,6 +30,12 @@ def event(log: logging.Logger, name: str, /, level: int = logging.INFO, **fields
     """Logs `name key=value …`. name: fixed, for people search for it; what varies is a field."""
     if log.isEnabledFor(level):
         log.log(level, "%s", " ".join([name, *(f"{k}={_shown(v)}" for k, v in fields.items())]))
+
+
+def log_lines(log: logging.Logger, lines: Sequence[tuple[float, str]]) -> None:
+    """What was said at those times (since the epoch), as one record: it costs as much as one."""
+    text = "\n".join([line for _, line in lines])
+    log.info("%s", text, extra={_LINES: lines})
 
 
 class LineFormatter(logging.Formatter):
@@ -40,10 +46,12 @@ class LineFormatter(logging.Formatter):
         self._has_traces = has_traces
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
-        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
-        return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        return _stamp(record.created)
 
     def format(self, record: logging.LogRecord) -> str:
+        if (lines := getattr(record, _LINES, None)) is not None:
+            name = f"{record.levelname} {record.name}"
+            return "\n".join([f"{_stamp(at_s)} {name} {line}" for at_s, line in lines])
         line = super().format(record)
         head, _, trace = line.partition("\n")
         if not trace:
@@ -56,55 +64,14 @@ class _StreamHandler(logging.StreamHandler[TextIO]):
 
 
 class _FileHandler(logging.handlers.RotatingFileHandler):
-    """Ours, to be known again. Lines of the access log are written out together, up to
-    ACCESS_DELAY_S late, and the file's size is counted: as the base class has it, a line takes five
-    system calls, which are a tenth of a small request's time."""
+    """Ours, to be known again. The base class formats a record twice, to see whether it fits."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         super().__init__(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8")
-        self._size_bytes = path.stat().st_size
-        self._is_patient = self._is_closed = False
-        self._written = threading.Event()
-        threading.Thread(target=self._flush_late, name="access-log", daemon=True).start()
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802
-        return self._size_bytes >= self.maxBytes
-
-    def doRollover(self) -> None:  # noqa: N802
-        super().doRollover()
-        self._size_bytes = 0
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
-        self._size_bytes += len(line) + 1
-        return line
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._is_patient = record.name == ACCESS
-        super().emit(record)
-
-    def flush(self) -> None:
-        if self._is_patient:
-            self._written.set()
-        else:
-            super().flush()
-
-    def close(self) -> None:
-        self._is_patient, self._is_closed = False, True
-        super().close()
-        self._written.set()
-
-    def _flush_late(self) -> None:
-        pause = threading.Event()
-        while self._written.wait() and not self._is_closed:
-            pause.wait(ACCESS_DELAY_S)
-            self._written.clear()
-            self.acquire()
-            try:
-                self._is_patient = False
-                self.flush()
-            finally:
-                self.release()
+        assert self.stream is not None
+        return self.stream.tell() >= self.maxBytes
 
 
 def set_up_logging(
@@ -148,6 +115,11 @@ def _file_handler(process: str, config: LogConfig) -> _FileHandler | None:
         reason = error.strerror
         event(logging.getLogger(TOP), "log_file_failed", logging.WARNING, path=path, reason=reason)
         return None
+
+
+def _stamp(at_s: float) -> str:
+    at = datetime.datetime.fromtimestamp(at_s, datetime.UTC)
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _shown(value: object) -> str:

@@ -130,6 +130,10 @@ async def _on_routing_error(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """The traceback goes to the log (Starlette raises it again), not to the client."""
+    return bug_response()
+
+
+def bug_response() -> Response:
     return _response(500, _body(500, "internal error", "internal_error", None), {})
 
 

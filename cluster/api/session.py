@@ -15,6 +15,7 @@ from actors.telemetry import Telemetry
 from cluster.api.cost import TOKEN_BYTES, Bounds
 from cluster.api.errors import BodyTimeoutError, error_body, outcome_of
 from cluster.api.open_requests import OpenRequests
+from cluster.api.request_log import REQUEST_ID
 from cluster.api.schemas import ServedModel
 from cluster.tokenizing import Tokenizing
 from contracts import metrics
@@ -27,6 +28,11 @@ from contracts.requests import Caller, Priority, Usage
 from models.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
+
+# In scope["state"], from a front of our own: to be called with what to do once the client has left,
+# or with None when that matters no more. Elsewhere a task waits for it, which takes longer.
+WATCH = "watch"
+Watch = Callable[[Callable[[], None] | None], None]
 
 
 class Backend(Protocol):
@@ -76,11 +82,11 @@ class Session:
 
     pipeline and priority are for the metrics; an endpoint sets them when it has read the body.
     caller: whose all that it submits is (cluster/api/callers.py). account: what it holds; whoever
-    makes the session closes it.
+    makes the session closes it. state: the request's, in its scope.
     """
 
-    def __init__(self, services: Services, receive: Receive, request_id: str = "") -> None:
-        self.request_id = request_id
+    def __init__(self, services: Services, receive: Receive, state: Mapping[str, Any]) -> None:
+        self.request_id: str = state.get(REQUEST_ID, "")
         self.pipeline = Pipeline.GENERATION
         self.priority = Priority.LS
         self.caller = Caller()
@@ -89,8 +95,10 @@ class Session:
         self._telemetry = services.telemetry
         self._clock = services.clock
         self._receive = receive
+        self._watch: Watch = state.get(WATCH) or self._watch_by_task
         self._arrived_s = services.clock()
         self._deadline_s = asyncio.get_running_loop().time() + services.http.request_timeout_s
+        self._watching: asyncio.Task[None] | None = None
         self._has_token = False
         self._finished = False
         self._counts = True
@@ -124,20 +132,20 @@ class Session:
         Raises ClientGoneError, RequestTimeoutError, or what `work` raises. Only after the body has
         been read: from then on the client can only say that it is gone.
         """
-        runner, gone = asyncio.current_task(), asyncio.ensure_future(self._until_gone())
+        runner = asyncio.current_task()
         assert runner is not None
         over = left = False
 
-        def leave(_: asyncio.Task[None]) -> None:
+        def leave() -> None:
             nonlocal left
             if not over:
                 left = True
                 runner.cancel()
 
-        gone.add_done_callback(leave)
         timeout = asyncio.timeout_at(self._deadline_s)
         try:
             async with timeout:
+                self._watch(leave)
                 return await work
         except asyncio.CancelledError:
             if not left or runner.uncancel():  # somebody else cancels the request
@@ -152,7 +160,16 @@ class Session:
             ) from None
         finally:
             over = True
-            gone.cancel()
+            self._watch(None)
+
+    def _watch_by_task(self, leave: Callable[[], None] | None) -> None:
+        """As every ASGI server lets us."""
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+        if leave is not None:
+            self._watching = asyncio.ensure_future(self._until_gone())
+            self._watching.add_done_callback(lambda _: leave())
 
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
