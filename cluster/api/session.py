@@ -77,6 +77,45 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     sessions: set[Session] = msgspec.field(default_factory=set)
 
 
+class _Cut:
+    """Around what a task is at: ends it, with the first reason given. As `asyncio.timeout`, but for
+    several reasons, and in a third of its time."""
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._timer: asyncio.TimerHandle | None = None
+        self._reason: Callable[[], TandemError] | None = None
+        self._over = False
+
+    def at(self, when_s: float, reason: Callable[[], TandemError]) -> None:
+        """when_s: by the event loop's clock."""
+        self._timer = self._task.get_loop().call_at(when_s, self.now, reason)
+
+    def now(self, reason: Callable[[], TandemError]) -> None:
+        if self._reason is None and not self._over:
+            self._reason = reason
+            self._task.cancel()
+
+    def __enter__(self) -> _Cut:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._reason is None:
+            return
+        others = self._task.uncancel()  # somebody else cancels the request, too
+        if kind is asyncio.CancelledError and not others:
+            raise self._reason() from None
+
+
+def _client_gone() -> TandemError:
+    return ClientGoneError("the client left before its answer was complete")
+
+
 class Session:
     """Knows when the request came, whether its client is still there, and counts it once.
 
@@ -97,7 +136,7 @@ class Session:
         self._receive = receive
         self._watch: Watch = state.get(WATCH) or self._watch_by_task
         self._arrived_s = services.clock()
-        self._deadline_s = asyncio.get_running_loop().time() + services.http.request_timeout_s
+        self._loop_s = asyncio.get_running_loop().time()
         self._watching: asyncio.Task[None] | None = None
         self._has_token = False
         self._finished = False
@@ -115,16 +154,9 @@ class Session:
         A deadline for the whole: a pace could be kept by a client that trickles for ever, and a
         body of http.max_body_bytes takes seconds.
         """
-        http = self._services.http
-        limit_s = min(http.body_timeout_s, http.request_timeout_s)
-        try:
-            async with asyncio.timeout_at(self._deadline_s - http.request_timeout_s + limit_s):
-                return await body
-        except TimeoutError:
-            name = "body_timeout_s" if limit_s == http.body_timeout_s else "request_timeout_s"
-            raise BodyTimeoutError(
-                f"the body did not arrive within {limit_s:g} s (http.{name})", None
-            ) from None
+        with _Cut() as cut:
+            cut.at(self._loop_s + self._body_limit_s, self._body_late)
+            return await body
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, which is cancelled when the client leaves or time is up.
@@ -132,35 +164,27 @@ class Session:
         Raises ClientGoneError, RequestTimeoutError, or what `work` raises. Only after the body has
         been read: from then on the client can only say that it is gone.
         """
-        runner = asyncio.current_task()
-        assert runner is not None
-        over = left = False
-
-        def leave() -> None:
-            nonlocal left
-            if not over:
-                left = True
-                runner.cancel()
-
-        timeout = asyncio.timeout_at(self._deadline_s)
         try:
-            async with timeout:
-                self._watch(leave)
+            with _Cut() as cut:
+                cut.at(self._loop_s + self._services.http.request_timeout_s, self._late)
+                self._watch(lambda: cut.now(_client_gone))
                 return await work
-        except asyncio.CancelledError:
-            if not left or runner.uncancel():  # somebody else cancels the request
-                raise
-            raise ClientGoneError("the client left before its answer was complete") from None
-        except TimeoutError:
-            if not timeout.expired():
-                raise
-            limit_s = self._services.http.request_timeout_s
-            raise RequestTimeoutError(
-                f"not done within {limit_s:g} s (http.request_timeout_s)"
-            ) from None
         finally:
-            over = True
             self._watch(None)
+
+    @property
+    def _body_limit_s(self) -> float:
+        http = self._services.http
+        return min(http.body_timeout_s, http.request_timeout_s)
+
+    def _body_late(self) -> TandemError:
+        limit_s, http = self._body_limit_s, self._services.http
+        name = "body_timeout_s" if limit_s == http.body_timeout_s else "request_timeout_s"
+        return BodyTimeoutError(f"the body did not arrive within {limit_s:g} s (http.{name})", None)
+
+    def _late(self) -> TandemError:
+        limit_s = self._services.http.request_timeout_s
+        return RequestTimeoutError(f"not done within {limit_s:g} s (http.request_timeout_s)")
 
     def _watch_by_task(self, leave: Callable[[], None] | None) -> None:
         """As every ASGI server lets us."""

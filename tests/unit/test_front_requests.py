@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from cluster.api.request_log import WRITTEN_AFTER_S
 from cluster.version import version
 from contracts.config import HttpConfig
 from tests.api_harness import MODEL, TIMEOUT_S, Api, serve_api
@@ -86,6 +88,17 @@ def test_an_error_of_ours_carries_an_id_too(folder: Path) -> None:
         assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
 
 
+def lines_of_log(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
+    """Of the access log, once there are so many: they come together, a little later."""
+    lines: list[str] = []
+    deadline_s = time.monotonic() + 10.0
+    while len(lines) < count and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+        records = [record for record in caplog.records if record.name == "tandem.access"]
+        lines = "\n".join(record.getMessage() for record in records).splitlines()
+    return lines
+
+
 def test_a_line_a_request_and_nothing_of_its_text_or_key(
     api: Api, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,7 +106,7 @@ def test_a_line_a_request_and_nothing_of_its_text_or_key(
     with caplog.at_level(logging.INFO, logger="tandem.access"):
         asked(api, "mine")
         api.http.get("/v1/models/a%0Ab?prompt=" + SECRET.replace(" ", "+"))
-        lines = [record.getMessage() for record in caplog.records if record.name == "tandem.access"]
+        lines = lines_of_log(caplog, 9)
     assert len(lines) == 9
     pattern = r"method=POST path=/llm/v1/completions status=200 ms=\d+\.\d request_id=mine"
     assert re.fullmatch(pattern, lines[0])
@@ -111,6 +124,7 @@ def test_the_access_log_can_be_turned_off(folder: Path, caplog: pytest.LogCaptur
         serve_api(folder, [rank], HttpConfig(access_log=False)) as api,
     ):
         assert api.http.get("/health").status_code == 200
+        time.sleep(2 * WRITTEN_AFTER_S)
     assert not [record for record in caplog.records if record.name == "tandem.access"]
 
 

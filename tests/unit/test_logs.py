@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cluster.api.request_log import WRITTEN_AFTER_S, WRITTEN_LINES, AccessLog
 from cluster.log_folder import LOCK, keep_ray_logs, log_folder
 from contracts.config import LogConfig, TandemConfig
 from contracts.errors import ConfigError
 from contracts.loading import load_config
-from contracts.logs import ACCESS, event, set_up_logging
+from contracts.logs import ACCESS, event, log_lines, set_up_logging
 
 log = logging.getLogger("tandem.test")
 
@@ -78,22 +79,37 @@ def test_without_a_folder_standard_error_has_everything(
     assert [line.split()[-1] for line in lines] == ["one", "three"], "once each"
 
 
-def test_lines_of_the_access_log_are_written_soon_and_with_the_next_event_of_another_kind(
-    tmp_path: Path,
+def test_lines_that_are_written_together_keep_their_times_and_their_order(tmp_path: Path) -> None:
+    path = set_up_logging("ingress", LogConfig(folder=str(tmp_path)))
+    log_lines(logging.getLogger(ACCESS), [(0.0, "path=/a"), (1.25, "path=/b")])
+    event(log, "happened")
+    assert in_file(path)[:2] == [
+        "1970-01-01T00:00:00.000Z INFO tandem.access path=/a",
+        "1970-01-01T00:00:01.250Z INFO tandem.access path=/b",
+    ]
+    assert in_file(path)[2].endswith("happened")
+
+
+@pytest.mark.parametrize("lines", [1, WRITTEN_LINES])
+def test_the_access_log_is_written_soon_and_at_once_when_there_is_much(
+    tmp_path: Path, lines: int
 ) -> None:
     path = set_up_logging("ingress", LogConfig(folder=str(tmp_path)))
-    logging.getLogger(ACCESS).info("method=GET path=/a")
-    soon = threading.Event()
-    for _ in range(200):
-        if in_file(path):
-            break
-        soon.wait(0.05)
-    assert [line.partition(" ")[2] for line in in_file(path)] == [
-        "INFO tandem.access method=GET path=/a"
-    ]
-    logging.getLogger(ACCESS).info("method=GET path=/b")
-    event(log, "happened")
-    assert [line.rpartition(" ")[2] for line in in_file(path)] == ["path=/a", "path=/b", "happened"]
+
+    async def serve() -> list[str]:
+        access_log = AccessLog()
+        for number in range(lines):
+            access_log.add(f"path=/{number}")
+        at_once = in_file(path)
+        await asyncio.sleep(2 * WRITTEN_AFTER_S)
+        access_log.add("path=/last")
+        access_log.write()  # as at the end
+        access_log.write()
+        return at_once
+
+    assert len(asyncio.run(serve())) == (lines if lines == WRITTEN_LINES else 0)
+    paths = [line.rpartition("path=")[2] for line in in_file(path)]
+    assert paths == [*(f"/{number}" for number in range(lines)), "/last"]
 
 
 def test_a_file_begins_anew_at_its_size_and_the_part_before_stays(tmp_path: Path) -> None:
