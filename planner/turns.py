@@ -110,10 +110,12 @@ class Turns(Generic[Item]):
         """again: it has had its turn and comes back: to the head of its request, for nothing."""
         if tenant not in self._turns:
             self._turns.add(tenant)
-        queue = self._tenants.setdefault(tenant, _Tenant())
+            self._tenants[tenant] = _Tenant()
+        queue = self._tenants[tenant]
         if request not in queue.turns:
             queue.turns.add(request)
-        items = queue.items.setdefault(request, OrderedDict())
+            queue.items[request] = OrderedDict()
+        items = queue.items[request]
         items[item] = 0.0 if again else cost
         if again:
             items.move_to_end(item, last=False)

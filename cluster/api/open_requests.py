@@ -19,6 +19,7 @@ class OpenRequests:
 
     def __init__(self, limits: LimitsConfig) -> None:
         self.limits = limits
+        self.request_bytes = limits.request_bytes
         self.held_bytes = 0
 
     def open(self) -> Account:
@@ -43,23 +44,23 @@ class Account:
         others hold what is missing; then nothing is charged. After `close`, without effect."""
         if self._closed:
             return
-        limits, held = self._requests.limits, self._held + count
-        if held > limits.request_bytes:
+        requests, held = self._requests, self._held + count
+        if held > requests.request_bytes:
             what = f"{param}: the request" if param else "the request"
             raise TooCostlyError(
-                f"{what} would hold {held} bytes, one may hold {limits.request_bytes}"
+                f"{what} would hold {held} bytes, one may hold {requests.request_bytes}"
                 " (limits.open_bytes times limits.request_fraction): send it in parts",
                 param,
             )
-        total = self._requests.held_bytes + count
-        if total > limits.open_bytes:
+        total, most = requests.held_bytes + count, requests.limits.open_bytes
+        if total > most:
             raise OverloadError(
-                f"open requests would hold {total} bytes, at most {limits.open_bytes}"
+                f"open requests would hold {total} bytes, at most {most}"
                 f" (limits.open_bytes): try again in {RETRY_AFTER_S:g} s",
                 RETRY_AFTER_S,
             )
         self._held = held
-        self._requests.held_bytes = total
+        requests.held_bytes = total
 
     def grow(self, count: int) -> None:
         """`charge` for what grows by little at a time, in steps."""
