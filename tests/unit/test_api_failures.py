@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import msgspec
 import openai
 import pytest
 
 from contracts.config import HttpConfig
-from tests.api_harness import MODEL, Api, serve_api
+from tests.api_harness import MODEL, TIMEOUT_S, Api, serve_api
 from tests.fake_rank import FakeRank
 from tests.tiny_tokenizer import write_byte_level
 
@@ -56,6 +59,61 @@ def test_a_client_that_leaves_a_classification_cancels_all_of_it(api: Api, rank:
     body = {"input": ["a", "b"], "labels": ["yes indeed", "no"]}
     leave_once_submitted(api, "/v1/classify", 4, body)
     assert sorted(rank.cancels.get(timeout=5) for _ in range(4)) == [1, 2, 3, 4]
+
+
+def test_a_client_that_leaves_while_another_request_waits_behind_cancels_the_one_at_work(
+    api: Api, rank: FakeRank
+) -> None:
+    rank.hold_after = 0
+    body = msgspec.json.encode({"model": MODEL, "prompt": "Hello"})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(api.url.rpartition(":")[2]))) as line:
+        line.sendall(2 * (head.encode() + body))
+        rank.submits.get(timeout=5)
+    assert rank.cancels.get(timeout=5) == 1
+
+
+def test_a_client_that_leaves_is_noticed_behind_any_server(api: Api, rank: FakeRank) -> None:
+    """Without the hooks of our own front, as behind Serve's proxy."""
+    rank.hold_after = 0
+    left = asyncio.Event()
+    body = msgspec.json.encode({"model": MODEL, "prompt": "Hello"})
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, object]:
+        if not messages:
+            await left.wait()
+            return {"type": "http.disconnect"}
+        return messages.pop()
+
+    async def send(message: object) -> None:
+        pass
+
+    path = "/v1/completions"
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+    answering = api.loop.start(api.app(scope, receive, send))
+    rank.submits.get(timeout=5)
+    api.loop.call(left.set)
+    assert rank.cancels.get(timeout=5) == 1
+    answering.result(TIMEOUT_S)
+
+
+def test_a_bug_of_ours_is_a_500_and_a_line_of_the_log(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    api.dispatcher.generate = lambda *_, **__: 1 / 0  # type: ignore[assignment, return-value]
+    answer = api.http.post(
+        "/v1/completions",
+        json={"model": MODEL, "prompt": "Hello"},
+        headers={"X-Request-Id": "of-the-bug"},
+    )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert answer.headers["x-request-id"] == "of-the-bug"
+    assert "ZeroDivisionError" not in answer.text
+    (record,) = [one for one in caplog.records if "request_failed" in one.getMessage()]
+    assert "of-the-bug" in record.getMessage()
+    assert record.exc_info is not None
+    assert api.app.state.open_requests.held_bytes == 0
 
 
 def leave_once_submitted(api: Api, path: str, submits: int, body: dict[str, object]) -> None:
