@@ -15,7 +15,7 @@ import torch
 from actors.channels.factory import rank_endpoint
 from actors.channels.handshake import Identity
 from actors.expert_server import ExpertServer
-from actors.memory import keep_freed_memory
+from actors.memory import keep_few_products, keep_freed_memory
 from actors.planner_link import PlannerLink
 from actors.rank_metrics import RankMetrics
 from actors.stage_report import ExpertRecorder
@@ -39,6 +39,7 @@ class ExpertWorker:
         config, device, folder = spec.config, torch.device(spec.device), Path(spec.model_folder)
         torch.set_num_threads(config.groups.torch_threads)
         keep_freed_memory()
+        keep_few_products()
         self.spec = spec
         model = check_checkpoint(folder)
         placement = ExpertPlacement.contiguous(model.num_experts, spec.expert_ranks)

@@ -23,7 +23,7 @@ from actors.block_manager import BlockManager
 from actors.client_server import ClientServer, FromClient
 from actors.finisher import Finisher
 from actors.loop_watch import LoopWatch
-from actors.memory import keep_freed_memory, kv_pool_blocks
+from actors.memory import keep_few_products, keep_freed_memory, kv_pool_blocks
 from actors.rank_metrics import RankMetrics
 from actors.scheduled_batch import ScheduledBatch
 from actors.scheduler import Scheduler
@@ -85,6 +85,7 @@ class ServingWorker:
         config = spec.config
         torch.set_num_threads(config.groups.torch_threads)
         keep_freed_memory()
+        keep_few_products()
         self.spec = spec
         self._stopping = threading.Event()
         self._loop_thread = threading.Thread(target=self._run, name=f"{spec.name}-loop")

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from actors.link_probe import LinkTransfer, link_probe
-from actors.memory import keep_freed_memory
+from actors.memory import keep_few_products, keep_freed_memory
 from actors.model_shape import shape_of
 from actors.stage_probe import PassTimes, StageProbe, pool_tokens_for, stage_probe
 from contracts import machine
@@ -65,6 +65,7 @@ def profile(settings: ProfileSettings) -> Hardware:
     spec = check_checkpoint(settings.model_folder)
     dtype = resolve_dtype(spec, settings.dtype)
     keep_freed_memory()  # as ranks do
+    keep_few_products()
     with _one_thread():
         stages = _measure_stages(settings, spec, dtype)
         links, link_fits = _measure_links(LINK_SHARE * settings.seconds)
