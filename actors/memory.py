@@ -1,5 +1,5 @@
-"""How many KV blocks an attention rank can afford, what becomes of freed memory, and how much oneDNN
-may keep."""
+"""How many KV blocks an attention rank can afford, what becomes of freed memory, and how much
+oneDNN may keep."""
 
 from __future__ import annotations
 

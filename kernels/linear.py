@@ -5,10 +5,11 @@ keeps to half the vector width on other makers' processors; in bfloat16 it reord
 every call, which is most of the time where a few tokens meet many experts. A `Linear` keeps its
 weight in oneDNN's own layout.
 
-oneDNN compiles a product for each number of rows that it meets (0.4 ms, 0.4 MB) and keeps the latest
-(1,024; ranks say fewer): numbers between 16 and 512 are rounded up here. Above, a copy with more rows costs as much as the
-compiling; a caller with rows to spare gives a round number itself (`rounded_up`). A row's result
-does not depend on the rows beside it: equal bits in batches of any size.
+oneDNN compiles a product for each number of rows that it meets (0.4 ms, 0.4 MB) and keeps the
+latest (1,024; ranks say fewer): numbers between 16 and 512 are rounded up here. Above, a copy with
+more rows costs as much as the compiling; a caller with rows to spare gives a round number itself
+(`rounded_up`). A row's result does not depend on the rows beside it: equal bits in batches of any
+size.
 """
 
 from __future__ import annotations
