@@ -114,6 +114,7 @@ def test_a_server_runs_from_the_wheel_in_a_fresh_environment(
     )
     try:
         assert server.stdout is not None
+        assert server.stdout.readline().startswith("logs in ")
         assert server.stdout.readline().startswith("ready in ")
         body = {"model": "bundled", "prompt": "The", "max_tokens": 4}
         url = f"http://127.0.0.1:{port}/v1/completions"
