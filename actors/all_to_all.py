@@ -33,8 +33,8 @@ from actors.expert_server import merge
 from actors.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import PeerError, PeerHungError
-from models.moe import ExpertHalf
-from models.router import Routed
+from models.experts.moe import ExpertHalf
+from models.experts.router import Routed
 from planner.placement import ExpertPlacement
 
 PATIENCE_S = 60.0  # for a peer that lives: it may attend to a long batch

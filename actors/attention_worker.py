@@ -17,8 +17,8 @@ from contracts.messages import Submit
 from contracts.plan import Plan
 from contracts.requests import Sampling
 from contracts.worker import Group, RankStatus, rank_name
-from models.layout import attention_parameters
-from models.spec import ModelSpec
+from models.spec.model import ModelSpec
+from models.weights.layout import attention_parameters
 from planner.placement import ExpertPlacement
 
 WARM_UP_IDS = list(range(64))  # enough for two micro-batches, and for many experts

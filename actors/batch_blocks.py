@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from models.batch import BlockCopy
+from models.decoder.batch import BlockCopy
 
 
 class BatchBlocks:

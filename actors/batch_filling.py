@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from contracts.clock import Clock
 from contracts.config import PrefillConfig
-from models.copying_store import CopyingStore
+from models.experts.copying_store import CopyingStore
 from planner.filling import Filling, FillLimits, PassTimes
 
 _NEW_FRACTION = 0.2  # of a new measurement in what is kept

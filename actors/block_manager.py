@@ -24,7 +24,7 @@ from actors.block_contents import BlockContents, Head
 
 
 class BlockManager:
-    """Block numbers 0 .. num_blocks-1; the tensors live in `models.kv_pool`."""
+    """Block numbers 0 .. num_blocks-1; the tensors live in `models.decoder.kv_pool`."""
 
     def __init__(
         self,

@@ -36,10 +36,10 @@ from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
-from models.batch import AttentionBatch
-from models.decoder import AttentionHalf
-from models.kv_pool import KvPool
-from models.router import Routed
+from models.decoder.batch import AttentionBatch
+from models.decoder.decoder import AttentionHalf
+from models.decoder.kv_pool import KvPool
+from models.experts.router import Routed
 from planner.orders import Policy, TaskStage, by_plan
 from planner.placement import ExpertPlacement
 

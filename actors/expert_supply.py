@@ -14,14 +14,14 @@ from actors.peer_supply import LockstepSupply, PeerSupply
 from actors.timeline import Timeline
 from contracts.events import Stage, TaskSpan
 from contracts.worker import WorkerSpec
-from models.checkpoint import Checkpoint
-from models.copying_store import CopyingStore, split_layers
-from models.expert_layout import ExpertLayout
-from models.expert_store import ExpertSource, ExpertStore, ResidentStore
-from models.host_experts import HostSource, open_host_source
-from models.loading import progress_line
-from models.moe import ExpertHalf
-from models.spec import ModelSpec
+from models.experts.copying_store import CopyingStore, split_layers
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_store import ExpertSource, ExpertStore, ResidentStore
+from models.experts.host_experts import HostSource, open_host_source
+from models.experts.moe import ExpertHalf
+from models.spec.model import ModelSpec
+from models.weights.checkpoint import Checkpoint
+from models.weights.loading import progress_line
 
 
 class ExpertSupply(Protocol):

@@ -23,9 +23,9 @@ from actors.timeline import Timeline
 from contracts.clock import monotonic_s
 from contracts.events import TaskSpan
 from contracts.worker import RankReady, RankStatus, WorkerSpec
-from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
-from models.loading import progress_line
-from models.moe import ExpertHalf
+from models.experts.moe import ExpertHalf
+from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
+from models.weights.loading import progress_line
 from planner.placement import ExpertPlacement
 
 IDLE_POLL_S = 0.1

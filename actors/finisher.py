@@ -14,8 +14,8 @@ from actors.sequence import Sequence, SequenceKey
 from actors.sequence_errors import failed_by
 from contracts.errors import SamplingError
 from contracts.messages import Event, Finished, Scored, TokenLogprob, Tokens
-from models.batch import AttentionBatch
-from models.decoder import AttentionHalf
+from models.decoder.batch import AttentionBatch
+from models.decoder.decoder import AttentionHalf
 
 LOGIT_ROWS = 256  # logits are [rows, vocabulary] in fp32: bounded, however long an echoed prompt is
 

@@ -11,8 +11,8 @@ from actors.prefill_executor import PrefillExecutor, PrefillParts, PrefillRun
 from actors.scheduled_batch import ScheduledBatch
 from contracts.errors import ChannelError
 from contracts.events import Stage
-from models.batch import SequenceSlice
-from models.router import Routed
+from models.decoder.batch import SequenceSlice
+from models.experts.router import Routed
 
 
 class LockstepExecutor(PrefillExecutor):

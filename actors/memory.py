@@ -11,8 +11,8 @@ import torch
 from contracts.config import TandemConfig
 from contracts.errors import ResourceError
 from contracts.machine import available_bytes
-from models.kv_pool import kv_bytes_per_token
-from models.spec import ModelSpec
+from models.decoder.kv_pool import kv_bytes_per_token
+from models.spec.model import ModelSpec
 
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8

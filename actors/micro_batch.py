@@ -15,7 +15,7 @@ from actors.channels.base import Packet
 from actors.dispatch import RankSlice
 from actors.scheduled_batch import Chunk, ScheduledBatch
 from contracts.plan import Plan
-from models.batch import AttentionBatch
+from models.decoder.batch import AttentionBatch
 from planner.orders import Task, TaskStage
 from planner.split import chunk_bounds, sequence_ranges
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from models import layout
-from models.kv_pool import kv_entry_shapes
-from models.loading import total_bytes
-from models.spec import ModelSpec
+from models.decoder.kv_pool import kv_entry_shapes
+from models.spec.model import ModelSpec
+from models.weights import layout
+from models.weights.loading import total_bytes
 from planner.model_shape import LatentShape, ModelShape
 
 

@@ -15,13 +15,13 @@ from actors.weight_shard import HeldShard, PartSource, Shard, ShardWindow
 from actors.weight_source import PeerSource, check_placement, own_part
 from contracts.clock import monotonic_s
 from contracts.worker import Group, WorkerSpec, rank_name
-from models.checkpoint import Checkpoint
-from models.checkpoint_part import CheckpointParts
-from models.expert_layout import ExpertLayout
-from models.expert_store import ExpertSource, ExpertStore, ResidentStore
-from models.loading import progress_line
-from models.moe import ExpertHalf
-from models.spec import ModelSpec
+from models.experts.checkpoint_part import CheckpointParts
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_store import ExpertSource, ExpertStore, ResidentStore
+from models.experts.moe import ExpertHalf
+from models.spec.model import ModelSpec
+from models.weights.checkpoint import Checkpoint
+from models.weights.loading import progress_line
 from planner.placement import ExpertPlacement
 
 NewStore = Callable[[ExpertSource], ExpertStore]

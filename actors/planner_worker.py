@@ -41,7 +41,7 @@ from contracts.planning import (
     ToPlanner,
 )
 from contracts.worker import RankReady, RankStatus, WorkerSpec
-from models.checkpoint import check_checkpoint, resolve_dtype
+from models.weights.checkpoint import check_checkpoint, resolve_dtype
 from planner.online import NoPlanError, OnlinePlanner
 from planner.online_models import OnlineSetup
 

@@ -23,12 +23,12 @@ from contracts.errors import ChannelError, NotFiniteError
 from contracts.events import Stage, TaskSpan
 from kernels.device import Pace, finish
 from kernels.routing import local_index
-from models.batch import AttentionBatch, LastRows, SequenceSlice
-from models.decoder import AttentionHalf
-from models.expert_store import ExpertStore
-from models.kv_pool import KvPool
-from models.moe import expert_sums
-from models.router import Routed
+from models.decoder.batch import AttentionBatch, LastRows, SequenceSlice
+from models.decoder.decoder import AttentionHalf
+from models.decoder.kv_pool import KvPool
+from models.experts.expert_store import ExpertStore
+from models.experts.moe import expert_sums
+from models.experts.router import Routed
 
 _LAYERS_AHEAD = 3
 

@@ -31,9 +31,9 @@ from contracts.errors import ChannelError, NotFiniteError, RequestError
 from contracts.messages import Event, Submit
 from contracts.routing import Prompt, RequestKey
 from contracts.worker import RankStatus
-from models.batch import SequenceSlice
-from models.copying_store import CopyingStore
-from models.kv_pool import KvPool
+from models.decoder.batch import SequenceSlice
+from models.decoder.kv_pool import KvPool
+from models.experts.copying_store import CopyingStore
 from planner.request_work import work_of
 from planner.saturation import SaturationConfig, reference_prompts, threshold
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from actors.sequence import Sequence
 from contracts.requests import Priority
-from models.batch import BlockCopy, SequenceSlice
+from models.decoder.batch import BlockCopy, SequenceSlice
 
 
 class Chunk(NamedTuple):

@@ -26,7 +26,7 @@ from actors.upcoming import HeldPrefixes, upcoming
 from contracts.config import ScheduleConfig
 from contracts.errors import NotFiniteError
 from contracts.requests import Priority
-from models.batch import BlockCopy
+from models.decoder.batch import BlockCopy
 from planner.turns import Turns
 
 

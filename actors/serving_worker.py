@@ -37,11 +37,11 @@ from contracts.events import TaskSpan
 from contracts.logs import event
 from contracts.messages import Cancel, Event, Events, RankState, Submit
 from contracts.worker import RankReady, RankStatus, WorkerSpec
-from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
-from models.decoder import AttentionHalf
-from models.kv_pool import KvPool
-from models.loading import progress_line
-from models.spec import ModelSpec
+from models.decoder.decoder import AttentionHalf
+from models.decoder.kv_pool import KvPool
+from models.spec.model import ModelSpec
+from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
+from models.weights.loading import progress_line
 
 log = logging.getLogger("tandem.worker")
 

@@ -34,14 +34,14 @@ from contracts.machine import available_bytes
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
 from contracts.requests import Priority
-from models import layout
-from models.batch import AttentionBatch
-from models.checkpoint import Checkpoint
-from models.decoder import AttentionHalf
-from models.kv_pool import KvPool, kv_bytes_per_token
-from models.loading import total_bytes
-from models.moe import ExpertHalf
-from models.spec import ModelSpec
+from models.decoder.batch import AttentionBatch
+from models.decoder.decoder import AttentionHalf
+from models.decoder.kv_pool import KvPool, kv_bytes_per_token
+from models.experts.moe import ExpertHalf
+from models.spec.model import ModelSpec
+from models.weights import layout
+from models.weights.checkpoint import Checkpoint
+from models.weights.loading import total_bytes
 from planner.placement import ExpertPlacement
 
 BLOCK_TOKENS = 16

@@ -33,7 +33,7 @@ from contracts.messages import (
 )
 from contracts.routing import Prompt, RequestKey
 from contracts.worker import RankReady, RankStatus, WorkerSpec
-from models.checkpoint import check_checkpoint, resolve_dtype
+from models.weights.checkpoint import check_checkpoint, resolve_dtype
 from planner.request_work import work_of
 from planner.worker_state import usable_tokens
 

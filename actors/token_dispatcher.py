@@ -18,7 +18,7 @@ from actors.micro_batch import MicroBatch
 from contracts.clock import Clock
 from contracts.plan import Plan
 from contracts.requests import Priority
-from models.router import Routed
+from models.experts.router import Routed
 from planner.placement import ExpertPlacement
 from planner.split import token_group_bounds
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from actors.channels.segments import FLAG_BYTES, HostMemory, create_memfd
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
-from models.expert_layout import ExpertLayout
+from models.experts.expert_layout import ExpertLayout
 
 _ALIGNMENT_BYTES = 64
 _TOO_LARGE = "use more prefill workers, a larger prefill.resident_layers, or experts=hybrid"

@@ -30,9 +30,9 @@ from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, PeerError, PeerHungError, ResourceError
 from contracts.logs import event
 from contracts.worker import Group, WorkerSpec, rank_name
-from models.expert_layout import ExpertLayout
-from models.expert_store import ExpertBuffer
-from models.spec import ModelSpec
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_store import ExpertBuffer
+from models.spec.model import ModelSpec
 from planner.placement import ExpertPlacement
 
 log = logging.getLogger(f"tandem.{__name__}")

@@ -20,7 +20,7 @@ import msgspec
 
 from contracts.errors import HandshakeError
 from contracts.frames import BAD_FRAME
-from models.spec import ModelSpec
+from models.spec.model import ModelSpec
 
 PURPOSE = "weights"
 WANT, DONE = 1, 2
@@ -34,7 +34,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
 
     epoch: the worker's incarnation: an older one than was heard of under a name is refused.
     same: a digest of the model's shape, its dtype and the number of workers, equal on all.
-    layout: of how experts stand in memory (models/expert_layout.py).
+    layout: of how experts stand in memory (models/experts/expert_layout.py).
     segment_bytes: payload of the server's segment, over shared memory.
     """
 

@@ -34,7 +34,7 @@ from cluster.rank_client import RankClient
 from contracts.config import TandemConfig
 from contracts.loading import load_config
 from contracts.plan import Plan
-from models.spec import ModelSpec, read_spec
+from models.spec.model import ModelSpec, read_spec
 
 BUNDLED = Path(__file__).parents[1] / "models" / "bundled"
 RANDOM = {"medium": MEDIUM, "medium-shared": MEDIUM_SHARED}

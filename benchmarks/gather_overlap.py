@@ -29,7 +29,7 @@ from benchmarks.harness import record
 from benchmarks.prefill_pair import Pair, Round
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
 from benchmarks.two_nodes import ENVIRONMENT, TwoNodes, two_namespaces
-from models.spec import read_spec
+from models.spec.model import read_spec
 
 MODEL: dict[str, Any] = {**MEDIUM, "num_experts": 16, "torch_dtype": "float32"}
 ROW_TOKENS = 512

@@ -13,7 +13,7 @@ from rich.table import Table
 from actors.model_shape import shape_of
 from benchmarks.filling_report import summarise_filling
 from benchmarks.prefill_pair import Round
-from models.spec import ModelSpec
+from models.spec.model import ModelSpec
 from planner.request_work import flops_work
 from planner.saturation import MARGIN_FRACTION, transfer_threshold_flops
 

@@ -7,9 +7,9 @@ import time
 import torch
 
 from kernels.device import finish
-from models.expert_layout import ExpertLayout
-from models.expert_store import ExpertBuffer
-from models.host_experts import HostSource
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_store import ExpertBuffer
+from models.experts.host_experts import HostSource
 
 _COPIES = 4
 

@@ -35,7 +35,7 @@ from contracts.config import BUNDLED
 from contracts.loading import load_config
 from contracts.messages import Failed, Submit
 from contracts.requests import Sampling
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 
 TEXT = "WINNER! Claim your free 1000 pound prize now, call before midnight and quote your code."
 PROMPT = f"Message: {TEXT}\nSpam:"

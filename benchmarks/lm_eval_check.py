@@ -25,7 +25,7 @@ from benchmarks.harness import Result, write_result
 from benchmarks.server import ServerProcess
 from cluster.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 
 SETTINGS = ("--dtype", "float32", "--attention-ranks", "2", "--expert-ranks", "2")
 MAX_PROMPT_TOKENS = 1900  # of the model's 2,048: neither backend may have to cut an item

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from models.kv_pool import kv_bytes_per_token
-from models.layout import attention_parameters
-from models.spec import ModelSpec
+from models.decoder.kv_pool import kv_bytes_per_token
+from models.spec.model import ModelSpec
+from models.weights.layout import attention_parameters
 
 
 class Rates(NamedTuple):

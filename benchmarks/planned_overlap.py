@@ -40,8 +40,8 @@ from cluster.rank_client import RankClient
 from cluster.ray_session import ray_session
 from contracts.loading import load_config
 from contracts.worker import Group
-from models.checkpoint import resolve_dtype
-from models.spec import read_spec
+from models.spec.model import read_spec
+from models.weights.checkpoint import resolve_dtype
 
 MODELS: dict[str, dict[str, Any]] = {
     "medium": MEDIUM,

@@ -34,7 +34,7 @@ from cluster.multilabel import ANSWERS, YES
 from cluster.serving import serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
-from models.spec import read_spec
+from models.spec.model import read_spec
 
 TIE = 1e-4  # of a probability
 # Each way has a pipeline of its own, and so a prefix cache of its own.

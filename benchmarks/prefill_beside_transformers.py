@@ -44,7 +44,7 @@ from benchmarks.prefill_sides import (
 from benchmarks.sides import Implementation
 from contracts.config import TandemConfig
 from contracts.loading import load_config
-from models.spec import read_spec
+from models.spec.model import read_spec
 from planner.request_work import flops_work
 
 EXPERTS, ATTENTION = ("eager", "grouped_mm"), ("sdpa", "eager")

@@ -25,7 +25,7 @@ from cluster.rank_client import RankClient
 from contracts.config import BUNDLED, TandemConfig
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority
-from models.spec import read_spec
+from models.spec.model import read_spec
 from planner.request_work import work_of
 from planner.saturation import SaturationConfig, reference_prompts
 

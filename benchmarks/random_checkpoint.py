@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from models import layout
-from models.layout import Wanted
-from models.spec import ModelSpec, read_spec
+from models.spec.model import ModelSpec, read_spec
+from models.weights import layout
+from models.weights.layout import Wanted
 
 # About 120 M parameters: large enough that GEMMs dominate, small enough for two cores.
 MEDIUM: dict[str, Any] = {

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from kernels.linear import linears
-from models.config_fields import ConfigFields
-from models.decoder import AttentionHalf
-from models.expert_layout import ExpertLayout
-from models.expert_loading import ExpertLayer
-from models.host_experts import ExpertMemory, HostSource, pin
-from models.layout import Wanted
-from models.loading import Loader
-from models.moe import ExpertHalf
-from models.spec import spec_from
+from models.decoder.decoder import AttentionHalf
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_loading import ExpertLayer
+from models.experts.host_experts import ExpertMemory, HostSource, pin
+from models.experts.moe import ExpertHalf
+from models.spec.config_fields import ConfigFields
+from models.spec.model import spec_from
+from models.weights.layout import Wanted
+from models.weights.loading import Loader
 
 _TOLD_EVERY_S = 10.0
 

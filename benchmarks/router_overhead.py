@@ -29,7 +29,7 @@ from benchmarks.prefill_rows import PICKS, Rows, read
 from benchmarks.prefill_sides import MODELS, DealtPrefill, RoutedPrefill, encoder, model_folder
 from contracts.garbage import spare_what_lives_on
 from contracts.loading import load_config
-from models.spec import read_spec
+from models.spec.model import read_spec
 
 SETS = {"rt_polarity": 1000, "ag_news": 400}
 SIDES = ("router", "dealt")

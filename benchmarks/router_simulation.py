@@ -25,8 +25,8 @@ from benchmarks.router_workloads import BLOCK_TOKENS, WORKLOADS, workload
 from benchmarks.simulated_worker import Machine, SimulatedWorker
 from cluster.hardware import load_hardware
 from contracts.routing import Calibration, Prompt
-from models.config_fields import ConfigFields
-from models.spec import spec_from
+from models.spec.config_fields import ConfigFields
+from models.spec.model import spec_from
 from planner import route_policies
 from planner.backlog import Backlog
 from planner.line import Lane

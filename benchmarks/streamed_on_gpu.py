@@ -35,10 +35,10 @@ from benchmarks.streamed_report import show, summarise
 from contracts.clock import monotonic_s
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority
-from models.batch import SequenceSlice
-from models.copying_store import CopyingStore
-from models.expert_store import ExpertStore, ResidentStore
-from models.kv_pool import KvPool
+from models.decoder.batch import SequenceSlice
+from models.decoder.kv_pool import KvPool
+from models.experts.copying_store import CopyingStore
+from models.experts.expert_store import ExpertStore, ResidentStore
 from planner.request_work import flops_work
 from planner.saturation import calibrated_threshold
 

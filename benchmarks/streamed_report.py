@@ -9,7 +9,7 @@ import torch
 
 from actors.model_shape import shape_of
 from benchmarks.crossing import crossing
-from models.spec import ModelSpec
+from models.spec.model import ModelSpec
 from planner.request_work import flops_work
 from planner.saturation import transfer_threshold_flops
 

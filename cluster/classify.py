@@ -31,9 +31,9 @@ from cluster.label_trie import LabelPass, LabelTrie, label_trie
 from contracts.errors import RankError, RequestError, TooCostlyError, TooLongError
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority, Usage
-from models.continuations import END_CHARACTERS
-from models.steps import PIECE_CHARACTERS, PIECE_TEXTS, Steps, finish
-from models.tokenizer import Tokenizer
+from models.text.continuations import END_CHARACTERS
+from models.text.steps import PIECE_CHARACTERS, PIECE_TEXTS, Steps, finish
+from models.text.tokenizer import Tokenizer
 
 DEFAULT_TEMPLATE = "{prefix}{text}"
 OPTIONS = "{options}"

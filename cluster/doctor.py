@@ -23,11 +23,11 @@ from contracts import machine
 from contracts.config import TandemConfig
 from contracts.errors import TandemError
 from contracts.import_path import shadowing
-from models import layout
-from models.checkpoint import check_checkpoint, resolve_dtype
-from models.kv_pool import kv_bytes_per_token
-from models.loading import total_bytes
-from models.spec import ModelSpec
+from models.decoder.kv_pool import kv_bytes_per_token
+from models.spec.model import ModelSpec
+from models.weights import layout
+from models.weights.checkpoint import check_checkpoint, resolve_dtype
+from models.weights.loading import total_bytes
 
 Level = Literal["ok", "warning", "error"]
 

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 import models
 from contracts.config import BUNDLED
 from contracts.errors import CheckpointError, RequestError
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TRIVIAL = "Hello"

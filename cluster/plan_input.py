@@ -15,9 +15,9 @@ from cluster.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.errors import ConfigError, TandemError
 from contracts.hardware import Hardware
-from models.checkpoint import resolve_dtype
-from models.config_fields import ConfigFields
-from models.spec import ModelSpec, read_spec, spec_from
+from models.spec.config_fields import ConfigFields
+from models.spec.model import ModelSpec, read_spec, spec_from
+from models.weights.checkpoint import resolve_dtype
 from planner.alternatives import MAX_SAMPLES, Workload
 from planner.cost_model import Deployment
 from planner.split_search import DEFAULT_MAX_R2

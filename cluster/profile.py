@@ -20,8 +20,8 @@ from contracts.clock import monotonic_s
 from contracts.errors import ConfigError
 from contracts.events import Stage
 from contracts.hardware import FORMAT_VERSION, Fit, Hardware, LinkCost, SharedCost
-from models.checkpoint import check_checkpoint, resolve_dtype
-from models.spec import ModelSpec
+from models.spec.model import ModelSpec
+from models.weights.checkpoint import check_checkpoint, resolve_dtype
 from planner.model_shape import ModelShape
 from planner.stage_fit import (
     AttentionSample,

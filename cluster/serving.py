@@ -22,7 +22,7 @@ from cluster.ray_session import ray_session
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
 from contracts.logs import set_up_logging
-from models.checkpoint import check_checkpoint
+from models.weights.checkpoint import check_checkpoint
 
 
 class Served(NamedTuple):

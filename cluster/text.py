@@ -18,7 +18,7 @@ import msgspec
 
 from contracts.messages import Finished, TokenLogprob, Tokens
 from contracts.requests import Usage
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 
 
 class StopStrings:

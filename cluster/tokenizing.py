@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
-from models.steps import Charge, Steps, finish
-from models.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
+from models.text.steps import Charge, Steps, finish
+from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 
 Result = TypeVar("Result")
 

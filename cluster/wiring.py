@@ -27,8 +27,8 @@ from cluster.rank_socket import RankClientConfig
 from contracts.config import ChannelConfig, TandemConfig
 from contracts.garbage import spare_what_lives_on
 from contracts.logs import event
-from models.checkpoint import check_checkpoint, resolve_dtype
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
+from models.weights.checkpoint import check_checkpoint, resolve_dtype
 from planner.request_work import RequestWork, work_of
 from planner.saturation import SaturationConfig
 

@@ -23,7 +23,7 @@ from cluster.front import DirectFront
 from cluster.rank_client import RankClient
 from cluster.rank_socket import RankClientConfig
 from contracts.config import HttpConfig, LimitsConfig
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from tests.fake_rank import TOKEN, FakeRank
 from tests.tiny_tokenizer import EOS
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from actors.model_shape import shape_of
-from models.config_fields import ConfigFields
-from models.spec import ModelSpec, spec_from
+from models.spec.config_fields import ConfigFields
+from models.spec.model import ModelSpec, spec_from
 from planner.model_shape import ModelShape
 
 QWEN3_235B: dict[str, Any] = {

@@ -14,10 +14,10 @@ import torch
 from actors.weight_shard import HeldShard, PartSource, Shard, ShardWindow
 from actors.weight_source import PeerSource, own_part
 from contracts.worker import Group, WorkerSpec
-from models.checkpoint import Checkpoint, check_checkpoint
-from models.checkpoint_part import CheckpointParts
-from models.expert_layout import ExpertLayout
-from models.expert_store import ExpertBuffer
+from models.experts.checkpoint_part import CheckpointParts
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_store import ExpertBuffer
+from models.weights.checkpoint import Checkpoint, check_checkpoint
 from tests.group_harness import group_config
 
 TOKEN = secrets.token_bytes(32)

@@ -43,7 +43,7 @@ from contracts.errors import (
 )
 from contracts.metrics import Outcome, Pipeline
 from contracts.requests import Priority
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 
 log = logging.getLogger("tandem.ingress")
 

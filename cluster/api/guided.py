@@ -16,8 +16,8 @@ from cluster.tokenizing import Tokenizing
 from contracts.errors import RequestError
 from contracts.requests import Sampling
 from contracts.sampling_limits import MAX_CHOICE_TOKENS, MAX_CHOICES, check_lengths
-from models.steps import Steps
-from models.tokenizer import Tokenizer
+from models.text.steps import Steps
+from models.text.tokenizer import Tokenizer
 
 MAX_CHOICE_CHARACTERS = 8192  # of all choices together
 MAX_CHARACTERS_TO_CUT = 1 << 20  # of the choices behind each end of a prompt: about a second

@@ -9,7 +9,7 @@ import msgspec
 
 from cluster.api.answers import Json, json_list
 from cluster.text import ShownToken
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 
 
 def completion_logprobs(

@@ -25,7 +25,7 @@ from contracts.errors import ClientGoneError, RequestTimeoutError, TandemError
 from contracts.messages import Finished, Scored, Submit, Tokens
 from contracts.metrics import Outcome, Pipeline
 from contracts.requests import Caller, Priority, Usage
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 

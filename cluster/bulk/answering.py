@@ -21,7 +21,7 @@ from cluster.classify import (
 from cluster.multilabel import YES, questions
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import PeerDeadError, PeerHungError, RequestError, TandemError
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0

@@ -18,7 +18,7 @@ from cluster.serve_app import CLOSE_TIMEOUT_S, ON_HEAD, Groups
 from contracts.config import GroupsConfig, TandemConfig
 from contracts.errors import LaunchError, ResourceError
 from contracts.logs import event
-from models.checkpoint import check_checkpoint
+from models.weights.checkpoint import check_checkpoint
 
 log = logging.getLogger("tandem.bulk")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.checkpoint import Checkpoint, check_checkpoint
-from models.copying_store import CopyingStore, split_layers
-from models.expert_layout import ExpertLayout
-from models.host_experts import open_host_source
-from models.moe import ExpertHalf
+from models.experts.copying_store import CopyingStore, split_layers
+from models.experts.expert_layout import ExpertLayout
+from models.experts.host_experts import open_host_source
+from models.experts.moe import ExpertHalf
+from models.weights.checkpoint import Checkpoint, check_checkpoint
 from tests.group_harness import PrefillThreads, prefill_config
 
 Checkpoints = Callable[..., Path]

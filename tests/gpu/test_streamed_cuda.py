@@ -23,8 +23,8 @@ from kernels.reference import attention_reference, experts_reference
 from kernels.rope import apply_rope
 from kernels.routing import softmax_top_k
 from kernels.rows import SequenceRows
-from models.batch import AttentionBatch, SequenceSlice
-from models.local import LocalModel
+from models.decoder.batch import AttentionBatch, SequenceSlice
+from models.decoder.local import LocalModel
 
 Checkpoints = Callable[..., Path]
 GPU = torch.device("cuda", 0)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.two_nodes import ADDRESS, ENVIRONMENT, TwoNodes, run
-from models.local import LocalModel
-from models.tokenizer import Tokenizer
+from models.decoder.local import LocalModel
+from models.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.net, pytest.mark.ray]
 

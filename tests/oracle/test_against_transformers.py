@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from models.batch import SequenceSlice
-from models.local import LocalModel
+from models.decoder.batch import SequenceSlice
+from models.decoder.local import LocalModel
 from tests.oracle.greedy_choices import greedy_choices
 
 TOLERANCE = 1e-4

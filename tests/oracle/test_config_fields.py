@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from contracts.errors import CheckpointError
-from models.checkpoint import check_checkpoint
-from models.spec import read_spec
+from models.spec.model import read_spec
+from models.weights.checkpoint import check_checkpoint
 from tests.config_changes import MISSING, Change, changed, outcome, pairs, single_changes
 
 Make = Callable[..., Path]

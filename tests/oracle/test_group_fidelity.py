@@ -13,7 +13,7 @@ import torch
 from actors.attention_worker import WARM_UP_IDS
 from contracts.events import Stage
 from contracts.plan import Order, Plan
-from models.local import LocalModel
+from models.decoder.local import LocalModel
 from tests.group_harness import ThreadGroup, greedy, group_config, meeting
 from tests.oracle.greedy_choices import greedy_choices
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.batch import AttentionBatch, SequenceSlice
-from models.local import LocalModel
+from models.decoder.batch import AttentionBatch, SequenceSlice
+from models.decoder.local import LocalModel
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
 LENGTHS = (21, 1, 9, 40, 3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.padded import Asked, PaddedModel, batches
-from models.local import LocalModel
+from models.decoder.local import LocalModel
 
 VOCABULARY = 131
 

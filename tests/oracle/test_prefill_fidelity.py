@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.local import LocalModel
+from models.decoder.local import LocalModel
 from tests.group_harness import (
     PrefillThreads,
     RankConnection,

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from contracts.errors import CheckpointError
-from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
-from models.local import LocalModel
-from models.moe import ExpertHalf
-from models.safetensors_file import SafetensorsFile
+from models.decoder.local import LocalModel
+from models.experts.moe import ExpertHalf
+from models.spec.safetensors_file import SafetensorsFile
+from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from tests.group_harness import ThreadGroup, group_config
 from tests.quantised_models import make_fp8, make_mxfp4
 

@@ -16,8 +16,8 @@ from cluster.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.messages import Scored, Submit
 from contracts.requests import Usage
-from models.local import LocalModel
-from models.tokenizer import Tokenizer
+from models.decoder.local import LocalModel
+from models.text.tokenizer import Tokenizer
 
 README = Path(__file__).parents[2] / "README.md"
 RIGHT = {

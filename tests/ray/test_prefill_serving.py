@@ -24,7 +24,7 @@ from cluster.model_folder import resolve_model_folder
 from cluster.serving import Served, serving
 from cluster.wiring import rank_clients
 from contracts.loading import load_config
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.ray
 

@@ -18,11 +18,11 @@ from actors.timeline import Timeline
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import PeerError
-from models.batch import AttentionBatch, SequenceSlice
-from models.checkpoint import Checkpoint, check_checkpoint
-from models.decoder import AttentionHalf
-from models.local import LocalModel
-from models.moe import ExpertHalf
+from models.decoder.batch import AttentionBatch, SequenceSlice
+from models.decoder.decoder import AttentionHalf
+from models.decoder.local import LocalModel
+from models.experts.moe import ExpertHalf
+from models.weights.checkpoint import Checkpoint, check_checkpoint
 from planner.placement import ExpertPlacement
 
 Checkpoints = Callable[..., Path]

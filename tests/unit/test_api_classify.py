@@ -22,7 +22,7 @@ from cluster.classify import (
 from contracts.errors import RankError, RequestError, TooLongError
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority, Usage
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from tests.api_harness import CONTEXT_TOKENS, Api, serve_api
 from tests.fake_rank import CACHED_TOKENS, FakeRank, token_logprob
 from tests.tiny_tokenizer import write_byte_level

@@ -18,8 +18,8 @@ from cluster.api.open_requests import OpenRequests
 from cluster.tokenizing import Tokenizing
 from contracts.config import LimitsConfig
 from contracts.errors import TandemError
-from models.steps import Steps
-from models.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
+from models.text.steps import Steps
+from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 from tests.api_harness import MODEL, TIMEOUT_S, Api, serve_api
 from tests.fake_rank import FakeRank
 from tests.tiny_tokenizer import write_byte_level

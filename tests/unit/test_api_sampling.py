@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from tests.api_harness import MODEL, Api, serve_api
 from tests.fake_rank import TOKEN
 from tests.group_harness import ThreadGroup, group_config

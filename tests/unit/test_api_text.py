@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cluster.text import SequenceText, StopStrings
 from contracts.messages import Finished, TokenLogprob, Tokens
 from contracts.requests import Usage
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from tests.tiny_tokenizer import write_byte_level
 
 Letters = st.text(alphabet="ab", max_size=30)

@@ -18,7 +18,7 @@ from contracts.config import BUNDLED
 from contracts.errors import NotReadyError, PeerDeadError, RankError, TandemError
 from contracts.messages import Scored, Submit
 from contracts.requests import Usage
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from tests.group_harness import ThreadGroup, group_config
 
 LABELS = ("negative", "positive")

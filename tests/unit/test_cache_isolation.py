@@ -26,7 +26,7 @@ from contracts.config import HttpConfig, ScheduleConfig
 from contracts.messages import Submit
 from contracts.requests import Caller, Sampling
 from contracts.routing import Prompt, RequestKey
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from planner.backlog import Backlog
 from planner.request_work import token_work
 from planner.router import Router, RouterConfig

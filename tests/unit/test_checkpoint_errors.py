@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from contracts.errors import CheckpointError
-from models.checkpoint import check_checkpoint
+from models.weights.checkpoint import check_checkpoint
 
 Make = Callable[..., Path]
 INDEX = "model.safetensors.index.json"

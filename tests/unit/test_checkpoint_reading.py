@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from contracts.clock import ManualClock
-from models import safetensors_file
-from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
-from models.decoder import AttentionHalf
-from models.kv_pool import KvPool, kv_bytes_per_token
-from models.loading import progress_line
-from models.moe import ExpertHalf
-from models.safetensors_file import SafetensorsFile
-from models.spec import ModelSpec, read_spec
+from models.decoder.decoder import AttentionHalf
+from models.decoder.kv_pool import KvPool, kv_bytes_per_token
+from models.experts.moe import ExpertHalf
+from models.spec import safetensors_file
+from models.spec.model import ModelSpec, read_spec
+from models.spec.safetensors_file import SafetensorsFile
+from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
+from models.weights.loading import progress_line
 
 Make = Callable[..., Path]
 

@@ -15,8 +15,8 @@ from actors.dispatch import TokenGroups, plan_dispatch
 from cluster.hardware import load_hardware
 from contracts.errors import ConfigError
 from contracts.hardware import AttentionCost, LinkCost
-from models import layout
-from models.kv_pool import kv_bytes_per_token
+from models.decoder.kv_pool import kv_bytes_per_token
+from models.weights import layout
 from planner.cost_model import (
     Deployment,
     attention_model,

@@ -10,7 +10,7 @@ from cluster.doctor import Finding, examine, group_weight_bytes, prefill_weight_
 from cluster.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.loading import load_config
-from models.spec import read_spec
+from models.spec.model import read_spec
 
 # One layer's experts of the bundled model: 16 of 3 * 192 * 96 elements, in bfloat16.
 LAYER_BYTES = 16 * 3 * 192 * 96 * 2

@@ -21,8 +21,8 @@ from contracts.events import Stage
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
 from contracts.requests import Priority
-from models.batch import AttentionBatch
-from models.decoder import Attended, Routed
+from models.decoder.batch import AttentionBatch
+from models.decoder.decoder import Attended, Routed
 from planner.placement import ExpertPlacement
 
 LAYERS, EXPERTS, TOP_K, DIM = 2, 4, 2, 6

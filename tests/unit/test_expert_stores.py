@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from contracts.errors import ChannelError, PeerDeadError, ResourceError
 from kernels.linear import is_packed
-from models.checkpoint import Checkpoint, check_checkpoint
-from models.copying_store import CopyingStore
-from models.expert_layout import ExpertLayout
-from models.expert_loading import ExpertLayer
-from models.expert_store import ExpertBuffer
-from models.host_experts import HostSource, open_host_source
-from models.moe import ExpertHalf
-from models.spec import ModelSpec
+from models.experts.copying_store import CopyingStore
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_loading import ExpertLayer
+from models.experts.expert_store import ExpertBuffer
+from models.experts.host_experts import HostSource, open_host_source
+from models.experts.moe import ExpertHalf
+from models.spec.model import ModelSpec
+from models.weights.checkpoint import Checkpoint, check_checkpoint
 
 Checkpoints = Callable[..., Path]
 DEADLINE_S = 20.0

@@ -8,7 +8,7 @@ from benchmarks.gather_overlap import MODEL, SWEEP
 from benchmarks.gather_report import summarise
 from benchmarks.prefill_pair import Pass, Round
 from benchmarks.random_checkpoint import write_random_checkpoint
-from models.spec import ModelSpec, read_spec
+from models.spec.model import ModelSpec, read_spec
 
 TRANSFER_S = 0.25
 

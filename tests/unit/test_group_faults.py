@@ -34,8 +34,8 @@ from contracts.errors import (
 )
 from contracts.messages import Failed, Tokens
 from contracts.worker import RankStatus
-from models.local import LocalModel
-from models.moe import ExpertHalf
+from models.decoder.local import LocalModel
+from models.experts.moe import ExpertHalf
 from tests.channels_support import nothing_leaks  # noqa: F401
 from tests.fork_server import start_forked
 from tests.group_harness import (

@@ -18,16 +18,16 @@ import pytest
 import torch
 
 from contracts.errors import ResourceError
-from models.checkpoint import check_checkpoint
-from models.expert_layout import ExpertLayout
-from models.host_experts import open_host_source
-from models.host_store import open_shared
+from models.experts.expert_layout import ExpertLayout
+from models.experts.host_experts import open_host_source
+from models.experts.host_store import open_shared
+from models.weights.checkpoint import check_checkpoint
 
 DEADLINE_S = 30.0
 ROOT = Path(__file__).parents[2]
 HOLD = """
 import mmap, pathlib, signal, sys
-from models.host_store import open_shared
+from models.experts.host_store import open_shared
 write = lambda path: path.write_bytes(b"theirs")
 with open_shared(pathlib.Path(sys.argv[1]), "theirs", 6, write, deadline_s=30.0) as file:
     memory = mmap.mmap(file.fileno(), 0)

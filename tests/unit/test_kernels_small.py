@@ -19,7 +19,7 @@ from kernels.routing import (
     local_index,
     softmax_top_k,
 )
-from models.rope_spec import RopeSpec
+from models.spec.rope_spec import RopeSpec
 
 
 def test_rms_norm_equals_the_reference() -> None:

@@ -15,8 +15,8 @@ from cluster.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from contracts.machine import available_bytes, free_bytes, total_bytes, usable_cores, whole_cores
-from models.kv_pool import kv_bytes_per_token
-from models.spec import read_spec
+from models.decoder.kv_pool import kv_bytes_per_token
+from models.spec.model import read_spec
 
 GIB = 1 << 30
 CORES = len(os.sched_getaffinity(0))

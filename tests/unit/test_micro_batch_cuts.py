@@ -12,7 +12,7 @@ from actors.micro_batch import Part, cut_batch
 from actors.scheduled_batch import Chunk, ScheduledBatch
 from contracts.plan import Order, Plan
 from contracts.requests import Priority
-from models.batch import BlockCopy
+from models.decoder.batch import BlockCopy
 
 
 def batch_of(spans: list[tuple[int, int]], after: dict[int, set[int]] | None = None) -> Any:

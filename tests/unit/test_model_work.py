@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.model_work import Rates, Work, one_pass
 from benchmarks.random_checkpoint import MEDIUM, MEDIUM_SHARED, write_random_checkpoint
-from models.spec import ModelSpec, read_spec
+from models.spec.model import ModelSpec, read_spec
 
 
 def _spec(folder: Path) -> ModelSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.batch import AttentionBatch, SequenceSlice
+from models.decoder.batch import AttentionBatch, SequenceSlice
 
 
 def test_slots_and_positions_follow_the_block_table() -> None:

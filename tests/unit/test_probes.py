@@ -12,7 +12,7 @@ from actors.link_probe import link_probe
 from actors.stage_probe import first_layers, pool_tokens_for, stage_probe
 from contracts.errors import ResourceError
 from contracts.events import Stage
-from models.spec import read_spec
+from models.spec.model import read_spec
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
 RAGGED = [(0, 20), (16, 17), (32, 40)]  # a prompt, a decode step, a chunk behind a prefix

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.random_checkpoint import write_random_checkpoint
-from models.checkpoint import check_checkpoint
-from models.families import FAMILIES
-from models.local import LocalModel
+from models.decoder.local import LocalModel
+from models.spec.families import FAMILIES
+from models.weights.checkpoint import check_checkpoint
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -26,7 +26,7 @@ from contracts.plan import Order, Plan
 from contracts.planning import BatchReport, ExpertReport, PlanAnswer, PlanQuery
 from contracts.requests import Sampling
 from contracts.worker import Group, WorkerSpec
-from models.local import LocalModel
+from models.decoder.local import LocalModel
 from tests.fake_planner import DEADLINE_S, TOKEN, FakePlanner, never, real_planner
 from tests.group_harness import ThreadGroup, greedy, group_config
 from tests.simulated_group import hardware

@@ -13,8 +13,8 @@ from benchmarks import streamed_on_gpu
 from benchmarks.crossing import crossing
 from benchmarks.random_in_memory import SMALL
 from benchmarks.streamed_report import executed_flops, summarise
-from models.config_fields import ConfigFields
-from models.spec import spec_from
+from models.spec.config_fields import ConfigFields
+from models.spec.model import spec_from
 
 SMALL_RUN = (
     "--device cpu --shape small --dtype float32 --layers 5 --hidden 64 --experts 8 --threads 1"

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.tokenizing import Tokenizing
 from contracts.errors import CheckpointError, RequestError
-from models.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
+from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 from tests.tiny_tokenizer import EOS, write_byte_level, write_sentencepiece_like
 
 WRITERS = {"byte_level": write_byte_level, "sentencepiece": write_sentencepiece_like}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.detokenizer import WindowDetokenizer
-from models.tokenizer import Tokenizer
+from models.text.detokenizer import WindowDetokenizer
+from models.text.tokenizer import Tokenizer
 from tests.tiny_tokenizer import write_byte_level, write_sentencepiece_like
 
 Cut = st.lists(st.integers(1, 4))

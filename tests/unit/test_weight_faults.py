@@ -14,7 +14,7 @@ import pytest
 
 import actors.weight_dialler
 from actors.weight_source import PeerSource
-from models.expert_store import ExpertBuffer
+from models.experts.expert_store import ExpertBuffer
 from tests.group_harness import group_config
 from tests.prefill_workers import assert_layer, make_source, new_buffer, worker_spec
 from tests.weights_peer import Peer, peer_process

@@ -12,7 +12,7 @@ import torch
 import actors.weight_dialler
 from actors.weight_link import bytes_of
 from contracts.errors import ChannelError, HandshakeError, ResourceError
-from models.checkpoint import check_checkpoint
+from models.weights.checkpoint import check_checkpoint
 from tests.prefill_workers import (
     assert_layer,
     gathering,

@@ -14,13 +14,13 @@ import msgspec
 
 from contracts.errors import CheckpointError
 from kernels.quantization import FP8_BLOCK
-from models.config_fields import ConfigFields, read_json
-from models.families import FAMILIES, Family
-from models.latent_spec import LatentSpec, read_latent
-from models.layer_spec import read_moe_layers, read_windows
-from models.rope_spec import RopeSpec, read_rope
-from models.routing_spec import RoutingSpec, read_routing
-from models.stored_names import HEAD, stored_names
+from models.spec.config_fields import ConfigFields, read_json
+from models.spec.families import FAMILIES, Family
+from models.spec.latent_spec import LatentSpec, read_latent
+from models.spec.layer_spec import read_moe_layers, read_windows
+from models.spec.rope_spec import RopeSpec, read_rope
+from models.spec.routing_spec import RoutingSpec, read_routing
+from models.spec.stored_names import HEAD, stored_names
 
 StoredDtype = Literal["bfloat16", "float16", "float32"]
 _DTYPES: dict[str, StoredDtype] = {

@@ -11,11 +11,11 @@ from pathlib import Path
 import tokenizers
 
 from contracts.errors import RequestError, TooLongError
-from models.chat_template import ChatTemplate, Message
-from models.continuations import END_CHARACTERS, end_of
-from models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from models.steps import PIECE_CHARACTERS, Steps, finish, pieces_of
-from models.tokenizer_files import read_tokenizer_files
+from models.text.chat_template import ChatTemplate, Message
+from models.text.continuations import END_CHARACTERS, end_of
+from models.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from models.text.steps import PIECE_CHARACTERS, Steps, finish, pieces_of
+from models.text.tokenizer_files import read_tokenizer_files
 
 THREAD_ABOVE_CHARACTERS = 16_384  # below it, encoding costs less than handing it to a thread
 POOL_ABOVE_CHARACTERS = 2_048  # below it, encoding costs less than waking threads of the library

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from models.config_fields import ConfigFields
-from models.families import Family
+from models.spec.config_fields import ConfigFields
+from models.spec.families import Family
 
 
 class RoutingSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels.linear import Linear, is_packed
-from models.expert_loading import expert_shapes
-from models.spec import ModelSpec
+from models.experts.expert_loading import expert_shapes
+from models.spec.model import ModelSpec
 
 _MATRICES = 2  # gate_up and down; what follows are biases, which are never packed
 

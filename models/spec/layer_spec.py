@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from models.config_fields import ConfigFields
-from models.families import Family
+from models.spec.config_fields import ConfigFields
+from models.spec.families import Family
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 

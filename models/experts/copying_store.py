@@ -6,7 +6,7 @@
     buffer B    [2               ] [1               …     copied as soon as a buffer is free
 
 The order wraps around: when a pass ends, the next one's first layers are there or on their way.
-How a copy runs, and what waits for it: models/copy_lanes.py.
+How a copy runs, and what waits for it: models/experts/copy_lanes.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError, TandemError
-from models.copy_lanes import Loan, Observe, copy_lane
-from models.expert_layout import ExpertLayout
-from models.expert_loading import ExpertLayer
-from models.expert_store import ExpertBuffer, ExpertSource
-from models.spec import ModelSpec
+from models.experts.copy_lanes import Loan, Observe, copy_lane
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_loading import ExpertLayer
+from models.experts.expert_store import ExpertBuffer, ExpertSource
+from models.spec.model import ModelSpec
 
 _CLOSE_S = 5.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from models.config_fields import ConfigFields
+from models.spec.config_fields import ConfigFields
 
 _DEFAULT_Q_RANK = 1536  # where the key is missing; null says that there is none
 

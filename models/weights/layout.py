@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterator
 
 from kernels.quantization import MXFP4_GROUP
-from models.latent_spec import LatentSpec
-from models.spec import ModelSpec
-from models.stored_names import HEAD
+from models.spec.latent_spec import LatentSpec
+from models.spec.model import ModelSpec
+from models.spec.stored_names import HEAD
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

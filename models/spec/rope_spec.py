@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from models.config_fields import ConfigFields
+from models.spec.config_fields import ConfigFields
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 SUPPORTED_ROPE = ("default", "linear", "dynamic", "llama3", "yarn")

@@ -1,6 +1,6 @@
 """Grouped-query attention of one layer: projections, norms, rope, KV pool.
 
-`models/latent_attention.py` has another variant: a class with the same two methods.
+`models/decoder/latent_attention.py` has another variant: a class with the same two methods.
 Shapes: T tokens, D model dim, H query heads, G KV heads, d head dim.
 """
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kernels.attention import ragged_attention
 from kernels.passes import norm_and_turn
-from models.batch import AttentionBatch, LastPrepared, Prepared
-from models.kv_pool import KvPool
-from models.layout import attention_tensors
-from models.loading import Loader
-from models.spec import ModelSpec
+from models.decoder.batch import AttentionBatch, LastPrepared, Prepared
+from models.decoder.kv_pool import KvPool
+from models.spec.model import ModelSpec
+from models.weights.layout import attention_tensors
+from models.weights.loading import Loader
 
 
 class GroupedQueryAttention:

@@ -20,7 +20,7 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contracts.errors import CheckpointError, RequestError, TooLongError
-from models.steps import Steps, finish
+from models.text.steps import Steps, finish
 
 Message = Mapping[str, Any]
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from kernels.experts import ClampedGate
 from kernels.linear import Linears, linears
 from kernels.quantization import dequantize_mxfp4
-from models import layout
-from models.checkpoint import Checkpoint, clamped_wants, is_fused
-from models.loading import Loader
-from models.spec import ModelSpec
+from models.spec.model import ModelSpec
+from models.weights import layout
+from models.weights.checkpoint import Checkpoint, clamped_wants, is_fused
+from models.weights.loading import Loader
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from kernels.routing import local_index
-from models.batch import AttentionBatch, SequenceSlice
-from models.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
-from models.decoder import AttentionHalf
-from models.kv_pool import KvPool
-from models.loading import Progress
-from models.moe import ExpertHalf, expert_sums
-from models.router import Routed
-from models.spec import ModelSpec
+from models.decoder.batch import AttentionBatch, SequenceSlice
+from models.decoder.decoder import AttentionHalf
+from models.decoder.kv_pool import KvPool
+from models.experts.moe import ExpertHalf, expert_sums
+from models.experts.router import Routed
+from models.spec.model import ModelSpec
+from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
+from models.weights.loading import Progress
 
 
 class LocalModel:

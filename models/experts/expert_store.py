@@ -16,9 +16,9 @@ from typing import Protocol
 from torch import Tensor
 
 from kernels.linear import Linears, plain_linears
-from models.expert_layout import ExpertLayout
-from models.expert_loading import ExpertLayer, clamped_gate
-from models.moe import ExpertHalf
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_loading import ExpertLayer, clamped_gate
+from models.experts.moe import ExpertHalf
 
 
 class ExpertBuffer:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from contracts.clock import Clock, monotonic_s
 from kernels.linear import Linear
-from models.layout import Wanted
+from models.weights.layout import Wanted
 
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes to load) after each layer."""

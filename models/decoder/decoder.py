@@ -17,15 +17,15 @@ from kernels.linear import Linear
 from kernels.packed_attention import packs
 from kernels.passes import rms_norm
 from kernels.rope import cos_sin, inverse_frequencies
-from models import layout
-from models.attention import GroupedQueryAttention
-from models.batch import AttentionBatch, LastPrepared, LastRows, Prepared
-from models.checkpoint import Checkpoint
-from models.kv_pool import KvPool
-from models.latent_attention import LatentAttention
-from models.loading import Loader, Progress, total_bytes
-from models.router import Routed, Router
-from models.spec import ModelSpec
+from models.decoder.attention import GroupedQueryAttention
+from models.decoder.batch import AttentionBatch, LastPrepared, LastRows, Prepared
+from models.decoder.kv_pool import KvPool
+from models.decoder.latent_attention import LatentAttention
+from models.experts.router import Routed, Router
+from models.spec.model import ModelSpec
+from models.weights import layout
+from models.weights.checkpoint import Checkpoint
+from models.weights.loading import Loader, Progress, total_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from kernels.latent_attention import LatentUp, ragged_latent_attention
 from kernels.linear import Linear
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope
-from models.batch import AttentionBatch, LastPrepared, Prepared
-from models.kv_pool import KvPool
-from models.latent_spec import LatentSpec
-from models.layout import attention_tensors
-from models.loading import Loader
-from models.spec import ModelSpec
+from models.decoder.batch import AttentionBatch, LastPrepared, Prepared
+from models.decoder.kv_pool import KvPool
+from models.spec.latent_spec import LatentSpec
+from models.spec.model import ModelSpec
+from models.weights.layout import attention_tensors
+from models.weights.loading import Loader
 
 _EPS = 1e-6  # of the norms of q and of the latent: `transformers` does not take config.json's
 

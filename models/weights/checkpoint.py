@@ -14,13 +14,13 @@ from torch import Tensor
 
 from contracts.errors import CheckpointError
 from kernels.quantization import FP8_BLOCK, MXFP4_GROUP, dequantize_fp8_blocks
-from models import layout
-from models.config_fields import read_json
-from models.layout import Wanted, Wants
-from models.safetensors_file import Entry, SafetensorsFile
-from models.spec import ModelSpec, read_spec
-from models.stored_names import INDEX, SINGLE
-from models.unread_tensors import refuse_unread
+from models.spec.config_fields import read_json
+from models.spec.model import ModelSpec, read_spec
+from models.spec.safetensors_file import Entry, SafetensorsFile
+from models.spec.stored_names import INDEX, SINGLE
+from models.weights import layout
+from models.weights.layout import Wanted, Wants
+from models.weights.unread_tensors import refuse_unread
 
 _LOADABLE = ("F32", "BF16", "F16")
 _FP8 = "F8_E4M3"
@@ -135,7 +135,7 @@ class Checkpoint:
 
 def check_checkpoint(folder: Path) -> ModelSpec:
     """The spec of a folder whose every needed tensor is there with the right shape and dtype, and
-    which has no others (models/unread_tensors.py).
+    which has no others (models/weights/unread_tensors.py).
 
     Reads config.json, the index and the shard headers only. Raises CheckpointError: one line that
     names file, tensor or field, and what to change.

@@ -13,12 +13,12 @@ from torch import Tensor
 from kernels.experts import grouped_experts
 from kernels.gpu_experts import gpu_experts, runs_on_gpu
 from kernels.routing import group_by_expert
-from models import layout
-from models.checkpoint import Checkpoint
-from models.expert_loading import ExpertLayer, load_experts
-from models.loading import Loader, Progress
-from models.router import Routed
-from models.spec import ModelSpec
+from models.experts.expert_loading import ExpertLayer, load_experts
+from models.experts.router import Routed
+from models.spec.model import ModelSpec
+from models.weights import layout
+from models.weights.checkpoint import Checkpoint
+from models.weights.loading import Loader, Progress
 
 
 def expert_sums(routed: Routed, held: ExpertLayer, local_of_E: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from models.batch import AttentionBatch
-from models.spec import ModelSpec
+from models.decoder.batch import AttentionBatch
+from models.spec.model import ModelSpec
 
 
 def kv_entry_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:

@@ -4,7 +4,7 @@ share its pages.
 The file is the checkpoint itself where that stores experts as they are computed with; else, and for
 GPUs, one that is made of it once:
 
-    layer 0: gate_up [E, …] | down [E, …] (| biases) | layer 1: …    (models/expert_layout.py)
+    layer 0: gate_up [E, …] | down [E, …] (| biases) | layer 1: …    (models/experts/expert_layout.py)
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor
 from contracts.errors import ResourceError
 from contracts.logs import event
 from contracts.machine import free_bytes
-from models.checkpoint import Checkpoint, expert_wants
-from models.checkpoint_part import CheckpointParts
-from models.expert_layout import ExpertLayout
-from models.expert_store import ExpertBuffer
-from models.host_store import open_shared
+from models.experts.checkpoint_part import CheckpointParts
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_store import ExpertBuffer
+from models.experts.host_store import open_shared
+from models.weights.checkpoint import Checkpoint, expert_wants
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -65,7 +65,7 @@ def open_host_source(
     folder: Path, layout: ExpertLayout, *, store: Path | None, deadline_s: float
 ) -> HostSource:
     """store: where the folder of files that had to be made is (None: the system's folder for
-    temporary files; models/host_store.py). deadline_s: for another worker to make the file.
+    temporary files; models/experts/host_store.py). deadline_s: for another worker to make the file.
 
     Where there is no room for a file that saves packing, experts are packed as they are read.
     Raises CheckpointError, and ResourceError where a file without which it cannot be done has no

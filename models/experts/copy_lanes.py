@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from contracts.clock import Clock
-from models.expert_store import ExpertBuffer, ExpertSource
+from models.experts.expert_store import ExpertBuffer, ExpertSource
 
 Observe = Callable[[int, float, float], None]
 """(layer, start_s, end_s) of a copy, on the clock."""

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from contracts.errors import CheckpointError
-from models.spec import ModelSpec
+from models.spec.model import ModelSpec
 
 _FP8_SCALE = "_scale_inv"
 _INVERSE_FREQUENCIES = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # we make them of config.json

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.checkpoint import Checkpoint
-from models.expert_layout import ExpertLayout, of_expert
-from models.expert_loading import copy_experts
-from models.loading import Loader
+from models.experts.expert_layout import ExpertLayout, of_expert
+from models.experts.expert_loading import copy_experts
+from models.weights.checkpoint import Checkpoint
+from models.weights.loading import Loader
 
 
 class CheckpointParts:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from models.config_fields import read_json
-from models.safetensors_file import SafetensorsFile
+from models.spec.config_fields import read_json
+from models.spec.safetensors_file import SafetensorsFile
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

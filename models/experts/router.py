@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kernels.linear import Linear
 from kernels.routing import GroupLimit, limited_top_k, softmax_top_k
-from models import layout
-from models.loading import Loader
-from models.spec import ModelSpec
+from models.spec.model import ModelSpec
+from models.weights import layout
+from models.weights.loading import Loader
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

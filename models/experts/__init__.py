@@ -1,0 +1,1 @@
+"""Routed experts: router, layout, and the stores that hold their weights."""

@@ -1,0 +1,1 @@
+"""What a checkpoint says of itself: one description of a model, names of tensors."""

@@ -1,0 +1,1 @@
+"""From a checkpoint's files to the tensors of a rank."""
