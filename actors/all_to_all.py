@@ -35,7 +35,7 @@ from contracts.clock import Clock
 from contracts.errors import PeerError, PeerHungError
 from models.experts.moe import ExpertHalf
 from models.experts.router import Routed
-from planner.placement import ExpertPlacement
+from planner.findep.placement import ExpertPlacement
 
 PATIENCE_S = 60.0  # for a peer that lives: it may attend to a long batch
 _POLL_S = 0.2

@@ -19,7 +19,7 @@ from contracts.requests import Sampling
 from contracts.worker import Group, RankStatus, rank_name
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
-from planner.placement import ExpertPlacement
+from planner.findep.placement import ExpertPlacement
 
 WARM_UP_IDS = list(range(64))  # enough for two micro-batches, and for many experts
 WARM_UP = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)

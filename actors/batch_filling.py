@@ -1,12 +1,12 @@
 """Holding a prefill worker's batch back while it is below the saturation threshold
-(planner/filling.py), with times as the worker measures them."""
+(planner/policies/filling.py), with times as the worker measures them."""
 
 from __future__ import annotations
 
 from contracts.clock import Clock
 from contracts.config import PrefillConfig
 from models.experts.copying_store import CopyingStore
-from planner.filling import Filling, FillLimits, PassTimes
+from planner.policies.filling import Filling, FillLimits, PassTimes
 
 _NEW_FRACTION = 0.2  # of a new measurement in what is kept
 

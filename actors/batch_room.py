@@ -15,7 +15,7 @@ from typing import NamedTuple
 from contracts.config import ScheduleConfig
 from contracts.messages import Submit
 from contracts.requests import Priority
-from planner.turns import Part, fair_parts
+from planner.policies.turns import Part, fair_parts
 
 SHARED_BATCHES = 32  # a batch is still shared so many batches after others were last there
 

@@ -10,7 +10,7 @@ from contracts.clock import Clock
 from contracts.routing import Calibration
 from kernels.device import finish
 from kernels.linear import Linear
-from planner.saturation import reference_prompts
+from planner.routing.saturation import reference_prompts
 
 BUDGET_S = 2.0  # of all passes together, roughly
 PROBE_TOKENS = 128

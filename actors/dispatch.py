@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.placement import ExpertPlacement
+from planner.findep.placement import ExpertPlacement
 
 
 class TokenGroups(NamedTuple):

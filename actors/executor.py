@@ -3,7 +3,7 @@
     ATTENTION(t) ──A2E──> wait for E2A(t) ──> ATTENTION(t+1) ... ──> FINISH
          └────> SHARED(t) ────────────────────┘
 
-What can run now is the *ready set*; a policy (planner/orders.py) picks from it after every task. To
+What can run now is the *ready set*; a policy (planner/findep/orders.py) picks from it after every task. To
 "preempt" a micro-batch is not to pick it: everything it needs stays where it is. Tasks never wait:
 only the loop does, and only when nothing is ready.
 
@@ -40,8 +40,8 @@ from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
 from models.experts.router import Routed
-from planner.orders import Policy, TaskStage, by_plan
-from planner.placement import ExpertPlacement
+from planner.findep.orders import Policy, TaskStage, by_plan
+from planner.findep.placement import ExpertPlacement
 
 
 class Sink(Protocol):

@@ -30,7 +30,7 @@ from contracts.errors import ChannelError, PeerError
 from contracts.events import Stage, TaskSpan
 from contracts.logs import event
 from models.experts.moe import ExpertHalf
-from planner.expert_queues import QueueHead, QueuePolicy, oldest_of_best_class
+from planner.findep.expert_queues import QueueHead, QueuePolicy, oldest_of_best_class
 
 log = logging.getLogger("tandem.expert")
 

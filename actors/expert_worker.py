@@ -26,7 +26,7 @@ from contracts.worker import RankReady, RankStatus, WorkerSpec
 from models.experts.moe import ExpertHalf
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
-from planner.placement import ExpertPlacement
+from planner.findep.placement import ExpertPlacement
 
 IDLE_POLL_S = 0.1
 

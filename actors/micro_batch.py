@@ -16,8 +16,8 @@ from actors.dispatch import RankSlice
 from actors.scheduled_batch import Chunk, ScheduledBatch
 from contracts.plan import Plan
 from models.decoder.batch import AttentionBatch
-from planner.orders import Task, TaskStage
-from planner.split import chunk_bounds, sequence_ranges
+from planner.findep.orders import Task, TaskStage
+from planner.findep.split import chunk_bounds, sequence_ranges
 
 
 class Part(NamedTuple):

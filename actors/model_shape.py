@@ -8,7 +8,7 @@ from models.decoder.kv_pool import kv_entry_shapes
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.loading import total_bytes
-from planner.model_shape import LatentShape, ModelShape
+from planner.costs.model_shape import LatentShape, ModelShape
 
 
 def shape_of(spec: ModelSpec, dtype: torch.dtype) -> ModelShape:

@@ -22,7 +22,7 @@ from models.experts.moe import ExpertHalf
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint
 from models.weights.loading import progress_line
-from planner.placement import ExpertPlacement
+from planner.findep.placement import ExpertPlacement
 
 NewStore = Callable[[ExpertSource], ExpertStore]
 

@@ -33,7 +33,7 @@ from contracts.planning import (
     PlanQuery,
     ToPlanner,
 )
-from planner.buckets import Bucket, bucket_of
+from planner.online.buckets import Bucket, bucket_of
 
 log = logging.getLogger("tandem.planner_link")
 

@@ -1,6 +1,6 @@
 """The planner as a service: answers ranks' questions, takes their measured times.
 
-    rank ── PlanQuery ───────────> OnlinePlanner (planner/online.py)
+    rank ── PlanQuery ───────────> OnlinePlanner (planner/online/planner.py)
          <── PlanAnswer ──────────
          ── BatchReport, ExpertReport ──> refit
          <── ModelsChanged ──────  when the stage models have moved
@@ -42,8 +42,8 @@ from contracts.planning import (
 )
 from contracts.worker import RankReady, RankStatus, WorkerSpec
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
-from planner.online import NoPlanError, OnlinePlanner
-from planner.online_models import OnlineSetup
+from planner.online.models import OnlineSetup
+from planner.online.planner import NoPlanError, OnlinePlanner
 
 log = logging.getLogger("tandem.planner")
 

@@ -34,8 +34,8 @@ from contracts.worker import RankStatus
 from models.decoder.batch import SequenceSlice
 from models.decoder.kv_pool import KvPool
 from models.experts.copying_store import CopyingStore
-from planner.request_work import work_of
-from planner.saturation import SaturationConfig, reference_prompts, threshold
+from planner.routing.request_work import work_of
+from planner.routing.saturation import SaturationConfig, reference_prompts, threshold
 
 
 class PrefillWorker(ServingWorker):

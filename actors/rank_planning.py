@@ -22,9 +22,9 @@ from contracts.logs import event
 from contracts.plan import Plan
 from contracts.planning import Absence, Batch, BatchReport, Chooser
 from contracts.worker import WorkerSpec
-from planner.buckets import bucket_of
-from planner.default_plan import default_plan
-from planner.fit_plan import fit_plan
+from planner.findep.default_plan import default_plan
+from planner.findep.fit_plan import fit_plan
+from planner.online.buckets import bucket_of
 
 log = logging.getLogger("tandem.planning")
 

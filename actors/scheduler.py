@@ -2,7 +2,7 @@
 
 A batch takes, in this order: one token of each running sequence (decode), the next chunk of those
 whose prompt is under way, then waiting sequences, LS before BE; within a class by turns between
-API keys and requests (planner/turns.py). Beside others one request has a share of it
+API keys and requests (planner/policies/turns.py). Beside others one request has a share of it
 (actors/batch_room.py). A prompt longer than what is left of that is cut (chunked prefill). A
 sequence starts behind the longest prefix that blocks hold, to the token, computed or about to be.
 When blocks run out, the youngest running sequence of the lowest class, of a request that holds many
@@ -27,7 +27,7 @@ from contracts.config import ScheduleConfig
 from contracts.errors import NotFiniteError
 from contracts.requests import Priority
 from models.decoder.batch import BlockCopy
-from planner.turns import Turns
+from planner.policies.turns import Turns
 
 
 class Prefix(NamedTuple):

@@ -42,7 +42,7 @@ from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import Checkpoint
 from models.weights.loading import total_bytes
-from planner.placement import ExpertPlacement
+from planner.findep.placement import ExpertPlacement
 
 BLOCK_TOKENS = 16
 MOE_LAYERS = 5  # that are loaded: several, so that weights do not stay in the cache

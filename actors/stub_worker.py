@@ -34,8 +34,8 @@ from contracts.messages import (
 from contracts.routing import Prompt, RequestKey
 from contracts.worker import RankReady, RankStatus, WorkerSpec
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
-from planner.request_work import work_of
-from planner.worker_state import usable_tokens
+from planner.routing.request_work import work_of
+from planner.routing.worker_state import usable_tokens
 
 log = logging.getLogger("tandem.stub")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from contracts.events import Stage, TaskSpan
-from planner.exposure import length, union
+from planner.findep.exposure import length, union
 
 _COMMUNICATION = (Stage.A2E, Stage.E2A)
 

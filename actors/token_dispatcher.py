@@ -19,8 +19,8 @@ from contracts.clock import Clock
 from contracts.plan import Plan
 from contracts.requests import Priority
 from models.experts.router import Routed
-from planner.placement import ExpertPlacement
-from planner.split import token_group_bounds
+from planner.findep.placement import ExpertPlacement
+from planner.findep.split import token_group_bounds
 
 
 class TokenDispatcher:

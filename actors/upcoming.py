@@ -8,7 +8,7 @@ from actors.batch_room import BatchRoom
 from actors.block_manager import BlockManager
 from actors.sequence import Sequence
 from contracts.requests import Priority
-from planner.turns import Turns
+from planner.policies.turns import Turns
 
 LOOKED_AT_BLOCKS = 4096  # for one guess, of all prompts together
 HASHED_BLOCKS = 512

@@ -33,7 +33,7 @@ from contracts.worker import Group, WorkerSpec, rank_name
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertBuffer
 from models.spec.model import ModelSpec
-from planner.placement import ExpertPlacement
+from planner.findep.placement import ExpertPlacement
 
 log = logging.getLogger(f"tandem.{__name__}")
 

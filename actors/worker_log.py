@@ -1,7 +1,7 @@
 """A prefill worker's log: what it has done since the last report, and what all of it amounts to.
 
 The loop notes what happens, and makes at most one report a turn of it. The worker folds its own
-reports as routers do (planner/worker_state.py): so what a snapshot says is what they know, and a
+reports as routers do (planner/routing/worker_state.py): so what a snapshot says is what they know, and a
 report that contradicts the log before it is found here first.
 """
 
@@ -17,8 +17,8 @@ from contracts.routing import (
     WorkerReport,
     WorkerSnapshot,
 )
-from planner.request_work import RequestWork
-from planner.worker_state import WorkerState
+from planner.routing.request_work import RequestWork
+from planner.routing.worker_state import WorkerState
 
 
 class WorkerLog:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.filling_runs import LAYERS, MAX_WAIT_S, POINTS, arrivals
 from benchmarks.simulated_filling import Arrivals, over_the_better
-from planner.filling import FillLimits, PassTimes
+from planner.policies.filling import FillLimits, PassTimes
 
 # Of the measured passes over one and over four requests: 0.15 s and 0.2 s. Flops in requests.
 TIMES = PassTimes(layers=LAYERS, resident=1, transfer_s=0.046, flops_per_s=1 / 0.055)

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from planner.beyond import EVERYTHING, Beyond, solve_beyond
-from planner.replay import replay
-from planner.schedule import schedule_of
-from planner.solver import PlannedBatch, Solution, solve
-from planner.stages import Linear, PlanSpec, StageModels
+from planner.costs.stages import Linear, PlanSpec, StageModels
+from planner.findep.beyond import EVERYTHING, Beyond, solve_beyond
+from planner.findep.replay import replay
+from planner.findep.schedule import schedule_of
+from planner.findep.solver import PlannedBatch, Solution, solve
 
 # Caption of Figure 7: ms, and ms per multiply-add or per element.
 GEMM = Linear(0.17, 8.59e-11)

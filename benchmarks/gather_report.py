@@ -14,8 +14,8 @@ from actors.model_shape import shape_of
 from benchmarks.filling_report import summarise_filling
 from benchmarks.prefill_pair import Round
 from models.spec.model import ModelSpec
-from planner.request_work import flops_work
-from planner.saturation import MARGIN_FRACTION, transfer_threshold_flops
+from planner.routing.request_work import flops_work
+from planner.routing.saturation import MARGIN_FRACTION, transfer_threshold_flops
 
 ROW_TOKENS = 512
 _EXPOSED = 1.1  # of a resident pass: where transfers are clearly what a gathered one waits for

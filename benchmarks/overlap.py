@@ -27,7 +27,7 @@ from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
 from contracts.events import Stage, TaskSpan
 from contracts.loading import load_config
 from contracts.plan import Order, Plan
-from planner.exposure import busy_seconds, exposed_communication
+from planner.findep.exposure import busy_seconds, exposed_communication
 
 PLANS = {
     "naive": Plan(order=Order.NAIVE),

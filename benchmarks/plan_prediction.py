@@ -22,7 +22,7 @@ from benchmarks.stage_times import (
 from contracts.events import Stage
 from contracts.hardware import FORMAT_VERSION, Fit, Hardware, LinkCost
 from contracts.plan import Plan
-from planner.cost_model import (
+from planner.costs.cost_model import (
     PAIR_BYTES,
     Deployment,
     batch_attention_ms,
@@ -32,14 +32,9 @@ from planner.cost_model import (
     stage_models,
     tokens_per_expert,
 )
-from planner.exposure import length, union
-from planner.model_shape import ModelShape
-from planner.refit import OnlineLinear
-from planner.replay import Replay, replay
-from planner.schedule import GroupRun, MicroBatchTimes, Schedule
-from planner.split import token_group_bounds
-from planner.split_search import DEFAULT_MAX_R2
-from planner.stage_fit import (
+from planner.costs.model_shape import ModelShape
+from planner.costs.refit import OnlineLinear
+from planner.costs.stage_fit import (
     AttentionSample,
     ExpertSample,
     LinkSample,
@@ -49,7 +44,12 @@ from planner.stage_fit import (
     fit_link,
     fit_shared,
 )
-from planner.stages import Linear, PlanSpec
+from planner.costs.stages import Linear, PlanSpec
+from planner.findep.exposure import length, union
+from planner.findep.replay import Replay, replay
+from planner.findep.schedule import GroupRun, MicroBatchTimes, Schedule
+from planner.findep.split import token_group_bounds
+from planner.findep.split_search import DEFAULT_MAX_R2
 
 _AS_FITTED = Linear(0.0, 1.0)  # a correction that changes nothing
 _ROUNDS = 4  # of two estimates that need each other

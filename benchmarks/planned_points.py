@@ -15,11 +15,11 @@ from benchmarks.plan_prediction import Costs, Predictor, fit_costs, plan_spec, r
 from benchmarks.stage_times import Samples, StageSample, makespan_ms, stage_samples
 from contracts.events import TaskSpan
 from contracts.plan import Plan
-from planner.beyond import equal_ends, solve_beyond
-from planner.exposure import exposed_communication
-from planner.model_shape import ModelShape
-from planner.replay import Replay
-from planner.solver import PlannedBatch, solve
+from planner.costs.model_shape import ModelShape
+from planner.findep.beyond import equal_ends, solve_beyond
+from planner.findep.exposure import exposed_communication
+from planner.findep.replay import Replay
+from planner.findep.solver import PlannedBatch, solve
 
 REFIT_ROUNDS = 3  # the first ones, that the first refit has seen
 CALIBRATION_ROUNDS = 2

@@ -45,7 +45,7 @@ from benchmarks.sides import Implementation
 from contracts.config import TandemConfig
 from contracts.loading import load_config
 from models.spec.model import read_spec
-from planner.request_work import flops_work
+from planner.routing.request_work import flops_work
 
 EXPERTS, ATTENTION = ("eager", "grouped_mm"), ("sdpa", "eager")
 BATCH_TOKENS = (1024, 2048, 4096, 8192)

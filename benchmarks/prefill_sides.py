@@ -26,8 +26,8 @@ from contracts.config import BUNDLED, TandemConfig
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority
 from models.spec.model import read_spec
-from planner.request_work import work_of
-from planner.saturation import SaturationConfig, reference_prompts
+from planner.routing.request_work import work_of
+from planner.routing.saturation import SaturationConfig, reference_prompts
 
 TOKENIZER = "tokenizers/olmo_gpt-neox-dolma-v1_5.tokenizer.json"
 # A real tokenizer's vocabulary, and no other change.

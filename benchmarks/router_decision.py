@@ -22,10 +22,10 @@ from benchmarks.router_simulation import qwen3_235b
 from benchmarks.router_workloads import BLOCK_TOKENS
 from contracts.block_hash import DIGEST_BYTES, chain_hashes
 from contracts.routing import Prompt, RequestKey, WorkerReport
-from planner.backlog import Backlog
-from planner.request_work import flops_work
-from planner.router import Router, RouterConfig
-from planner.saturation import SaturationConfig
+from planner.routing.backlog import Backlog
+from planner.routing.request_work import flops_work
+from planner.routing.router import Router, RouterConfig
+from planner.routing.saturation import SaturationConfig
 
 WORKERS = 8
 CHAIN_BLOCKS = 100

@@ -27,14 +27,14 @@ from cluster.hardware import load_hardware
 from contracts.routing import Calibration, Prompt
 from models.spec.config_fields import ConfigFields
 from models.spec.model import spec_from
-from planner import route_policies
-from planner.backlog import Backlog
-from planner.line import Lane
-from planner.model_shape import ModelShape
-from planner.request_work import RequestWork, flops_work, token_work
-from planner.route_policies import Policy
-from planner.router import Decision, Router, RouterConfig
-from planner.saturation import SaturationConfig, transfer_threshold_flops
+from planner.costs.model_shape import ModelShape
+from planner.routing import route_policies
+from planner.routing.backlog import Backlog
+from planner.routing.line import Lane
+from planner.routing.request_work import RequestWork, flops_work, token_work
+from planner.routing.route_policies import Policy
+from planner.routing.router import Decision, Router, RouterConfig
+from planner.routing.saturation import SaturationConfig, transfer_threshold_flops
 
 QWEN3_235B = {
     "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94,

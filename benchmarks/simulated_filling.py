@@ -9,7 +9,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from planner.filling import Filling, FillLimits, PassTimes
+from planner.policies.filling import Filling, FillLimits, PassTimes
 
 Arrivals = Sequence[tuple[float, float]]
 """(second, FLOPs) of requests, in order."""

@@ -6,8 +6,8 @@ from collections import OrderedDict, deque
 from typing import NamedTuple
 
 from contracts.routing import Calibration, Progress, Prompt, WorkerReport
-from planner.request_work import RequestWork
-from planner.worker_state import usable_tokens
+from planner.routing.request_work import RequestWork
+from planner.routing.worker_state import usable_tokens
 
 
 class Machine(NamedTuple):

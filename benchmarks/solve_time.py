@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import Result, write_result
-from planner.replay import replay
-from planner.schedule import schedule_of
-from planner.solver import solve
-from planner.stages import Linear, PlanSpec, StageModels
+from planner.costs.stages import Linear, PlanSpec, StageModels
+from planner.findep.replay import replay
+from planner.findep.schedule import schedule_of
+from planner.findep.solver import solve
 
 _CHECKED = 5  # replays of 60 layers take some 0.1 s each
 _WARM_UP = 100

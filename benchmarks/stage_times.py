@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
-from planner.exposure import length, union
-from planner.split import balanced_ranges, chunk_bounds
+from planner.findep.exposure import length, union
+from planner.findep.split import balanced_ranges, chunk_bounds
 
 COMPUTED = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT)
 SENT = (Stage.A2E, Stage.E2A)

@@ -39,8 +39,8 @@ from models.decoder.batch import SequenceSlice
 from models.decoder.kv_pool import KvPool
 from models.experts.copying_store import CopyingStore
 from models.experts.expert_store import ExpertStore, ResidentStore
-from planner.request_work import flops_work
-from planner.saturation import calibrated_threshold
+from planner.routing.request_work import flops_work
+from planner.routing.saturation import calibrated_threshold
 
 SHAPES = {"30b": QWEN3_30B_A3B, "small": SMALL}
 BLOCK_TOKENS = 16

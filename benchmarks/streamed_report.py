@@ -10,8 +10,8 @@ import torch
 from actors.model_shape import shape_of
 from benchmarks.crossing import crossing
 from models.spec.model import ModelSpec
-from planner.request_work import flops_work
-from planner.saturation import transfer_threshold_flops
+from planner.routing.request_work import flops_work
+from planner.routing.saturation import transfer_threshold_flops
 
 _EXPOSED = 1.1  # of a resident pass: where copies are clearly what a streamed one waits for
 _GOAL = 0.95  # of resident throughput

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from contracts.events import Stage, TaskSpan
-from planner.exposure import length, union
+from planner.findep.exposure import length, union
 
 Interval = tuple[float, float]
 

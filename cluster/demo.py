@@ -26,7 +26,7 @@ from contracts.errors import TandemError
 from contracts.events import TaskSpan
 from contracts.loading import load_config
 from contracts.worker import Group, RankStatus
-from planner.exposure import exposed_communication
+from planner.findep.exposure import exposed_communication
 
 MAX_CHAT_TOKENS = 48
 TIMEOUT_S = 60.0

@@ -13,11 +13,11 @@ from cluster.plan_input import ModelProblem, read_plan_file
 from cluster.terminal import Terminal
 from contracts.clock import monotonic_s
 from contracts.plan import Order, Plan
-from planner.alternatives import Alternative
-from planner.beyond import solve_beyond
-from planner.solver import PlannedBatch, solve
-from planner.split_search import Split, Verdict, judge, plan_spec, search
-from planner.stages import PlanSpec
+from planner.costs.stages import PlanSpec
+from planner.findep.alternatives import Alternative
+from planner.findep.beyond import solve_beyond
+from planner.findep.solver import PlannedBatch, solve
+from planner.findep.split_search import Split, Verdict, judge, plan_spec, search
 
 GIB = float(1 << 30)
 

@@ -9,8 +9,8 @@ from cluster.gantt import draw_gantt
 from cluster.plan import Report
 from contracts.errors import ConfigError
 from contracts.events import TaskSpan
-from planner.replay import replay
-from planner.schedule import schedule_of
+from planner.findep.replay import replay
+from planner.findep.schedule import schedule_of
 
 SHOWN_LAYERS = 3
 MAX_SPANS = 200_000  # of a file that a browser still opens

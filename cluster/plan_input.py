@@ -18,10 +18,10 @@ from contracts.hardware import Hardware
 from models.spec.config_fields import ConfigFields
 from models.spec.model import ModelSpec, read_spec, spec_from
 from models.weights.checkpoint import resolve_dtype
-from planner.alternatives import MAX_SAMPLES, Workload
-from planner.cost_model import Deployment
-from planner.split_search import DEFAULT_MAX_R2
-from planner.stages import MAX_LAYERS, MAX_TOKEN_GROUPS, Linear, PlanSpec, StageModels
+from planner.costs.cost_model import Deployment
+from planner.costs.stages import MAX_LAYERS, MAX_TOKEN_GROUPS, Linear, PlanSpec, StageModels
+from planner.findep.alternatives import MAX_SAMPLES, Workload
+from planner.findep.split_search import DEFAULT_MAX_R2
 
 MAX_FIELD = 1 << 31  # of a model's integer fields: sizes beyond are mistakes
 MAX_DEVICES = 4096
@@ -43,7 +43,7 @@ class _Stages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class StagesFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A SPEC of stage models. Fields as in planner/stages.py."""
+    """A SPEC of stage models. Fields as in planner/costs/stages.py."""
 
     stages: _Stages
     tokens_per_expert_per_sample: float

@@ -12,8 +12,8 @@ from contracts.errors import ChannelError, PeerDeadError
 from contracts.logs import event
 from contracts.messages import RankState
 from contracts.routing import WorkerReport, WorkerSnapshot
-from planner.router import Router
-from planner.worker_state import MissingReportsError
+from planner.routing.router import Router
+from planner.routing.worker_state import MissingReportsError
 
 log = logging.getLogger("tandem.prefill_router")
 

@@ -1,4 +1,4 @@
-"""The router of prefill-only requests at work: sockets and waiting around `planner/router.py`.
+"""The router of prefill-only requests at work: sockets and waiting around `planner/routing/router.py`.
 
     score, generate ─> Ticket ─> Backlog ─ take ─> RankClient ─> prefill worker
                                    ▲                  │ log: reports, snapshots
@@ -29,10 +29,10 @@ from contracts.errors import NotReadyError, OverloadError, PeerDeadError, TooCos
 from contracts.logs import event
 from contracts.messages import Finished, Scored, Submit, Tokens
 from contracts.routing import Prompt, RequestKey
-from planner.backlog import Backlog
-from planner.request_work import RequestWork
-from planner.router import Router, RouterConfig
-from planner.saturation import SaturationConfig
+from planner.routing.backlog import Backlog
+from planner.routing.request_work import RequestWork
+from planner.routing.router import Router, RouterConfig
+from planner.routing.saturation import SaturationConfig
 
 log = logging.getLogger("tandem.prefill_router")
 

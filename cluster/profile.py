@@ -22,8 +22,8 @@ from contracts.events import Stage
 from contracts.hardware import FORMAT_VERSION, Fit, Hardware, LinkCost, SharedCost
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
-from planner.model_shape import ModelShape
-from planner.stage_fit import (
+from planner.costs.model_shape import ModelShape
+from planner.costs.stage_fit import (
     AttentionSample,
     ExpertSample,
     LinkSample,

@@ -2,7 +2,7 @@
 
 A client's request is admitted or refused with its first sequence, which needs one place of any that
 are free. Its later ones are patient: they leave some places to the first ones of others, and wait
-in a line for the rest, by turns (planner/turns.py). While others are in that line, none of them
+in a line for the rest, by turns (planner/policies/turns.py). While others are in that line, none of them
 holds more than its share.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from contracts.clock import Clock
 from contracts.requests import Caller
-from planner.drain import DrainRate, retry_after_s
-from planner.turns import Turns
+from planner.policies.drain import DrainRate, retry_after_s
+from planner.policies.turns import Turns
 
 _Whose = tuple[bytes, int]
 

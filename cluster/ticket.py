@@ -10,7 +10,7 @@ from contracts.messages import Failed, Finished, Scored, SequenceEvent, Submit, 
 from contracts.metrics import Pipeline
 from contracts.requests import Priority
 from contracts.routing import Prompt
-from planner.line import Lane
+from planner.routing.line import Lane
 
 _LOST_CODES = frozenset({"not_ready", "peer_lost", "peer_dead", "peer_hung", "channel_error"})
 

@@ -29,8 +29,8 @@ from contracts.garbage import spare_what_lives_on
 from contracts.logs import event
 from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
-from planner.request_work import RequestWork, work_of
-from planner.saturation import SaturationConfig
+from planner.routing.request_work import RequestWork, work_of
+from planner.routing.saturation import SaturationConfig
 
 log = logging.getLogger("tandem.ingress")
 

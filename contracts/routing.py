@@ -2,7 +2,7 @@
 
 A worker writes one log. A `WorkerReport` is an entry of it and travels with the worker's answers,
 to every router; numbers are gapless, so that all routers fold the same entries into the same state
-(planner/worker_state.py).
+(planner/routing/worker_state.py).
 """
 
 from __future__ import annotations

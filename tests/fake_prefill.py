@@ -12,8 +12,8 @@ from cluster.prefill_router import PrefillRouter, PrefillRouterConfig
 from cluster.rank_client import RankClient
 from contracts.messages import Cancel, Failed, Submit, Tokens, ToRank
 from contracts.routing import Prompt, RequestKey, WorkerReport
-from planner.request_work import token_work
-from planner.saturation import SaturationConfig
+from planner.routing.request_work import token_work
+from planner.routing.saturation import SaturationConfig
 from tests.api_harness import ME, QUICK
 from tests.fake_rank import FakeRank, scored
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from actors.model_shape import shape_of
 from models.spec.config_fields import ConfigFields
 from models.spec.model import ModelSpec, spec_from
-from planner.model_shape import ModelShape
+from planner.costs.model_shape import ModelShape
 
 QWEN3_235B: dict[str, Any] = {
     "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from contracts.block_hash import chain_hashes
 from contracts.routing import Calibration, Progress, Prompt, RequestKey, WorkerReport
-from planner.request_work import RequestWork
-from planner.worker_state import WorkerState, usable_tokens
+from planner.routing.request_work import RequestWork
+from planner.routing.worker_state import WorkerState, usable_tokens
 
 BLOCK = 4
 token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=5 * BLOCK)

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from contracts.hardware import AttentionCost, ExpertCost, Hardware, LinkCost, SharedCost
 from contracts.plan import Plan
 from contracts.planning import BatchReport, ExpertReport, MicroBatchTimes, RowsTime
-from planner.cost_model import Deployment, batch_attention_ms, stage_models, tokens_per_expert
-from planner.model_shape import ModelShape, hit_fraction
-from planner.online_models import OnlineSetup
-from planner.recurrence import makespan_ms
-from planner.schedule import Piece, schedule_of_pieces
-from planner.stages import Linear, PlanSpec, StageModels
+from planner.costs.cost_model import Deployment, batch_attention_ms, stage_models, tokens_per_expert
+from planner.costs.model_shape import ModelShape, hit_fraction
+from planner.costs.stages import Linear, PlanSpec, StageModels
+from planner.findep.recurrence import makespan_ms
+from planner.findep.schedule import Piece, schedule_of_pieces
+from planner.online.models import OnlineSetup
 
 Chunks = list[tuple[int, int]]
 

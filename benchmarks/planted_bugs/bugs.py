@@ -28,8 +28,8 @@ _ROUTER = ("tests/property/test_router.py", "tests/unit/test_router.py")
 _PROMISES = ("tests/property/test_promises.py", "tests/property/test_router.py")
 _JOURNAL = ("tests/unit/test_worker_log.py",)
 _HANDSHAKE = ("tests/unit/test_channels_handshake.py",)
-_BLOCKS, _ROUTES = "actors/block_manager.py", "planner/router.py"
-_STATE, _SHAKES = "planner/worker_state.py", "actors/channels/handshake.py"
+_BLOCKS, _ROUTES = "actors/block_manager.py", "planner/routing/router.py"
+_STATE, _SHAKES = "planner/routing/worker_state.py", "actors/channels/handshake.py"
 
 BUGS: tuple[Bug, ...] = (
     Bug(
@@ -160,7 +160,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "executor: best effort goes first",
-        "planner/orders.py",
+        "planner/findep/orders.py",
         "key=lambda task: (task.priority, task.batch, *position(task))",
         "key=lambda task: (-task.priority, task.batch, *position(task))",
         _EXECUTOR,
@@ -209,14 +209,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "router: a saturated worker is taken",
-        "planner/route_policies.py",
+        "planner/routing/route_policies.py",
         "if candidate.queued < candidate.threshold]",
         "if candidate.queued <= candidate.threshold]",
         (*_ROUTER, "tests/property/test_backlog.py"),
     ),
     Bug(
         "router: the shortest match is taken",
-        "planner/route_policies.py",
+        "planner/routing/route_policies.py",
         "    return -candidate.matched_blocks, load, candidate.worker\n",
         "    return candidate.matched_blocks, load, candidate.worker\n",
         (*_ROUTER, "tests/property/test_backlog.py"),
@@ -244,7 +244,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "router: a promise ends with the first of two that made it",
-        "planner/promises.py",
+        "planner/routing/promises.py",
         "            if run.workers[worker] == 0:\n                self._drop(run, worker)\n",
         "            self._drop(run, worker)\n",
         _PROMISES,

@@ -22,7 +22,7 @@ TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".cfg", ".sh", 
 SUFFIXES = {"bucket", "sum", "count"}
 KNOWN = {metric.name: metric for metric in metrics.ALL}
 
-# `planner/orders.py`, `docs/`, [words](docs/structure.md)
+# `planner/findep/orders.py`, `docs/`, [words](docs/structure.md)
 _TICKED = re.compile(r"`([\w./-]+)`")
 _LINKED = re.compile(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"")
 _ELSEWHERE = ("http:", "https:", "mailto:")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.stages import Linear, PlanSpec, StageModels
+from planner.costs.stages import Linear, PlanSpec, StageModels
 
 Array = NDArray[Any]
 STAGES = ("attention", "shared", "expert", "a2e", "e2a")

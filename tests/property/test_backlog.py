@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.routing import Prompt
-from planner.backlog import Backlog
-from planner.line import Lane
-from planner.router import Router, RouterConfig
-from planner.saturation import SaturationConfig
+from planner.routing.backlog import Backlog
+from planner.routing.line import Lane
+from planner.routing.router import Router, RouterConfig
+from planner.routing.saturation import SaturationConfig
 from tests.routing import BLOCK, LoggingWorker, prompt_of, quadratic_work, token_lists
 
 WORKERS = 3

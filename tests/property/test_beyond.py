@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.plan import Order, Plan
-from planner.batch_plan import NewTokens, plan_batch
-from planner.beyond import EVERYTHING, Beyond, solve_batch, solve_beyond
-from planner.checker import violations
-from planner.closed_forms import layer_times, lower_bound
-from planner.recurrence import makespan_ms
-from planner.replay import replay, replay_ready_set
-from planner.schedule import Schedule, pieces_of, schedule_of, token_groups
-from planner.search import batch_lower_bound
-from planner.solver import solve
-from planner.split import chunk_bounds
-from planner.stages import LEAST_ME, Linear, PlanSpec, StageModels
+from planner.costs.stages import LEAST_ME, Linear, PlanSpec, StageModels
+from planner.findep.batch_plan import NewTokens, plan_batch
+from planner.findep.beyond import EVERYTHING, Beyond, solve_batch, solve_beyond
+from planner.findep.checker import violations
+from planner.findep.closed_forms import layer_times, lower_bound
+from planner.findep.recurrence import makespan_ms
+from planner.findep.replay import replay, replay_ready_set
+from planner.findep.schedule import Schedule, pieces_of, schedule_of, token_groups
+from planner.findep.search import batch_lower_bound
+from planner.findep.solver import solve
+from planner.findep.split import chunk_bounds
 from tests.property.planning import beyond_plans, specs
 
 KINDS = st.sampled_from([Beyond.UNEVEN, Beyond.CHUNKED, Beyond.LATE_SHARED, Beyond.EXPERT_WISE])

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from contracts.block_hash import chain_hashes
 from contracts.routing import Prompt, RequestKey
-from planner.backlog import Backlog
-from planner.block_heads import REMEMBERED, STEP_TOKENS, BlockHeads, heads_of
-from planner.line import Lane
-from planner.router import Router, RouterConfig
-from planner.saturation import SaturationConfig
+from planner.routing.backlog import Backlog
+from planner.routing.block_heads import REMEMBERED, STEP_TOKENS, BlockHeads, heads_of
+from planner.routing.line import Lane
+from planner.routing.router import Router, RouterConfig
+from planner.routing.saturation import SaturationConfig
 from tests.routing import quadratic_work
 
 WORKERS = 3

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.dispatch import TokenGroups, plan_dispatch
-from planner.placement import ExpertPlacement
-from planner.split import balanced_ranges, token_group_bounds
+from planner.findep.placement import ExpertPlacement
+from planner.findep.split import balanced_ranges, token_group_bounds
 
 
 @st.composite

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.simulated_filling import SimulatedFilling
-from planner.filling import WINDOW_REQUESTS, Filling, FillLimits, PassTimes
+from planner.policies.filling import WINDOW_REQUESTS, Filling, FillLimits, PassTimes
 
 REQUESTS = 8 * WINDOW_REQUESTS
 TIMES = PassTimes(layers=8, resident=1, transfer_s=0.05, flops_per_s=1e9)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.fit import fit_linear, fit_nonnegative
-from planner.refit import OnlineLinear
-from planner.stages import Linear
+from planner.costs.fit import fit_linear, fit_nonnegative
+from planner.costs.refit import OnlineLinear
+from planner.costs.stages import Linear
 
 coefficients = st.floats(1e-3, 1e3)
 sizes = st.lists(st.floats(0.5, 5e3), min_size=6, max_size=20, unique=True).filter(

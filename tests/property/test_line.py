@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.routing import RequestKey
-from planner.line import Held, Lane, Line
+from planner.routing.line import Held, Lane, Line
 from tests.routing import prompt_of
 
 few = settings(deadline=None, max_examples=100)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from contracts.plan import Plan
 from contracts.planning import Batch, MicroBatchTimes
-from planner.batch_plan import NewTokens, plan_batch
-from planner.buckets import STEPS_PER_OCTAVE, bucket_of
-from planner.fit_plan import MORE_TOKENS, fit_plan
-from planner.online import LEAST_GAIN, REPORTS_BETWEEN, NoPlanError, OnlinePlanner
-from planner.online_models import AttentionStage, OnlineModels
+from planner.findep.batch_plan import NewTokens, plan_batch
+from planner.findep.fit_plan import MORE_TOKENS, fit_plan
+from planner.online.buckets import STEPS_PER_OCTAVE, bucket_of
+from planner.online.models import AttentionStage, OnlineModels
+from planner.online.planner import LEAST_GAIN, REPORTS_BETWEEN, NoPlanError, OnlinePlanner
 from tests.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
 from tests.simulated_group import Chunks, SimulatedGroup, hardware, setup_of
 

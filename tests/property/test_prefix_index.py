@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.prefix_index import PrefixIndex
+from planner.routing.prefix_index import PrefixIndex
 
 WORKERS = 3
 NUMBERS = 8

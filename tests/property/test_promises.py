@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from contracts.block_hash import chain_hashes
-from planner.promises import Promises
+from planner.routing.promises import Promises
 
 WORKERS = 3
 workers = st.integers(0, WORKERS - 1)

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Order, Plan
-from planner.checker import violations
-from planner.closed_forms import aass_makespan, asas_makespan, layer_times, pppipe_makespan
-from planner.exposure import busy_seconds
-from planner.recurrence import makespan_ms
-from planner.replay import ATTENTION_GROUP, RESOURCES, replay, replay_ready_set
-from planner.schedule import Schedule, schedule_of, token_groups
-from planner.stages import PlanSpec
+from planner.costs.stages import PlanSpec
+from planner.findep.checker import violations
+from planner.findep.closed_forms import aass_makespan, asas_makespan, layer_times, pppipe_makespan
+from planner.findep.exposure import busy_seconds
+from planner.findep.recurrence import makespan_ms
+from planner.findep.replay import ATTENTION_GROUP, RESOURCES, replay, replay_ready_set
+from planner.findep.schedule import Schedule, schedule_of, token_groups
 from tests.property.planning import plans, schedules, specs
 
 FORMS = {

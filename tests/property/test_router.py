@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from contracts.routing import Calibration, Prompt
-from planner.router import Decision, Router, RouterConfig
-from planner.saturation import SaturationConfig, threshold
-from planner.worker_state import usable_tokens
+from planner.routing.router import Decision, Router, RouterConfig
+from planner.routing.saturation import SaturationConfig, threshold
+from planner.routing.worker_state import usable_tokens
 from tests.routing import (
     BLOCK,
     LoggingWorker,

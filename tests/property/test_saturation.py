@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.routing import Calibration
-from planner.model_shape import ModelShape, layer_mean_work
-from planner.request_work import flops_work, token_work, work_of
-from planner.saturation import (
+from planner.costs.model_shape import ModelShape, layer_mean_work
+from planner.routing.request_work import flops_work, token_work, work_of
+from planner.routing.saturation import (
     SaturationConfig,
     calibrated_threshold,
     threshold,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from contracts.plan import Plan
 from contracts.planning import BatchReport, ExpertReport, MicroBatchTimes, RowsTime
-from planner.online import OnlinePlanner
-from planner.trial import LEAST_DIFFERENCE, LEAST_GAIN, TRIAL_BATCHES, Trial
+from planner.online.planner import OnlinePlanner
+from planner.online.trial import LEAST_DIFFERENCE, LEAST_GAIN, TRIAL_BATCHES, Trial
 from tests.model_shapes import QWEN3_235B, shape
 from tests.simulated_group import Chunks, SimulatedGroup, hardware, setup_of
 

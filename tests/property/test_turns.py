@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from planner.turns import Turns, fair_level
+from planner.policies.turns import Turns, fair_level
 
 few = settings(deadline=None, max_examples=100)
 tenants = st.integers(0, 2)

@@ -23,7 +23,7 @@ from models.decoder.decoder import AttentionHalf
 from models.decoder.local import LocalModel
 from models.experts.moe import ExpertHalf
 from models.weights.checkpoint import Checkpoint, check_checkpoint
-from planner.placement import ExpertPlacement
+from planner.findep.placement import ExpertPlacement
 
 Checkpoints = Callable[..., Path]
 JOIN_S = 60.0

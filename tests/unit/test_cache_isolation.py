@@ -27,10 +27,10 @@ from contracts.messages import Submit
 from contracts.requests import Caller, Sampling
 from contracts.routing import Prompt, RequestKey
 from models.text.tokenizer import Tokenizer
-from planner.backlog import Backlog
-from planner.request_work import token_work
-from planner.router import Router, RouterConfig
-from planner.saturation import SaturationConfig
+from planner.routing.backlog import Backlog
+from planner.routing.request_work import token_work
+from planner.routing.router import Router, RouterConfig
+from planner.routing.saturation import SaturationConfig
 from tests.group_harness import PrefillThreads, ThreadGroup, prefill_config
 from tests.routing import LoggingWorker
 from tests.tiny_tokenizer import write_byte_level

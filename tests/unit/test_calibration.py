@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actors.calibration import BUDGET_S, PROBE_TOKENS, calibrate, product_flops_per_s
-from planner.saturation import reference_prompts
+from planner.routing.saturation import reference_prompts
 
 
 class SimulatedLayers:

@@ -9,9 +9,9 @@ import pytest
 
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Order
-from planner.checker import violations
-from planner.replay import A2E_LINK, E2A_LINK, EXPERT_GROUP, replay
-from planner.schedule import GroupRun, MicroBatchTimes, Schedule
+from planner.findep.checker import violations
+from planner.findep.replay import A2E_LINK, E2A_LINK, EXPERT_GROUP, replay
+from planner.findep.schedule import GroupRun, MicroBatchTimes, Schedule
 
 ATTENTION_GROUP = "attention-0"
 TIMES = MicroBatchTimes(4.0, 2.0, (GroupRun(1, 3.0, 5.0, 1.0),))

@@ -17,7 +17,7 @@ from contracts.errors import ConfigError
 from contracts.hardware import AttentionCost, LinkCost
 from models.decoder.kv_pool import kv_bytes_per_token
 from models.weights import layout
-from planner.cost_model import (
+from planner.costs.cost_model import (
     Deployment,
     attention_model,
     batch_attention_ms,
@@ -25,8 +25,8 @@ from planner.cost_model import (
     quadratic_fraction,
     stage_models,
 )
-from planner.model_shape import chunk_work, hit_fraction, mean_ranks_per_token
-from planner.placement import ExpertPlacement
+from planner.costs.model_shape import chunk_work, hit_fraction, mean_ranks_per_token
+from planner.findep.placement import ExpertPlacement
 from tests.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, spec_of
 
 GEMM_ALPHA, GEMM_BETA, ATTENTION_ALPHA, ATTENTION_BETA = 0.17, 8.59e-11, 0.15, 1.54e-11

@@ -23,7 +23,7 @@ from contracts.plan import Order, Plan
 from contracts.requests import Priority
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import Attended, Routed
-from planner.placement import ExpertPlacement
+from planner.findep.placement import ExpertPlacement
 
 LAYERS, EXPERTS, TOP_K, DIM = 2, 4, 2, 6
 RANKS = ["expert-0", "expert-1"]

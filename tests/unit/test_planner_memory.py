@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.errors import ResourceError
-from planner.cost_model import Deployment
-from planner.memory import max_samples, rank_memories, sample_kv_bytes
-from planner.model_shape import ModelShape
+from planner.costs.cost_model import Deployment
+from planner.costs.memory import max_samples, rank_memories, sample_kv_bytes
+from planner.costs.model_shape import ModelShape
 from tests.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, small_shapes
 
 GIB = 1 << 30

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from contracts.messages import Cancel
 from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
-from planner.router import Router, RouterConfig
-from planner.saturation import SaturationConfig
+from planner.routing.router import Router, RouterConfig
+from planner.routing.saturation import SaturationConfig
 from tests.group_harness import PrefillThreads, RankConnection, greedy, prefill_config
 
 Checkpoints = Callable[..., Path]

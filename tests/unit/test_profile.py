@@ -17,9 +17,9 @@ from cluster.hardware import known_hardware, load_hardware, write_hardware
 from cluster.profile import batches
 from contracts.errors import ConfigError
 from contracts.hardware import Hardware
-from planner.cost_model import batch_attention_ms
-from planner.model_shape import chunk_work
-from planner.stage_fit import (
+from planner.costs.cost_model import batch_attention_ms
+from planner.costs.model_shape import chunk_work
+from planner.costs.stage_fit import (
     AttentionSample,
     ExpertSample,
     LinkSample,

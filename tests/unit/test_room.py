@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.room import Room
 from contracts.requests import Caller
-from planner.drain import LONGEST_S, SHORTEST_S, DrainRate, retry_after_s
+from planner.policies.drain import LONGEST_S, SHORTEST_S, DrainRate, retry_after_s
 
 HOG, SMALL = Caller(b"a", 1), Caller(b"b", 2)
 

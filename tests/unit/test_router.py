@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from contracts.routing import Calibration, Progress, Prompt, RequestKey, WorkerReport
-from planner.request_work import token_work
-from planner.route_policies import Policy, round_robin, token_load, weighted_counts
-from planner.router import Router, RouterConfig
-from planner.saturation import SaturationConfig
-from planner.worker_state import MissingReportsError
+from planner.routing.request_work import token_work
+from planner.routing.route_policies import Policy, round_robin, token_load, weighted_counts
+from planner.routing.router import Router, RouterConfig
+from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import MissingReportsError
 from tests.routing import BLOCK, LoggingWorker, prompt_of
 
 DOCUMENT = [7] * 5 * BLOCK

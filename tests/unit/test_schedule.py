@@ -7,9 +7,9 @@ import pytest
 
 from contracts.events import Stage
 from contracts.plan import Order, Plan
-from planner.replay import EXPERT_GROUP, replay, replay_ready_set
-from planner.schedule import GroupRun, MicroBatchTimes, Schedule, schedule_of
-from planner.stages import Linear, PlanSpec, StageModels
+from planner.costs.stages import Linear, PlanSpec, StageModels
+from planner.findep.replay import EXPERT_GROUP, replay, replay_ready_set
+from planner.findep.schedule import GroupRun, MicroBatchTimes, Schedule, schedule_of
 
 SPEC = PlanSpec(
     stages=StageModels(

@@ -8,10 +8,10 @@ import pytest
 from cluster.hardware import load_hardware
 from contracts.errors import ResourceError
 from contracts.hardware import Hardware, LinkCost
-from planner.alternatives import Workload, alternatives
-from planner.solver import solve
-from planner.split_search import busy_fractions, search
-from planner.stages import PlanSpec
+from planner.costs.stages import PlanSpec
+from planner.findep.alternatives import Workload, alternatives
+from planner.findep.solver import solve
+from planner.findep.split_search import busy_fractions, search
 from tests.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
 
 H200 = load_hardware("h200-node")

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from planner.stages import Linear, PlanSpec, StageModels
+from planner.costs.stages import Linear, PlanSpec, StageModels
 
 LINEAR = {"alpha_ms": 0.1, "beta_ms": 0.2}
 

@@ -14,8 +14,8 @@ from contracts.config import KvConfig, PrefillConfig, TandemConfig
 from contracts.messages import Submit
 from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
 from contracts.worker import Group, WorkerSpec
-from planner.request_work import token_work
-from planner.worker_state import WorkerState
+from planner.routing.request_work import token_work
+from planner.routing.worker_state import WorkerState
 from tests.group_harness import RankConnection, greedy
 
 TOKEN = b"a token for tests"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from actors.timeline import Timeline, write_chrome_trace
 from contracts.events import Stage, TaskSpan
-from planner.exposure import busy_seconds, exposed_communication
+from planner.findep.exposure import busy_seconds, exposed_communication
 
 
 def span(stage: Stage, start_s: float, end_s: float, resource: str = "attention-0") -> TaskSpan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from contracts.routing import WorkerReport
-from planner.worker_state import MissingReportsError, WorkerState
+from planner.routing.worker_state import MissingReportsError, WorkerState
 
 
 def new_state() -> WorkerState:

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from contracts.routing import Calibration, OpenRequest, Prompt, WorkerReport, WorkerSnapshot
-from planner.open_requests import OpenRequests
-from planner.prefix_index import leading_blocks
-from planner.promises import Promises
-from planner.request_work import RequestWork
+from planner.routing.open_requests import OpenRequests
+from planner.routing.prefix_index import leading_blocks
+from planner.routing.promises import Promises
+from planner.routing.request_work import RequestWork
 
 _SELF = 0  # the only worker of whose promises a state knows
 

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from contracts.hardware import AttentionCost, ExpertCost, Fit, LinkCost, Point, SharedCost
-from planner.fit import NonNegativeFit, fit_nonnegative
-from planner.model_shape import NO_WORK, ModelShape, chunk_work
+from planner.costs.fit import NonNegativeFit, fit_nonnegative
+from planner.costs.model_shape import NO_WORK, ModelShape, chunk_work
 
 
 class AttentionSample(NamedTuple):

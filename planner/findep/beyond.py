@@ -13,10 +13,10 @@ import itertools
 from collections.abc import Iterator
 
 from contracts.plan import Plan
-from planner.schedule import pieces_of
-from planner.search import Choices, Cut, search
-from planner.solver import PlannedBatch, solve
-from planner.stages import PlanSpec
+from planner.costs.stages import PlanSpec
+from planner.findep.schedule import pieces_of
+from planner.findep.search import Choices, Cut, search
+from planner.findep.solver import PlannedBatch, solve
 
 _MOST_MICRO_BATCHES = 16  # more gain nothing that launches do not cost
 CHUNK_COUNTS = (2, 3, 4, 5, 6, 8, 10, 12, 16)

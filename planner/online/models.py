@@ -16,19 +16,19 @@ import numpy as np
 
 from contracts.hardware import AttentionCost, Hardware
 from contracts.planning import BatchReport, ExpertReport, MicroBatchTimes, RowsTime
-from planner.batch_plan import ChunkTime
-from planner.buckets import Bucket, bucket_of
-from planner.cost_model import Deployment, attention_ms, stage_models, tokens_per_expert
-from planner.fit import fit_linear, fit_nonnegative
-from planner.model_shape import (
+from planner.costs.cost_model import Deployment, attention_ms, stage_models, tokens_per_expert
+from planner.costs.fit import fit_linear, fit_nonnegative
+from planner.costs.model_shape import (
     NO_WORK,
     AttentionWork,
     ModelShape,
     hit_fraction,
     layer_mean_work,
 )
-from planner.refit import OnlineLinear
-from planner.stages import Linear, PlanSpec, StageModels
+from planner.costs.refit import OnlineLinear
+from planner.costs.stages import Linear, PlanSpec, StageModels
+from planner.findep.batch_plan import ChunkTime
+from planner.online.buckets import Bucket, bucket_of
 
 MAX_TOKEN_GROUPS = 16
 COLD_SIZES = 3  # of different size, and

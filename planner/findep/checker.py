@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from contracts.events import Stage, TaskSpan
-from planner.schedule import Schedule
+from planner.findep.schedule import Schedule
 
 _Key = tuple[Stage, int, int, int]  # stage, layer, micro-batch, token group
 _TOLERANCE = 1e-9  # of the latest end: rounding

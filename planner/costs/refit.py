@@ -14,8 +14,8 @@ import math
 import statistics
 from collections import deque
 
-from planner.fit import HUBER_WIDTH
-from planner.stages import MAX_MS, Linear
+from planner.costs.fit import HUBER_WIDTH
+from planner.costs.stages import MAX_MS, Linear
 
 _SCALE_SAMPLES = 16  # recent errors that say what is usual
 _LEAST_ERROR = 0.02  # relative: machines are never steadier

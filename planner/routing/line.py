@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from contracts.requests import Caller
 from contracts.routing import Prompt, RequestKey
-from planner.turns import Turns
+from planner.policies.turns import Turns
 
 NOBODY = Caller()
 
@@ -33,7 +33,7 @@ class Held(NamedTuple):
 
 class Line:
     """FIRST and REST take turns, LATER goes when both are empty; within a lane API keys take turns,
-    then their requests (planner/turns.py), then it is first come, first served. So neither a large
+    then their requests (planner/policies/turns.py), then it is first come, first served. So neither a large
     request nor many small ones keep the others waiting:
 
         FIRST  a b c          a P b Q c R S | L

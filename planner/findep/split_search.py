@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from contracts.errors import ConfigError, ResourceError
-from planner.alternatives import Alternative, Workload, alternatives
-from planner.cost_model import (
+from planner.costs.cost_model import (
     Deployment,
     chunk_costs,
     find_link,
@@ -15,10 +14,11 @@ from planner.cost_model import (
     stage_models,
     tokens_per_expert,
 )
-from planner.memory import max_samples
-from planner.schedule import schedule_of
-from planner.solver import PlannedBatch
-from planner.stages import PlanSpec
+from planner.costs.memory import max_samples
+from planner.costs.stages import PlanSpec
+from planner.findep.alternatives import Alternative, Workload, alternatives
+from planner.findep.schedule import schedule_of
+from planner.findep.solver import PlannedBatch
 
 DEFAULT_MAX_R2 = 64
 _BALANCED = 0.85  # busy fraction from which on a group counts as busy

@@ -15,7 +15,7 @@ What is held beyond that goes while its home still runs a batch, so that the nex
 that ends; but for the last threshold of requests that nobody waits for one by one: a worker that
 runs dry takes over from the end of the line with the most work.
 
-A line has lanes and turns (planner/line.py): small requests need not wait for the whole of a large
+A line has lanes and turns (planner/routing/line.py): small requests need not wait for the whole of a large
 one, nor keys for each other's. Of
 requests that are not the first of their client's, and of best-effort ones, the last to be done
 counts: they stay with their prefix for longer, and are taken over only where that saves more time
@@ -29,18 +29,18 @@ from typing import NamedTuple
 
 from contracts.requests import Caller
 from contracts.routing import Prompt, RequestKey
-from planner.block_heads import BlockHeads, Head, heads_of
-from planner.line import NOBODY, Held, Lane, Line
-from planner.open_requests import OpenRequests
-from planner.promises import Promises
-from planner.request_work import RequestWork
-from planner.route_policies import (
+from planner.routing.block_heads import BlockHeads, Head, heads_of
+from planner.routing.line import NOBODY, Held, Lane, Line
+from planner.routing.open_requests import OpenRequests
+from planner.routing.promises import Promises
+from planner.routing.request_work import RequestWork
+from planner.routing.route_policies import (
     Candidate,
     Policy,
     prefix_while_busy,
     prefix_within_round,
 )
-from planner.router import Decision, Router
+from planner.routing.router import Decision, Router
 
 
 class Release(NamedTuple):

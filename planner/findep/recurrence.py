@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 
 from contracts.plan import Order
-from planner.orders import TaskStage, position, static_order
-from planner.schedule import GroupRun, MicroBatchTimes, Schedule
+from planner.findep.orders import TaskStage, position, static_order
+from planner.findep.schedule import GroupRun, MicroBatchTimes, Schedule
 
 _SAME = 1e-12  # relative: of two times that differ by rounding only
 

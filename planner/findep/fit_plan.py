@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from contracts.plan import Plan
-from planner.split import sequence_ranges
+from planner.findep.split import sequence_ranges
 
 MORE_TOKENS = 1.25  # than planned, at most: activations and packets grow with them
 UNEVEN = 0.25  # of its planned tokens: how far a micro-batch may be off

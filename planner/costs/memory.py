@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from contracts.errors import ResourceError
-from planner.cost_model import PAIR_BYTES, Deployment
-from planner.model_shape import ModelShape, hit_fraction, mean_ranks_per_token
+from planner.costs.cost_model import PAIR_BYTES, Deployment
+from planner.costs.model_shape import ModelShape, hit_fraction, mean_ranks_per_token
 
 FLOAT_BYTES = 4
 GIB = float(1 << 30)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from contracts.errors import ConfigError
 from contracts.hardware import Hardware, LinkCost
-from planner.cost_model import (
+from planner.costs.cost_model import (
     Deployment,
     Direction,
     attention_model,
@@ -24,9 +24,9 @@ from planner.cost_model import (
     shared_model,
     tokens_per_expert,
 )
-from planner.memory import rank_memories
-from planner.model_shape import ModelShape
-from planner.stages import Linear
+from planner.costs.memory import rank_memories
+from planner.costs.model_shape import ModelShape
+from planner.costs.stages import Linear
 
 MAX_SAMPLES = 1024  # per device; beyond, throughput no longer changes
 

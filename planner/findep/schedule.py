@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from contracts.plan import Order, Plan
-from planner.split import token_group_bounds
-from planner.stages import PlanSpec
+from planner.costs.stages import PlanSpec
+from planner.findep.split import token_group_bounds
 
 
 class GroupRun(NamedTuple):

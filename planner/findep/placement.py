@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.split import token_group_bounds
+from planner.findep.split import token_group_bounds
 
 
 class ExpertPlacement:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from planner.model_shape import ModelShape, chunk_work
+from planner.costs.model_shape import ModelShape, chunk_work
 
 RequestWork = Callable[[int, int], int]
 """(done_tokens, prompt_tokens) → work of the tokens in between, in FLOPs or in tokens."""

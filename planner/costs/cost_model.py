@@ -12,13 +12,13 @@ import msgspec
 
 from contracts.errors import ConfigError
 from contracts.hardware import AttentionCost, Hardware, LinkCost, SharedCost
-from planner.model_shape import (
+from planner.costs.model_shape import (
     AttentionWork,
     ModelShape,
     hit_fraction,
     layer_mean_work,
 )
-from planner.stages import Linear, StageModels
+from planner.costs.stages import Linear, StageModels
 
 PAIR_BYTES = 8  # an index (int32) and a weight (float32) travel with each (token, expert) pair
 

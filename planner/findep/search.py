@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contracts.plan import Order, Plan
-from planner.recurrence import makespan_ms
-from planner.schedule import Piece, schedule_of_pieces
-from planner.solver import PlannedBatch
-from planner.stages import LEAST_ME, PlanSpec
+from planner.costs.stages import LEAST_ME, PlanSpec
+from planner.findep.recurrence import makespan_ms
+from planner.findep.schedule import Piece, schedule_of_pieces
+from planner.findep.solver import PlannedBatch
 
 _FINE = 16  # values of r2 up to here are all tried, beyond it every quarter octave
 _LAGS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # and r1 - 1
@@ -113,7 +113,7 @@ def batch_lower_bound(
     spec: PlanSpec, pieces: Sequence[Piece], r2: Array, *, expert_wise: bool
 ) -> Array:
     """Times in ms [values of r2] that no order of the batch's tasks can beat: `lower_bound` of
-    planner/closed_forms.py for micro-batches that differ."""
+    planner/findep/closed_forms.py for micro-batches that differ."""
     columns = np.array(pieces)
     attention, shared, amount = columns[:, 0, None], columns[:, 1, None], columns[:, 2, None]
     least, total = _server_times(spec, amount, r2, expert_wise=expert_wise)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from contracts.routing import OpenRequest, Prompt, RequestKey
-from planner.request_work import RequestWork
+from planner.routing.request_work import RequestWork
 
 
 class _Open:

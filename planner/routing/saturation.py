@@ -11,7 +11,7 @@ import math
 import msgspec
 
 from contracts.routing import Calibration
-from planner.request_work import RequestWork
+from planner.routing.request_work import RequestWork
 
 MARGIN_FRACTION = 0.1  # the paper's gamma: jitter of transfers
 REFERENCE_PROMPT_TOKENS = 512

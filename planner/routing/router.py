@@ -2,7 +2,7 @@
 
     saturation filter → longest contiguous match over committed ∪ pending → least load
 
-What a router knows of a worker is the fold of the worker's log (planner/worker_state.py), the same
+What a router knows of a worker is the fold of the worker's log (planner/routing/worker_state.py), the same
 for all routers, and besides its *own* requests that the worker has not yet accepted. Pure: whoever
 holds it hands it reports and sends what it decides.
 """
@@ -15,13 +15,13 @@ from typing import NamedTuple
 import msgspec
 
 from contracts.routing import Prompt, RequestKey, WorkerReport, WorkerSnapshot
-from planner.open_requests import OpenRequests
-from planner.prefix_index import PrefixIndex
-from planner.promises import Promises
-from planner.request_work import RequestWork
-from planner.route_policies import Candidate, Policy, prefix_then_load
-from planner.saturation import SaturationConfig, threshold
-from planner.worker_state import WorkerState, usable_tokens
+from planner.routing.open_requests import OpenRequests
+from planner.routing.prefix_index import PrefixIndex
+from planner.routing.promises import Promises
+from planner.routing.request_work import RequestWork
+from planner.routing.route_policies import Candidate, Policy, prefix_then_load
+from planner.routing.saturation import SaturationConfig, threshold
+from planner.routing.worker_state import WorkerState, usable_tokens
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,7 +89,7 @@ class Router:
         return self._book(prompt, chosen.worker, chosen.matched_blocks, chosen.added)
 
     def assign(self, prompt: Prompt, worker: int) -> Decision:
-        """Books a request with a worker that was chosen elsewhere (planner/backlog.py)."""
+        """Books a request with a worker that was chosen elsewhere (planner/routing/backlog.py)."""
         matched_blocks = self._match(worker, prompt)
         return self._book(prompt, worker, matched_blocks, self._added(prompt, matched_blocks))
 

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contracts.plan import Order, Plan
-from planner.closed_forms import (
+from planner.costs.stages import LEAST_ME, Linear, PlanSpec
+from planner.findep.closed_forms import (
     LayerTimes,
     aass_makespan,
     asas_makespan,
@@ -25,7 +26,6 @@ from planner.closed_forms import (
     lower_bound,
     pppipe_makespan,
 )
-from planner.stages import LEAST_ME, Linear, PlanSpec
 
 _GRID = 64  # values of r2 looked at in one go
 

@@ -5,7 +5,7 @@
     BatchReport, ExpertReport -> models -> moved by more than DRIFT? -> answers are forgotten
 
 With a hardware file there are two sets of stage models, the file's and those that follow what is
-measured; planner/trial.py says which are believed. A plain object: whoever owns it calls it from
+measured; planner/online/trial.py says which are believed. A plain object: whoever owns it calls it from
 one thread and has the clock.
 """
 
@@ -18,15 +18,15 @@ from typing import NamedTuple
 
 from contracts.plan import Plan
 from contracts.planning import BatchReport, ExpertReport
-from planner.batch_plan import NewTokens, plan_batch
-from planner.buckets import Bucket, bucket_of
-from planner.online_models import Chunks, OnlineModels, OnlineSetup
-from planner.recurrence import makespan_ms
-from planner.refit import OnlineLinear
-from planner.schedule import Piece, schedule_of_pieces
-from planner.solver import PlannedBatch
-from planner.stages import Linear, PlanSpec
-from planner.trial import Trial
+from planner.costs.refit import OnlineLinear
+from planner.costs.stages import Linear, PlanSpec
+from planner.findep.batch_plan import NewTokens, plan_batch
+from planner.findep.recurrence import makespan_ms
+from planner.findep.schedule import Piece, schedule_of_pieces
+from planner.findep.solver import PlannedBatch
+from planner.online.buckets import Bucket, bucket_of
+from planner.online.models import Chunks, OnlineModels, OnlineSetup
+from planner.online.trial import Trial
 
 DRIFT = 0.15  # of a stage's time at some reference size: the models are then new ones
 REPORTS_BETWEEN = 32  # at least, from one version of the models to the next

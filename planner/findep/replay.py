@@ -21,9 +21,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from contracts.events import Stage, TaskSpan
-from planner.exposure import exposed_communication
-from planner.orders import Policy, Task, TaskStage, by_plan, static_order
-from planner.schedule import MicroBatchTimes, Schedule
+from planner.findep.exposure import exposed_communication
+from planner.findep.orders import Policy, Task, TaskStage, by_plan, static_order
+from planner.findep.schedule import MicroBatchTimes, Schedule
 
 ATTENTION_GROUP = "attention-0"
 A2E_LINK = "attention-0>expert-0"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.stages import Linear
+from planner.costs.stages import Linear
 
 Floats = NDArray[np.float64]
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from contracts.plan import Plan
-from planner.beyond import CHUNK_COUNTS, equal_ends
-from planner.schedule import Piece
-from planner.search import Choices, Cut, search
-from planner.solver import PlannedBatch
-from planner.split import balanced_ranges, chunk_bounds
-from planner.stages import PlanSpec
+from planner.costs.stages import PlanSpec
+from planner.findep.beyond import CHUNK_COUNTS, equal_ends
+from planner.findep.schedule import Piece
+from planner.findep.search import Choices, Cut, search
+from planner.findep.solver import PlannedBatch
+from planner.findep.split import balanced_ranges, chunk_bounds
 
 _R1 = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 
@@ -35,7 +35,7 @@ def plan_batch(
     attention's time in ms for new tokens [start, stop), which grows with the context before them.
 
     Micro-batches are contiguous ranges of sequences, balanced by attention or by tokens. `beyond`
-    adds what planner/beyond.py lists. ValueError for a batch that is empty or does not fit.
+    adds what planner/findep/beyond.py lists. ValueError for a batch that is empty or does not fit.
     """
     _check(spec, sequences)
     cuts = list(_cuts(spec, sequences, chunk_ms, ((1.0,),)))

@@ -1,0 +1,1 @@
+"""The planner that learns while it serves."""

@@ -1,0 +1,1 @@
+"""Who goes next, and who waits: pure policies, a file each."""

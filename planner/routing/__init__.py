@@ -1,0 +1,1 @@
+"""Which prefill worker takes a request: prefixes, work, saturation."""
