@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from actors.channels.handshake import Identity
-from actors.expert_worker import IDLE_POLL_S
-from actors.local_group import LocalGroup
+from actors.ranks.expert_worker import IDLE_POLL_S
+from actors.ranks.local_group import LocalGroup
 from benchmarks.beside_report import gemm_fraction, report, summary_of
 from benchmarks.machine import core_rates
 from benchmarks.model_work import Pass, Rates, one_pass

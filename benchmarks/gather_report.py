@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from actors.model_shape import shape_of
+from actors.planning.model_shape import shape_of
 from benchmarks.filling_report import summarise_filling
 from benchmarks.prefill_pair import Round
 from models.spec.model import ModelSpec

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from actors.local_group import LocalGroup
-from actors.model_shape import shape_of
+from actors.planning.model_shape import shape_of
+from actors.ranks.local_group import LocalGroup
 from benchmarks.harness import record
 from benchmarks.machine import core_rates
 from benchmarks.others import Others, quietest, wait_for_idle

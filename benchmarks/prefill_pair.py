@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from actors.process import RankProcess
-from actors.rendezvous import Formation, Seat, form_group, make_specs
+from actors.ranks.process import RankProcess
+from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
 from benchmarks.pinned_batches import CANDIDATES, bench_client, pin_to_core
 from benchmarks.two_nodes import HEAD, OTHER, TwoNodes
 from cluster.rank_client import RankClient

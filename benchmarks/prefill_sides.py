@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from actors.channels.handshake import Identity
-from actors.local_group import LocalGroup
-from actors.model_shape import shape_of
+from actors.planning.model_shape import shape_of
+from actors.ranks.local_group import LocalGroup
 from benchmarks.padded import Asked, PaddedModel
 from benchmarks.prefill_rows import Encode, Rows
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from actors.local_group import LocalGroup
+from actors.ranks.local_group import LocalGroup
 from benchmarks.harness import record
 from benchmarks.others import cpu_seconds
 from benchmarks.prefill_rows import PICKS, Rows, read

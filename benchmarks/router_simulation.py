@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from actors.model_shape import shape_of
+from actors.planning.model_shape import shape_of
 from benchmarks.harness import Result, write_result
 from benchmarks.router_workloads import BLOCK_TOKENS, WORKLOADS, workload
 from benchmarks.simulated_worker import Machine, SimulatedWorker

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from actors.local_group import LocalGroup
+from actors.ranks.local_group import LocalGroup
 from benchmarks.bundled.tasks import raw_rows
 from benchmarks.harness import record
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from actors.calibration import calibrate, product_flops_per_s
-from actors.finisher import Finisher
-from actors.model_shape import shape_of
-from actors.prefill_executor import PrefillExecutor, PrefillParts
-from actors.scheduled_batch import Chunk, ScheduledBatch
-from actors.sequence import Sequence
-from actors.timeline import Timeline
+from actors.batching.finisher import Finisher
+from actors.batching.scheduled_batch import Chunk, ScheduledBatch
+from actors.batching.sequence import Sequence
+from actors.engine.prefill_executor import PrefillExecutor, PrefillParts
+from actors.planning.calibration import calibrate, product_flops_per_s
+from actors.planning.model_shape import shape_of
+from actors.telemetry.timeline import Timeline
 from benchmarks.gpu_rates import copy_bytes_per_s, peak_bytes
 from benchmarks.harness import record
 from benchmarks.random_in_memory import QWEN3_30B_A3B, SMALL, RandomModel, random_model

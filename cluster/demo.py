@@ -15,7 +15,7 @@ import msgspec
 import openai
 from rich.table import Table
 
-from actors.timeline import write_chrome_trace
+from actors.telemetry.timeline import write_chrome_trace
 from cluster.demo_rows import CHATS, TASKS, DemoChat, DemoTask
 from cluster.front import free_port
 from cluster.model_folder import resolve_model_folder

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from actors.rendezvous import WorkerHandle
+from actors.ranks.rendezvous import WorkerHandle
 from cluster.rank_watch import CHECK_PERIOD_S, RankWatch
 from contracts.logs import event
 

@@ -8,8 +8,8 @@ from collections import Counter
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors.remote import RayRank
-from actors.rendezvous import Formation, form_group, make_specs
+from actors.ranks.remote import RayRank
+from actors.ranks.rendezvous import Formation, form_group, make_specs
 from cluster.group_watch import GroupWatch
 from cluster.hardware import load_hardware
 from cluster.placement import Placed, resolve_backend, seat_ranks, start_rank

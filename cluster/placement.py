@@ -11,8 +11,8 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.remote import RayRank, rank_class
-from actors.rendezvous import Seat
+from actors.ranks.remote import RayRank, rank_class
+from actors.ranks.rendezvous import Seat
 from contracts.config import GroupsConfig, TandemConfig
 from contracts.errors import ResourceError
 from contracts.worker import Group, rank_name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actors.timeline import write_chrome_trace
+from actors.telemetry.timeline import write_chrome_trace
 from cluster.gantt import draw_gantt
 from cluster.plan import Report
 from contracts.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from actors.model_shape import shape_of
+from actors.planning.model_shape import shape_of
 from cluster.hardware import load_hardware
 from cluster.json_input import read_json_file, struct_from
 from cluster.model_folder import resolve_model_folder

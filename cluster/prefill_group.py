@@ -21,9 +21,9 @@ import msgspec
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors.remote import RayRank
-from actors.rendezvous import Formation, channel_addresses, form_group, make_specs
-from actors.telemetry import Telemetry
+from actors.ranks.remote import RayRank
+from actors.ranks.rendezvous import Formation, channel_addresses, form_group, make_specs
+from actors.telemetry.telemetry import Telemetry
 from cluster.placement import (
     Node,
     Placed,

@@ -7,7 +7,7 @@ import logging
 import ray
 
 from actors.channels.neighbour import end
-from actors.remote import RayRank
+from actors.ranks.remote import RayRank
 from cluster.placement import Node
 from cluster.rank_watch import RankWatch
 from contracts.logs import event

@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from actors.link_probe import LinkTransfer, link_probe
-from actors.memory import keep_few_products, keep_freed_memory
-from actors.model_shape import shape_of
-from actors.stage_probe import PassTimes, StageProbe, pool_tokens_for, stage_probe
+from actors.planning.link_probe import LinkTransfer, link_probe
+from actors.planning.model_shape import shape_of
+from actors.planning.stage_probe import PassTimes, StageProbe, pool_tokens_for, stage_probe
+from actors.ranks.memory import keep_few_products, keep_freed_memory
 from contracts import machine
 from contracts.clock import monotonic_s
 from contracts.errors import ConfigError

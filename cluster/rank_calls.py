@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import ray
 
-from actors.remote import RayRank
+from actors.ranks.remote import RayRank
 from contracts.events import TaskSpan
 from contracts.logs import event
 from contracts.worker import RankStatus

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from actors.rendezvous import WorkerHandle
+from actors.ranks.rendezvous import WorkerHandle
 from contracts.worker import RankStatus
 
 CHECK_PERIOD_S = 0.25

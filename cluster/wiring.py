@@ -12,8 +12,8 @@ from ray.exceptions import RayError
 from starlette.applications import Starlette
 
 from actors.channels.handshake import Identity
-from actors.model_shape import shape_of
-from actors.telemetry import merge_expositions
+from actors.planning.model_shape import shape_of
+from actors.telemetry.telemetry import merge_expositions
 from cluster.api.app import build_app
 from cluster.api.schemas import ServedModel
 from cluster.codec import Directory

@@ -1,4 +1,4 @@
-"""The table of metrics: names, units, labels, buckets. Declared here once; `actors/telemetry.py`
+"""The table of metrics: names, units, labels, buckets. Declared here once; `actors/telemetry/telemetry.py`
 makes Prometheus objects of it, dashboards and alerts are held against it."""
 
 from __future__ import annotations

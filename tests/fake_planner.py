@@ -14,8 +14,8 @@ import msgspec
 
 from actors.channels.handshake import Identity, accept, initiate
 from actors.channels.listener import dial, listen_tcp
-from actors.planner_worker import PlannerWorker
-from actors.rendezvous import Formation, Seat, make_specs
+from actors.ranks.planner_worker import PlannerWorker
+from actors.ranks.rendezvous import Formation, Seat, make_specs
 from contracts.config import TandemConfig
 from contracts.errors import HandshakeError
 from contracts.hardware import Hardware

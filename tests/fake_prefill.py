@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-from actors.worker_log import WorkerLog
+from actors.ranks.worker_log import WorkerLog
 from cluster.prefill_peer import Find
 from cluster.prefill_router import PrefillRouter, PrefillRouterConfig
 from cluster.rank_client import RankClient

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-IMPORTED = "actors.shell"
+IMPORTED = "actors.ranks.shell"
 MAX_REQUEST_BYTES = 1 << 16
 
 

@@ -16,12 +16,12 @@ from unittest.mock import patch
 
 import msgspec
 
-from actors.attention_worker import AttentionWorker
 from actors.channels.handshake import Identity, initiate
-from actors.expert_worker import ExpertWorker
-from actors.prefill_worker import PrefillWorker
-from actors.rendezvous import Formation, Seat, channel_addresses, make_specs
-from actors.serving_worker import ServingWorker
+from actors.ranks.attention_worker import AttentionWorker
+from actors.ranks.expert_worker import ExpertWorker
+from actors.ranks.prefill_worker import PrefillWorker
+from actors.ranks.rendezvous import Formation, Seat, channel_addresses, make_specs
+from actors.ranks.serving_worker import ServingWorker
 from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
 from contracts.loading import config_from

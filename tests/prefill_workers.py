@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from actors.weight_shard import HeldShard, PartSource, Shard, ShardWindow
-from actors.weight_source import PeerSource, own_part
+from actors.weights.weight_shard import HeldShard, PartSource, Shard, ShardWindow
+from actors.weights.weight_source import PeerSource, own_part
 from contracts.worker import Group, WorkerSpec
 from models.experts.checkpoint_part import CheckpointParts
 from models.experts.expert_layout import ExpertLayout

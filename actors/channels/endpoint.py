@@ -33,8 +33,8 @@ from actors.channels.base import (
 from actors.channels.handshake import Identity
 from actors.channels.joiner import Joiner
 from actors.channels.link import Joint, Link
+from actors.channels.loop_watch import LoopWatch
 from actors.channels.pulse import Pulse
-from actors.loop_watch import LoopWatch
 from contracts.clock import Clock
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, PeerError

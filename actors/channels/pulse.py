@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from actors.channels import neighbour
+from actors.channels.loop_watch import LoopWatch
 from actors.channels.neighbour import is_hung
-from actors.loop_watch import LoopWatch
 from contracts.clock import Clock, monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import PeerDeadError, PeerError, PeerHungError

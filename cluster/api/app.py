@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from actors.telemetry import CONTENT_TYPE, Telemetry, merge_expositions
+from actors.telemetry.telemetry import CONTENT_TYPE, Telemetry, merge_expositions
 from cluster.api.answers import json_response
 from cluster.api.callers import Callers, CallersBackend
 from cluster.api.chat import chat_completions

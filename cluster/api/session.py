@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from actors.telemetry import Telemetry
+from actors.telemetry.telemetry import Telemetry
 from cluster.api.cost import TOKEN_BYTES, Bounds
 from cluster.api.errors import BodyTimeoutError, error_body, outcome_of
 from cluster.api.open_requests import OpenRequests

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.block_contents import BlockContents
+from actors.kv.block_contents import BlockContents
 
 parents = st.sampled_from([b"", b"a"])
 tokens = st.lists(st.integers(0, 2) | st.integers(2**31, 2**31 + 1), min_size=1, max_size=4)

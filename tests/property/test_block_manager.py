@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from actors.block_manager import BlockManager
+from actors.kv.block_manager import BlockManager
 from contracts.block_hash import chain_hashes
 
 BLOCK = 4

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.dispatch import TokenGroups, plan_dispatch
+from actors.experts.dispatch import TokenGroups, plan_dispatch
 from planner.findep.placement import ExpertPlacement
 from planner.findep.split import balanced_ranges, token_group_bounds
 

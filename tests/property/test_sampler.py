@@ -13,8 +13,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from actors.sampler import NextTokens, distribution
-from actors.sequence import Sequence
+from actors.batching.sampler import NextTokens, distribution
+from actors.batching.sequence import Sequence
 from contracts.errors import SamplingError
 from contracts.messages import Submit
 from contracts.requests import Sampling

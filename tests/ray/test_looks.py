@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
-from actors.remote import RayRank, rank_class
-from actors.shell import WorkerShell
+from actors.ranks.remote import RayRank, rank_class
+from actors.ranks.shell import WorkerShell
 from cluster.ray_session import ray_session
 from contracts.config import TandemConfig
 from contracts.worker import RankStatus

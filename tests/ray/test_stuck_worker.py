@@ -14,9 +14,9 @@ import pytest
 from ray import cloudpickle
 
 import cluster.placement
-from actors.remote import rank_class
-from actors.shell import WorkerShell
-from actors.stub_worker import StubWorker
+from actors.ranks.remote import rank_class
+from actors.ranks.shell import WorkerShell
+from actors.ranks.stub_worker import StubWorker
 from cluster.codec import Directory
 from cluster.model_folder import resolve_model_folder
 from cluster.placement import kv_ranks, place_ranks

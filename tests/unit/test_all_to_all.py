@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from actors.all_to_all import AllToAll
 from actors.channels.factory import make_endpoint
-from actors.timeline import Timeline
+from actors.experts.all_to_all import AllToAll
+from actors.telemetry.timeline import Timeline
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import PeerError

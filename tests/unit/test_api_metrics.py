@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.telemetry import Telemetry, merge_expositions
+from actors.telemetry.telemetry import Telemetry, merge_expositions
 from contracts import metrics
 from contracts.metrics import Kind, Metric
 

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from actors.block_manager import BlockManager
+from actors.batching.scheduler import Scheduler
+from actors.batching.sequence import Sequence
 from actors.channels.handshake import Identity
-from actors.scheduler import Scheduler
-from actors.sequence import Sequence
+from actors.kv.block_manager import BlockManager
 from cluster.api.app import build_app
 from cluster.api.callers import MAX_CACHE_SALT_CHARACTERS, Callers, salted
 from cluster.api.schemas import ServedModel

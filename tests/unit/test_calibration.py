@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from actors.calibration import BUDGET_S, PROBE_TOKENS, calibrate, product_flops_per_s
+from actors.planning.calibration import BUDGET_S, PROBE_TOKENS, calibrate, product_flops_per_s
 from planner.routing.saturation import reference_prompts
 
 

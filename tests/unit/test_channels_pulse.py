@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from actors.channels.header_link import HeaderLink
+from actors.channels.loop_watch import LoopWatch
 from actors.channels.pulse import Heart, Pulse
-from actors.loop_watch import LoopWatch
 from contracts.clock import ManualClock
 from contracts.config import ChannelConfig
 from contracts.errors import PeerDeadError, PeerError, PeerHungError

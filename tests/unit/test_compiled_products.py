@@ -12,7 +12,7 @@ import pytest
 PRODUCTS = """
 import ctypes, random, sys
 import torch
-from actors.memory import keep_few_products
+from actors.ranks.memory import keep_few_products
 from kernels.linear import linear
 
 class Held(ctypes.Structure):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.dispatch import TokenGroups, plan_dispatch
+from actors.experts.dispatch import TokenGroups, plan_dispatch
 from cluster.hardware import load_hardware
 from contracts.errors import ConfigError
 from contracts.hardware import AttentionCost, LinkCost

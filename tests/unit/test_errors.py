@@ -15,7 +15,7 @@ import actors
 import cluster
 import models
 import planner
-from actors import process
+from actors.ranks import process
 from contracts.errors import LaunchError, OverloadError, PeerHungError, RankError, TandemError
 
 ARGUMENTS: dict[str, tuple[object, ...]] = {

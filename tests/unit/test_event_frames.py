@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import actors.client_server
+import actors.wire.client_server
 import cluster.rank_socket
 from actors.channels.handshake import Identity
-from actors.client_server import ClientServer
-from actors.event_frames import event_frames
-from actors.loop_watch import LoopWatch
+from actors.channels.loop_watch import LoopWatch
+from actors.wire.client_server import ClientServer
+from actors.wire.event_frames import event_frames
 from cluster.rank_client import RankClient
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, TooCostlyError
@@ -89,7 +89,7 @@ class _Rank:
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Rank]:
-    monkeypatch.setattr(actors.client_server, "MAX_FRAME_BYTES", SMALL_BYTES)
+    monkeypatch.setattr(actors.wire.client_server, "MAX_FRAME_BYTES", SMALL_BYTES)
     monkeypatch.setattr(cluster.rank_socket, "MAX_FRAME_BYTES", SMALL_BYTES)
     rank = _Rank()
     yield rank

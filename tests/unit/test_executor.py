@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from actors.batching.scheduled_batch import Chunk, ScheduledBatch
+from actors.batching.sequence import Sequence as TokenSequence
 from actors.channels.base import Header, Kind, Packet, Part, PeerLost
-from actors.executor import Executor, ExecutorParts
-from actors.scheduled_batch import Chunk, ScheduledBatch
-from actors.sequence import Sequence as TokenSequence
-from actors.timeline import Timeline
+from actors.engine.executor import Executor, ExecutorParts
+from actors.telemetry.timeline import Timeline
 from contracts.clock import ManualClock
 from contracts.errors import PeerDeadError, PeerHungError
 from contracts.events import Stage

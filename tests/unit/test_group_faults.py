@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-import actors.process
+import actors.ranks.process
 from actors.channels.handshake import Identity, initiate
 from actors.channels.listener import dial
-from actors.local_group import LocalGroup
-from actors.process import RankProcess
-from actors.rendezvous import Formation, Seat, form_group, make_specs
+from actors.ranks.local_group import LocalGroup
+from actors.ranks.process import RankProcess
+from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
 from contracts.config import ChannelConfig
 from contracts.errors import (
     ChannelError,
@@ -63,7 +63,7 @@ def deep(tiny_checkpoint: Checkpoints) -> Path:
 
 @pytest.fixture(autouse=True)
 def ranks_are_forked(forked_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    start_forked(monkeypatch, actors.process)
+    start_forked(monkeypatch, actors.ranks.process)
 
 
 def tokens(seed: int, count: int) -> list[int]:

@@ -60,7 +60,7 @@ def test_python_m_cluster_in_a_folder_with_a_module_of_ours(tmp_path: Path) -> N
 
 def test_a_rank_in_a_process_of_its_own_in_such_a_folder(tmp_path: Path) -> None:
     """FINDINGS B8."""
-    command = module_command("actors.process")
+    command = module_command("actors.ranks.process")
     assert command[0] == sys.executable
     done = run(*command[1:], cwd=hostile(tmp_path, "actors", "contracts"), path="")
     assert (done.returncode, done.stderr) == (0, "")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.rendezvous import Formation, Seat, form_group, make_specs
+from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
 from cluster.placement import (
     Node,
     Placed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.loop_watch import LONGEST_LOOK_S, LoopWatch
+from actors.channels.loop_watch import LONGEST_LOOK_S, LoopWatch
 from contracts.clock import ManualClock
 
 STUCK_S = 5.0

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import actors.memory
+import actors.ranks.memory
 import contracts.machine
-from actors.memory import kv_pool_blocks
+from actors.ranks.memory import kv_pool_blocks
 from cluster.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.loading import load_config
@@ -122,7 +122,7 @@ def test_a_kv_pool_is_sized_by_the_containers_memory(
 ) -> None:
     """FINDINGS B12: 3.9 GiB in a group of 2 GiB."""
     machine(tmp_path, "0::/\n", limited(str(GIB // 64), 0))
-    monkeypatch.setattr(actors.memory, "available_bytes", lambda: available_bytes(tmp_path))
+    monkeypatch.setattr(actors.ranks.memory, "available_bytes", lambda: available_bytes(tmp_path))
     model = read_spec(resolve_model_folder(BUNDLED))
     config, cpu = load_config(None, ["kv.memory_fraction=0.5"]), torch.device("cpu")
     blocks = kv_pool_blocks(model, torch.bfloat16, config, cpu, ranks_on_node=1)

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.micro_batch import Part, cut_batch
-from actors.scheduled_batch import Chunk, ScheduledBatch
+from actors.batching.scheduled_batch import Chunk, ScheduledBatch
+from actors.engine.micro_batch import Part, cut_batch
 from contracts.plan import Order, Plan
 from contracts.requests import Priority
 from models.decoder.batch import BlockCopy

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import actors.process
-from actors.local_group import LocalGroup
+import actors.ranks.process
+from actors.ranks.local_group import LocalGroup
 from contracts.clock import monotonic_s
 from contracts.errors import CheckpointError, LaunchError, TandemError
 from contracts.worker import RankStatus
@@ -24,7 +24,7 @@ Checkpoints = Callable[..., Path]
 
 @pytest.fixture(autouse=True)
 def ranks_are_forked(forked_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    start_forked(monkeypatch, actors.process)
+    start_forked(monkeypatch, actors.ranks.process)
 
 
 def prompt(seed: int, tokens: int) -> list[int]:

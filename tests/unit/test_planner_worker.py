@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.channels.listener import dial
-from actors.planner_worker import PlannerWorker
+from actors.ranks.planner_worker import PlannerWorker
 from contracts.errors import HandshakeError
 from contracts.plan import Order, Plan
 from contracts.planning import (

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 import cluster.prefill_group
-from actors.remote import RayRank
+from actors.ranks.remote import RayRank
 from cluster.placement import Node, Placed, RankRequest
 from cluster.prefill_group import launch_prefill
 from cluster.prefill_member import Member

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.block_manager import BlockManager
-from actors.planner_link import PlannerLink
-from actors.rank_planning import RankPlanning
-from actors.scheduled_batch import ScheduledBatch
-from actors.scheduler import Scheduler
-from actors.sequence import Sequence
+from actors.batching.scheduled_batch import ScheduledBatch
+from actors.batching.scheduler import Scheduler
+from actors.batching.sequence import Sequence
+from actors.kv.block_manager import BlockManager
+from actors.planning.planner_link import PlannerLink
+from actors.planning.rank_planning import RankPlanning
 from contracts.clock import monotonic_s
 from contracts.config import ScheduleConfig
 from contracts.messages import Submit

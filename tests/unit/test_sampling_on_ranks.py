@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from actors.block_manager import BlockManager
-from actors.scheduler import Scheduler
-from actors.sequence import Sequence
+from actors.batching.scheduler import Scheduler
+from actors.batching.sequence import Sequence
+from actors.kv.block_manager import BlockManager
 from contracts.config import ScheduleConfig
 from contracts.messages import Submit
 from contracts.requests import Priority, Sampling

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from actors.admission import Admission
-from actors.batch_room import SHARED_BATCHES
-from actors.block_manager import BlockManager
-from actors.scheduled_batch import ScheduledBatch
-from actors.scheduler import Scheduler
-from actors.sequence import Sequence
-from actors.upcoming import HASHED_BLOCKS, LOOKED_AT_BLOCKS
+from actors.batching.admission import Admission
+from actors.batching.batch_room import SHARED_BATCHES
+from actors.batching.scheduled_batch import ScheduledBatch
+from actors.batching.scheduler import Scheduler
+from actors.batching.sequence import Sequence
+from actors.batching.upcoming import HASHED_BLOCKS, LOOKED_AT_BLOCKS
+from actors.kv.block_manager import BlockManager
 from contracts.block_hash import chain_hashes
 from contracts.config import ScheduleConfig
 from contracts.errors import OverloadError
@@ -596,7 +596,7 @@ def test_a_guess_at_the_next_batch_hashes_and_looks_at_a_bounded_number_of_block
         return chain_hashes(tokens, block, known=known, salt=salt)
 
     match = sim.blocks.match
-    monkeypatch.setattr("actors.sequence.chain_hashes", counted)
+    monkeypatch.setattr("actors.batching.sequence.chain_hashes", counted)
     monkeypatch.setattr(
         sim.blocks, "match", lambda h, *, batch: looked.append(len(h)) or match(h, batch=batch)
     )

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from actors.serving_worker import ServingWorker
+from actors.ranks.serving_worker import ServingWorker
 from contracts.messages import Failed
 from contracts.requests import Sampling
 from tests.group_harness import (
@@ -162,7 +162,7 @@ def test_whatever_drawing_raises_ends_the_sequence_it_was_drawn_for(
     worker, client = rank
     plain, drawn = greedy(2), Sampling(max_tokens=2, seed=1, logprobs=2)
     wanted, _ = client.generated(client.submit(PROMPTS[0], sampling=plain))
-    with patch(f"actors.sampler.{where}", side_effect=error):
+    with patch(f"actors.batching.sampler.{where}", side_effect=error):
         with meeting(worker, 2):
             first = client.submit(PROMPTS[0], sampling=plain)
             second = client.submit(PROMPTS[1], sampling=drawn)

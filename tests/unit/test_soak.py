@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from actors.telemetry import Telemetry
+from actors.telemetry.telemetry import Telemetry
 from benchmarks.fuzz.requests import Maker
 from benchmarks.soak import answers, clients, report, verdict
 from benchmarks.soak.clients import Clients

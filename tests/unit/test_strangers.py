@@ -20,9 +20,9 @@ import pytest
 from actors.channels import gate, handshake
 from actors.channels.handshake import Identity
 from actors.channels.listener import dial
-from actors.client_server import ClientServer
-from actors.loop_watch import LoopWatch
-from actors.weight_wire import PURPOSE
+from actors.channels.loop_watch import LoopWatch
+from actors.weights.weight_wire import PURPOSE
+from actors.wire.client_server import ClientServer
 from contracts.clock import monotonic_s
 from contracts.planning import PLANNER_PURPOSE
 from tests.channels_support import (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.pseudo_answers import pseudo_answer
-from actors.shell import WorkerShell
-from actors.stub_worker import StubWorker
+from actors.ranks.pseudo_answers import pseudo_answer
+from actors.ranks.shell import WorkerShell
+from actors.ranks.stub_worker import StubWorker
 from contracts.config import KvConfig, PrefillConfig, TandemConfig
 from contracts.messages import Submit
 from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.timeline import Timeline, write_chrome_trace
+from actors.telemetry.timeline import Timeline, write_chrome_trace
 from contracts.events import Stage, TaskSpan
 from planner.findep.exposure import busy_seconds, exposed_communication
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.serving_worker import ServingWorker
+from actors.ranks.serving_worker import ServingWorker
 from tests.group_harness import (
     PrefillThreads,
     RankConnection,

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-import actors.weight_source
-from actors import weight_dialler
+import actors.weights.weight_source
 from actors.channels.handshake import Identity
 from actors.channels.listener import ALTERNATIVE
-from actors.weight_dialler import Dialler
-from actors.weight_link import WeightLink
-from actors.weight_source import PeerSource
-from actors.weight_wire import Terms
+from actors.weights import weight_dialler
+from actors.weights.weight_dialler import Dialler
+from actors.weights.weight_link import WeightLink
+from actors.weights.weight_source import PeerSource
+from actors.weights.weight_wire import Terms
 from contracts.config import ChannelConfig
 from contracts.errors import HandshakeError, PeerDeadError
 from tests.channels_support import nothing_leaks  # noqa: F401
@@ -172,7 +172,7 @@ def test_a_worker_that_was_moved_to_another_node_gathers_and_gives_over_tcp(
     tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FINDINGS B16: it kept shared memory, which it does not share any more."""
-    monkeypatch.setattr(actors.weight_source, "_is_far", lambda host: True)
+    monkeypatch.setattr(actors.weights.weight_source, "_is_far", lambda host: True)
     folder = tiny_checkpoint("qwen3_moe")
     with sources(folder, 2, backend="shm") as (stayed, moved):
         for source in (stayed, moved):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import actors.weight_dialler
-from actors.weight_source import PeerSource
+import actors.weights.weight_dialler
+from actors.weights.weight_source import PeerSource
 from models.experts.expert_store import ExpertBuffer
 from tests.group_harness import group_config
 from tests.prefill_workers import assert_layer, make_source, new_buffer, worker_spec
@@ -55,7 +55,7 @@ def copied(source: PeerSource, folder: Path, layer: int) -> ExpertBuffer:
 def test_a_peer_that_hangs_is_done_without_and_taken_back_and_may_then_be_killed(
     tiny_checkpoint: Checkpoints, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors.weight_dialler, "REDIAL_S", 0.1)
+    monkeypatch.setattr(actors.weights.weight_dialler, "REDIAL_S", 0.1)
     folder = tiny_checkpoint("qwen3_moe")
     with worker_and_peer(folder, backend) as (source, peer):
         copied(source, folder, 1)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import actors.weight_dialler
-from actors.weight_link import bytes_of
+import actors.weights.weight_dialler
+from actors.weights.weight_link import bytes_of
 from contracts.errors import ChannelError, HandshakeError, ResourceError
 from models.weights.checkpoint import check_checkpoint
 from tests.prefill_workers import (
@@ -172,7 +172,7 @@ def test_a_peer_that_cannot_be_reached_is_done_without_until_it_can(
 ) -> None:
     """Two that were lost at once are replaced one after the other: the first knows only the second
     one's old address."""
-    monkeypatch.setattr(actors.weight_dialler, "REDIAL_S", 0.01)
+    monkeypatch.setattr(actors.weights.weight_dialler, "REDIAL_S", 0.01)
     folder = tiny_checkpoint("qwen3_moe", **LAYERS)
     first, gone = (make_source(worker_spec(folder, rank, 2, backend="tcp")) for rank in (0, 1))
     nowhere = gone.listen("127.0.0.1")

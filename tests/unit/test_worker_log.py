@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.worker_log import WorkerLog
+from actors.ranks.worker_log import WorkerLog
 from contracts.routing import OpenRequest, Prompt, RequestKey
 
 BLOCK = 4

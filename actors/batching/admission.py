@@ -1,0 +1,71 @@
+"""What is wrong with a request that only the rank can know."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from actors.batching.batch_room import owner_of
+from actors.batching.scheduler import Scheduler
+from contracts.errors import OverloadError, RequestError, TooLongError
+from contracts.messages import Submit
+from contracts.sampling_limits import (
+    INT64,
+    MAX_LOGPROBS,
+    check_ids,
+    check_integer,
+    check_lengths,
+    check_sampling,
+)
+
+
+class Admission(NamedTuple):
+    """The limits of one rank. pool_tokens: that its KV pool holds."""
+
+    rank: str
+    vocabulary: int
+    max_context_tokens: int
+    pool_tokens: int
+    max_waiting: int
+
+    def check(self, client: int, submit: Submit, scheduler: Scheduler) -> None:
+        """Raises RequestError, OverloadError or TooLongError."""
+        if scheduler.has((client, submit.request_id)):
+            raise RequestError(f"request_id {submit.request_id} is in use", "request_id")
+        self._check_fields(submit)
+        self._check_room(client, submit, scheduler)
+        tokens = len(submit.token_ids)
+        if submit.sampling is not None:
+            tokens = min(tokens + submit.sampling.max_tokens, self.max_context_tokens)
+        fits = 0 < len(submit.token_ids) <= self.max_context_tokens
+        if not fits or tokens > self.pool_tokens:
+            limit = min(self.pool_tokens, self.max_context_tokens)
+            raise TooLongError(
+                f"{tokens} tokens do not fit {self.rank}'s {limit} tokens; shorten the prompt "
+                "or raise kv.pool_tokens",
+                "prompt",
+            )
+
+    def _check_room(self, client: int, submit: Submit, scheduler: Scheduler) -> None:
+        """One request cannot fill the queue for others: beyond max_waiting the first sequence of
+        each is still taken, up to twice as many in all."""
+        waiting, limit = scheduler.waiting, self.max_waiting
+        if waiting < limit:
+            return
+        if scheduler.in_play.count(owner_of(client, submit)) or waiting >= 2 * limit:
+            raise OverloadError(
+                f"{self.rank}: {waiting} sequences wait, {limit} are enough (schedule.max_waiting)",
+                1.0,
+            )
+
+    def _check_fields(self, submit: Submit) -> None:
+        """The HTTP side checks these too; but what one bad value makes of a batch is no request's
+        to decide."""
+        for field, ids in (("token_ids", submit.token_ids), ("candidates", submit.candidates)):
+            check_ids(field, ids or (), self.vocabulary)
+        if submit.score_from is not None:
+            check_integer("score_from", submit.score_from, 1, INT64 - 1)
+        check_integer("score_top", submit.score_top, 0, MAX_LOGPROBS)
+        if submit.sampling is not None:
+            check_integer("max_tokens", submit.sampling.max_tokens, 1, INT64 - 1)
+            check_sampling(submit.sampling, self.vocabulary)
+            check_lengths(submit.sampling)

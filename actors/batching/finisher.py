@@ -1,0 +1,181 @@
+"""From the hidden states after the last layer to answers: logits, sampling, scores, events."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+
+from actors.batching.sampler import LEAST_LOGPROB, NextTokens, not_finite, token_logprob
+from actors.batching.scheduled_batch import Chunk
+from actors.batching.sequence import Sequence, SequenceKey
+from actors.batching.sequence_errors import failed_by
+from contracts.errors import SamplingError
+from contracts.messages import Event, Finished, Scored, TokenLogprob, Tokens
+from models.decoder.batch import AttentionBatch
+from models.decoder.decoder import AttentionHalf
+
+LOGIT_ROWS = 256  # logits are [rows, vocabulary] in fp32: bounded, however long an echoed prompt is
+
+
+class _Wanted(NamedTuple):
+    sequence: Sequence
+    position: int
+    row: int
+
+    @property
+    def last(self) -> bool:
+        return self.position == len(self.sequence.token_ids) - 1
+
+
+class _Read(NamedTuple):
+    """What is computed for the rows of a piece together, each by its place in the piece."""
+
+    logits_RV: torch.Tensor
+    next_tokens: NextTokens | None
+    places: dict[int, int]  # in next_tokens
+    scores: dict[int, tuple[list[float], list[float]]]  # logits and logprobs of the candidates
+
+
+class Finisher:
+    """The executor's sink. `answers` collects (sequence, event) pairs; the worker takes them.
+
+    Whatever is raised for a sequence ends that sequence (actors/batching/sequence_errors.py). So what is
+    computed for several rows together comes before anything is noted of them: if it raises, it is
+    tried again for each sequence alone.
+    """
+
+    def __init__(self, half: AttentionHalf, *, max_context_tokens: int) -> None:
+        self._half = half
+        self._max_context_tokens = max_context_tokens
+        self.answers: list[tuple[Sequence, Event]] = []
+
+    def __call__(self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor) -> None:
+        wanted: list[_Wanted] = []
+        for chunk, rows in zip(chunks, batch.sequences, strict=True):
+            if not chunk.sequence.done:
+                wanted.extend(
+                    _Wanted(chunk.sequence, position, rows.first + position - rows.start)
+                    for position in chunk.sequence.wanted_positions(chunk.start, chunk.stop)
+                )
+        for start in range(0, len(wanted), LOGIT_ROWS):
+            self._finish(wanted[start : start + LOGIT_ROWS], hidden_TD)
+
+    def _finish(self, piece: list[_Wanted], hidden_TD: torch.Tensor) -> None:
+        try:
+            read = self._read(piece, hidden_TD)
+        except Exception as error:  # noqa: BLE001 - of these rows: tried for each sequence
+            self._finish_each(piece, hidden_TD, error)
+            return
+        for row, item in enumerate(piece):
+            if item.sequence.done:
+                continue
+            try:
+                self._note(item, row, read)
+            except Exception as error:  # noqa: BLE001 - of this sequence alone
+                self._fail(item.sequence, error)
+
+    def _finish_each(self, piece: list[_Wanted], hidden_TD: torch.Tensor, error: Exception) -> None:
+        """The rows of each sequence alone, after `error` for all of them."""
+        rows_of: defaultdict[SequenceKey, list[_Wanted]] = defaultdict(list)
+        for item in piece:
+            rows_of[item.sequence.key].append(item)
+        if len(rows_of) == 1:
+            self._fail(piece[0].sequence, error)
+            return
+        for rows in rows_of.values():
+            self._finish(rows, hidden_TD)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        sequence.done, sequence.failure = True, error
+        failure = failed_by(sequence.submit.request_id, error, SamplingError)
+        self.answers.append((sequence, failure))
+
+    def _read(self, piece: list[_Wanted], hidden_TD: torch.Tensor) -> _Read:
+        """Changes nothing of the sequences."""
+        rows_R = torch.tensor([item.row for item in piece], device=hidden_TD.device)
+        logits_RV = self._half.logits(hidden_TD[rows_R])
+        generating: list[int] = []
+        rows_of: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        for row, item in enumerate(piece):
+            if item.last:
+                submit = item.sequence.submit
+                if submit.sampling is not None:
+                    generating.append(row)
+                elif submit.candidates is not None:
+                    rows_of[tuple(submit.candidates)].append(row)
+        scores: dict[int, tuple[list[float], list[float]]] = {}
+        for candidates, rows in rows_of.items():  # those of a job are the same
+            pairs = _candidate_scores(_rows(logits_RV, rows), candidates)
+            scores.update(zip(rows, pairs, strict=True))
+        next_tokens = NextTokens(_rows(logits_RV, generating)) if generating else None
+        places = {row: place for place, row in enumerate(generating)}
+        return _Read(logits_RV, next_tokens, places, scores)
+
+    def _note(self, item: _Wanted, row: int, read: _Read) -> None:
+        """What row `row` of the piece says of its sequence."""
+        sequence, submit = item.sequence, item.sequence.submit
+        if not item.last:
+            token, wanted = sequence.token_ids[item.position + 1], submit.score_top
+            sequence.scored.append(token_logprob(read.logits_RV[row], token, wanted))
+        elif submit.sampling is None:
+            self._score(sequence, *read.scores.get(row, (None, None)))
+        else:
+            assert read.next_tokens is not None
+            token, logprob = read.next_tokens.of(read.places[row], sequence)
+            self._append(sequence, token, logprob)
+
+    def _score(
+        self, sequence: Sequence, logits: list[float] | None, logprobs: list[float] | None
+    ) -> None:
+        if logprobs is not None and math.isnan(sum(logprobs)):
+            raise not_finite()
+        scored = None if sequence.submit.score_from is None else sequence.scored
+        tops = scored if sequence.submit.score_top else None
+        sequence.done = True
+        answer = Scored(
+            sequence.submit.request_id,
+            sequence.usage(),
+            candidate_logits=logits,
+            candidate_logprobs=logprobs,
+            token_logprobs=None if scored is None else [token.logprob for token in scored],
+            token_tops=None if tops is None else [token.top for token in tops],
+        )
+        self.answers.append((sequence, answer))
+
+    def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
+        submit = sequence.submit
+        assert submit.sampling is not None
+        sequence.token_ids.append(token)
+        request_id = submit.request_id
+        logprobs = None if logprob is None else [logprob]
+        cached_tokens = sequence.num_cached if sequence.generated == 1 else None
+        event = Tokens(request_id, [token], logprobs, cached_tokens)
+        self.answers.append((sequence, event))
+        stopped = token in sequence.ending_ids or (
+            sequence.rules is not None and sequence.rules.has_chosen(sequence.token_ids)
+        )
+        full = (
+            sequence.generated >= submit.sampling.max_tokens
+            or len(sequence.token_ids) >= self._max_context_tokens
+        )
+        if stopped or full:
+            sequence.done = True
+            reason = "stop" if stopped else "length"
+            self.answers.append((sequence, Finished(request_id, reason, sequence.usage())))
+
+
+def _rows(logits_RV: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    return logits_RV if len(rows) == len(logits_RV) else logits_RV[rows]
+
+
+def _candidate_scores(
+    logits_RV: torch.Tensor, candidates: tuple[int, ...]
+) -> list[tuple[list[float], list[float]]]:
+    """Per row the candidates' logits and log-probabilities, each at least LEAST_LOGPROB."""
+    columns = torch.tensor(candidates, dtype=torch.int64, device=logits_RV.device)
+    logits = logits_RV[:, columns].clamp_(min=LEAST_LOGPROB).tolist()
+    logprobs = logits_RV.log_softmax(-1)[:, columns].clamp_(min=LEAST_LOGPROB).tolist()
+    return list(zip(logits, logprobs, strict=True))

@@ -1,0 +1,165 @@
+"""What a request's fields make of the model's logits before a token is chosen by them.
+
+In this order, which is vLLM's: choices, min_tokens, logit_bias, then repetition_penalty,
+frequency_penalty and presence_penalty. Temperature, min_p, top_k and top_p come after it, in
+actors/batching/sampler.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from contracts.messages import Submit
+from contracts.requests import Sampling
+from contracts.token_trie import ROOT, TokenTrie
+
+_FIRST_ROOM = 64
+
+
+class LogitRules:
+    """Those of one sequence. Kept as long as the sequence: a requeue changes nothing of them, for
+    what has been generated stays."""
+
+    def __init__(self, submit: Submit, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._submit = submit
+        self._way: _Way | None = None
+        self._seen: SeenTokens | None = None
+        self._noted = len(submit.token_ids)  # so many of the sequence's tokens are in this state
+        self._masked: torch.Tensor | None = None
+        self._biases: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def shaped(self, logits_V: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
+        """A new tensor: the logits to choose by after `token_ids`, which begin with those of every
+        earlier call. All are minus infinity if no token is left."""
+        sampling = self._sampling
+        if sampling.penalises and self._seen is None:
+            prompt = self._submit.token_ids if sampling.repetition_penalty != 1 else ()
+            self._seen = SeenTokens(prompt, logits_V.device)
+        if sampling.choices is not None and self._way is None:  # not while it waits
+            self._way = _Way(tuple(map(tuple, sampling.choices)))
+        self._note(token_ids)
+        shaped_V = logits_V.to(torch.float32, copy=True)
+        if self._way is not None:
+            allowed = self._way.allowed(_within(self._submit.eos_token_ids, shaped_V))
+            shaped_V = _only(shaped_V, allowed)
+        if len(token_ids) - len(self._submit.token_ids) < sampling.min_tokens:
+            self._mask_endings(shaped_V)
+        if sampling.logit_bias:
+            self._add_biases(shaped_V, sampling.logit_bias)
+        if self._seen is not None:
+            self._seen.penalise(shaped_V, sampling)
+        return shaped_V
+
+    def has_chosen(self, token_ids: Sequence[int]) -> bool:
+        """Whether one of the choices is complete, and none longer can follow."""
+        if self._way is None:
+            return False
+        self._note(token_ids)
+        return self._way.at_end
+
+    def _note(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids[self._noted :]:
+            if self._way is not None:
+                self._way.step(token)
+            if self._seen is not None:
+                self._seen.generated(token)
+        self._noted = len(token_ids)
+
+    def _mask_endings(self, shaped_V: torch.Tensor) -> None:
+        if self._masked is None:
+            ids = _within(self._submit.ending_ids, shaped_V)
+            self._masked = torch.tensor(ids, dtype=torch.int64, device=shaped_V.device)
+        shaped_V[self._masked] = -math.inf
+
+    def _add_biases(self, shaped_V: torch.Tensor, biases: dict[int, float]) -> None:
+        if self._biases is None:
+            ids = torch.tensor(list(biases), dtype=torch.int64, device=shaped_V.device)
+            values = torch.tensor(list(biases.values()), device=shaped_V.device)
+            self._biases = ids, values.float()
+        ids_B, values_B = self._biases
+        shaped_V[ids_B] += values_B
+
+
+@functools.lru_cache(maxsize=64)  # requests of one job have the same choices
+def _choice_trie(choices: tuple[tuple[int, ...], ...]) -> tuple[TokenTrie, frozenset[int]]:
+    """The trie, and the nodes at which a choice ends."""
+    trie = TokenTrie(choices)
+    return trie, frozenset(trie.ends)
+
+
+class _Way:
+    """Down the trie of the choices, as far as has been generated."""
+
+    def __init__(self, choices: tuple[tuple[int, ...], ...]) -> None:
+        self._trie, self._ends = _choice_trie(choices)
+        self._node: int | None = ROOT
+
+    def step(self, token: int) -> None:
+        """An eos leads out of the trie."""
+        self._node = None if self._node is None else self._trie.step(self._node, token)
+
+    @property
+    def at_end(self) -> bool:
+        return self._node is None or not self._trie.followers(self._node)
+
+    def allowed(self, eos_token_ids: list[int]) -> list[int]:
+        """The tokens that may come next: an eos only where one choice ends and another goes on."""
+        if self._node is None:
+            return eos_token_ids
+        followers = list(self._trie.followers(self._node))
+        return followers + eos_token_ids if self._node in self._ends else followers
+
+
+class SeenTokens:
+    """A sequence's tokens, each once, with how often it was generated: kept from token to token, so
+    that a step costs one operation over the distinct ones, and no loop."""
+
+    def __init__(self, prompt: Iterable[int], device: torch.device) -> None:
+        ids = list(dict.fromkeys(prompt))
+        room = max(_FIRST_ROOM, 2 * len(ids))
+        self._place_of = {token: place for place, token in enumerate(ids)}
+        self._ids_N = torch.zeros(room, dtype=torch.int64, device=device)
+        self._ids_N[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        self._counts_N = torch.zeros(room, device=device)
+
+    def generated(self, token: int) -> None:
+        place = self._place_of.setdefault(token, len(self._place_of))
+        if place == len(self._ids_N):
+            self._ids_N = torch.cat([self._ids_N, torch.zeros_like(self._ids_N)])
+            self._counts_N = torch.cat([self._counts_N, torch.zeros_like(self._counts_N)])
+        self._ids_N[place] = token
+        self._counts_N[place] += 1
+
+    def penalise(self, logits_V: torch.Tensor, sampling: Sampling) -> None:
+        """In place."""
+        seen = len(self._place_of)
+        ids_N, counts_N = self._ids_N[:seen], self._counts_N[:seen]
+        values_N, by = logits_V[ids_N], sampling.repetition_penalty
+        if by != 1:
+            values_N = torch.where(values_N > 0, values_N / by, values_N * by)
+        values_N -= sampling.frequency_penalty * counts_N
+        values_N -= sampling.presence_penalty * (counts_N > 0)
+        logits_V[ids_N] = values_N
+
+
+def logit_rules(submit: Submit) -> LogitRules | None:
+    """None where the tokens are chosen by the model's own logits."""
+    sampling = submit.sampling
+    return LogitRules(submit, sampling) if sampling and sampling.shapes_logits else None
+
+
+def _within(token_ids: Iterable[int], logits_V: torch.Tensor) -> list[int]:
+    """Those that have a logit: a model's eos tokens need not."""
+    return [token for token in token_ids if 0 <= token < len(logits_V)]
+
+
+def _only(logits_V: torch.Tensor, allowed: list[int]) -> torch.Tensor:
+    ids_A = torch.tensor(allowed, dtype=torch.int64, device=logits_V.device)
+    kept_V = torch.full_like(logits_V, -math.inf)
+    kept_V[ids_A] = logits_V[ids_A]
+    return kept_V

@@ -1,0 +1,118 @@
+"""Logits to tokens, on an attention rank or a prefill worker."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from actors.batching.sequence import Sequence
+from contracts.errors import NotFiniteError, SamplingError
+from contracts.messages import TokenLogprob
+from contracts.requests import GREEDY_BELOW, Sampling
+
+LEAST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON does not have
+LARGE = 1e30
+ROUNDING = 2**-22  # in float32
+
+
+class NextTokens:
+    """The next tokens of some rows of logits, to be asked for row by row: what is wrong with one
+    row raises for that one.
+
+    One arg max serves all rows. Rows of a temperature below GREEDY_BELOW take it; the others draw,
+    a seeded sequence from a generator of its own, so that its tokens depend neither on the batch
+    around it nor on the rank.
+    """
+
+    def __init__(self, logits_RV: torch.Tensor) -> None:
+        self._logits_RV = logits_RV
+        best_R = logits_RV.argmax(-1)  # of a row with a NaN: the NaN's place
+        self._best: list[int] = best_R.tolist()
+        self._peaks: list[float] = logits_RV.gather(-1, best_R.unsqueeze(-1))[:, 0].tolist()
+
+    def of(self, row: int, sequence: Sequence) -> tuple[int, TokenLogprob | None]:
+        """The sequence's next token, and its log-probability where asked for, which is that of the
+        model's own distribution. Raises SamplingError, or what torch raises."""
+        sampling = sequence.submit.sampling
+        assert sampling is not None
+        token, peak = self._best[row], self._peaks[row]
+        if not math.isfinite(peak):
+            raise not_finite()
+        logits_V = chosen_by_V = self._logits_RV[row]
+        if sequence.rules is not None:
+            chosen_by_V = sequence.rules.shaped(logits_V, sequence.token_ids)
+            token = int(chosen_by_V.argmax())
+            peak = float(chosen_by_V[token])
+            if not math.isfinite(peak):
+                raise SamplingError("no token is left that the request's fields allow")
+        if sampling.temperature >= GREEDY_BELOW:
+            token = _draw(chosen_by_V, peak, sampling, _generator(sequence, logits_V.device))
+        wanted = sampling.logprobs
+        return token, None if wanted is None else token_logprob(logits_V, token, wanted)
+
+
+def not_finite() -> NotFiniteError:
+    return NotFiniteError(
+        "the model's logits are not finite numbers: no token can be drawn. If this goes on, the "
+        "checkpoint is damaged, or model.dtype is too narrow for it"
+    )
+
+
+def _generator(sequence: Sequence, device: torch.device) -> torch.Generator:
+    if sequence.generator is None:
+        sequence.generator = torch.Generator(device)
+        sampling = sequence.submit.sampling
+        if sampling is not None and sampling.seed is not None:
+            sequence.generator.manual_seed(sampling.seed % 2**63)
+        else:
+            sequence.generator.seed()
+    return sequence.generator
+
+
+def distribution(
+    logits_V: torch.Tensor, peak: float, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What is drawn from, by temperature, then min_p, top_k and top_p: probabilities, not
+    normalised, and whose they are (None: of all tokens, in order). The likeliest, whose logit is
+    `peak`, is always there."""
+    logits_V = logits_V.float()
+    if abs(peak) > LARGE:  # divided by the temperature it would be infinite
+        logits_V, peak = logits_V - peak, 0.0
+    scaled_V = logits_V / sampling.temperature
+    if sampling.min_p > 0:
+        least = peak / sampling.temperature + math.log(sampling.min_p)
+        least -= ROUNDING * abs(least)  # of the likeliest itself, with min_p 1
+        scaled_V.masked_fill_(scaled_V < least, -math.inf)
+    limit = sampling.top_k if sampling.top_k > 0 else len(scaled_V)
+    if sampling.top_p >= 1 and limit >= len(scaled_V):
+        return scaled_V.softmax(-1), None
+    sorted_K, ids_K = scaled_V.topk(min(limit, len(scaled_V)))
+    probs_K = sorted_K.softmax(-1)
+    # keep the smallest set whose probability reaches top_p: drop a token if those before it do
+    dropped_K = (probs_K.cumsum(-1) - probs_K) >= sampling.top_p
+    dropped_K[0] = False  # none is before it, but 0 >= top_p where that is 0 in float32
+    probs_K[dropped_K] = 0.0
+    return probs_K, ids_K
+
+
+def _draw(
+    logits_V: torch.Tensor, peak: float, sampling: Sampling, generator: torch.Generator
+) -> int:
+    probs_K, ids_K = distribution(logits_V, peak, sampling)
+    place = torch.multinomial(probs_K, 1, generator=generator)
+    return int(place if ids_K is None else ids_K[place])
+
+
+def token_logprob(logits_V: torch.Tensor, token: int, wanted: int) -> TokenLogprob:
+    """The token's log-probability and those of the `wanted` most probable ones, each at least
+    LEAST_LOGPROB. Raises SamplingError where logits are not finite."""
+    logprobs_V = logits_V.float().log_softmax(-1).clamp_(min=LEAST_LOGPROB)
+    logprob = float(logprobs_V[token])
+    if math.isnan(logprob):  # as all are, if one logit is NaN or +inf
+        raise not_finite()
+    if wanted == 0:
+        return TokenLogprob(logprob)
+    values, ids = logprobs_V.topk(min(wanted, len(logprobs_V)))
+    top = list(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprob(logprob, top)

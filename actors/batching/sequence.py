@@ -1,0 +1,99 @@
+"""The state of one request on an attention rank."""
+
+from __future__ import annotations
+
+import torch
+
+from actors.batching.batch_room import owner_of
+from actors.batching.logit_rules import logit_rules
+from contracts.block_hash import chain_hashes
+from contracts.messages import Submit, TokenLogprob
+from contracts.requests import Priority, Usage
+
+SequenceKey = tuple[int, int]  # client, request id: unique on a rank
+
+
+class Sequence:
+    """Tokens so far, and how many of them have K and V in the pool.
+
+    token_ids   | prompt ........................ | generated .... |
+                | cached | computed by batches .. | next to run    |
+                0        num_cached               num_computed      len(token_ids)
+    """
+
+    def __init__(self, key: SequenceKey, submit: Submit, block_tokens: int) -> None:
+        self.key = key
+        self.submit = submit
+        self.owner = owner_of(key[0], submit)
+        self.token_ids: list[int] = list(submit.token_ids)
+        self.prompt_tokens = len(submit.token_ids)
+        self.block_tokens = block_tokens
+        self.block_table: list[int] = []
+        self.num_computed = 0
+        self.num_cached: int | None = None  # set when it first starts
+        self.in_flight = False
+        self.last_batch = -1  # the number of the last one that it was in
+        self.done = False  # finished or cancelled: ends when its batch does
+        self.failure: Exception | None = None  # what ended it, if the finisher raised
+        self.scored: list[TokenLogprob] = []
+        self.generator: torch.Generator | None = None
+        self.rules = logit_rules(submit)
+        self.ending_ids = submit.ending_ids
+        self._hashes: list[bytes] = []
+
+    @property
+    def priority(self) -> Priority:
+        return self.submit.priority
+
+    @property
+    def generated(self) -> int:
+        return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """Chained hashes of the full blocks of `token_ids`."""
+        return self.hash_blocks(len(self.token_ids) // self.block_tokens)
+
+    @property
+    def hashed_blocks(self) -> int:
+        """How many of them are known by now."""
+        return len(self._hashes)
+
+    def hash_blocks(self, count: int) -> list[bytes]:
+        """Of the first `count` full blocks at least."""
+        if len(self._hashes) < count:
+            tokens, length = self.token_ids, count * self.block_tokens
+            if length <= len(tokens) - self.block_tokens:
+                tokens = tokens[:length]
+            salt = self.submit.caller.salt
+            self._hashes = chain_hashes(tokens, self.block_tokens, known=self._hashes, salt=salt)
+        return self._hashes
+
+    def before_block(self, place: int) -> bytes:
+        """What names all that is before block `place`: the hash of the block there, or the salt."""
+        return self.hashes[place - 1] if place else self.submit.caller.salt
+
+    @property
+    def first_needed(self) -> int:
+        """The first position whose hidden state is needed: it must be computed, cached or not."""
+        last = len(self.token_ids) - 1
+        score_from = self.submit.score_from
+        return last if score_from is None else min(last, score_from - 1)
+
+    def wanted_positions(self, start: int, stop: int) -> range:
+        """Positions in [start, stop) whose logits are needed."""
+        return range(max(start, self.first_needed), stop)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.generated,
+            cached_tokens=self.num_cached or 0,
+        )

@@ -1,0 +1,1 @@
+"""The executors: a batch's tasks, in the order of its plan."""

@@ -1,0 +1,1 @@
+"""Where routed experts are computed: dispatch, server, and what supplies their weights."""

@@ -1,0 +1,223 @@
+"""Data-parallel attention with expert parallelism, in lockstep: the baseline of MoE-Prefill
+(Section 2: DP+EP), built as serving systems build it.
+
+    worker 0   attend | ── rows ──> | experts 0..3 on rows of all | ── sums ──> | combine | attend
+    worker 1   attend | <─ rows ─── | experts 4..7 on rows of all | <─ sums ─── | combine | attend
+                        all wait                                    all wait
+
+Each worker has 1/N of the experts; at every layer with experts activations go to where those are
+and come back. A worker without a batch takes part all the same, with no rows of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.channels.base import (
+    Endpoint,
+    Happening,
+    Header,
+    Kind,
+    Packet,
+    Part,
+    PeerLost,
+    transfer_span,
+    transfers,
+)
+from actors.experts.dispatch import RankSlice, TokenGroups, plan_dispatch
+from actors.experts.expert_server import merge
+from actors.telemetry.timeline import Timeline
+from contracts.clock import Clock
+from contracts.errors import PeerError, PeerHungError
+from models.experts.moe import ExpertHalf
+from models.experts.router import Routed
+from planner.findep.placement import ExpertPlacement
+
+PATIENCE_S = 60.0  # for a peer that lives: it may attend to a long batch
+_POLL_S = 0.2
+
+
+class AllToAll:
+    """One worker's side. `workers`: names of all, by rank. Owned by one thread, but for `connect`
+    before it starts."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        workers: Sequence[str],
+        half: ExpertHalf,
+        timeline: Timeline,
+        clock: Clock,
+    ) -> None:
+        """half: this worker's experts, as ExpertPlacement.contiguous cuts them."""
+        self._endpoint, self._half = endpoint, half
+        self._timeline, self._clock = timeline, clock
+        self._workers = tuple(workers)
+        self._peers = [name for name in workers if name != endpoint.name]
+        self._placement = ExpertPlacement.contiguous(half.spec.num_experts, len(workers))
+        self._pass = 0
+        self._arrived: dict[tuple[Kind, int, int, str], Packet] = {}
+        self._lost: PeerError | None = None
+
+    def connect(self, addresses: dict[str, str]) -> None:
+        """Joins the workers of lower rank; those of higher rank join us. Raises ChannelError."""
+        mine = self._workers.index(self._endpoint.name)
+        for peer in self._workers[:mine]:
+            if peer in addresses and peer not in self._endpoint.peers():
+                self._endpoint.connect(peer, addresses[peer])
+
+    def sums(self, layer: int, routed: Routed) -> Tensor:
+        """[T, D] float32: each token's weighted sum over its experts, wherever they are. Waits for
+        all workers. Raises PeerError if one is lost."""
+        self._wait_for_links()
+        slices = plan_dispatch(
+            routed.topk_ids_TK.cpu().numpy(),
+            routed.topk_weights_TK.cpu().numpy(),
+            TokenGroups([(0, routed.x_TD.shape[0])]),
+            self._placement,
+        )
+        return self._exchange(layer, routed.x_TD, {piece.rank: piece for piece in slices})
+
+    def sit_in(self, layer: int, like: Tensor) -> None:
+        """Takes part in a layer without rows of our own: `like` is [0, D]. Raises PeerError."""
+        self._wait_for_links()
+        self._exchange(layer, like, {})
+
+    def is_wanted(self, timeout_s: float) -> bool:
+        """Whether others have begun the next pass; waits for that. Raises PeerError."""
+        if not self._begun():
+            self._poll(timeout_s)
+        return self._begun()
+
+    def wake(self) -> None:
+        """Ends a wait of `is_wanted`. Called from any thread."""
+        self._endpoint.wake()
+
+    def end_pass(self) -> None:
+        """All layers of a pass are through."""
+        self._pass += 1
+
+    def _begun(self) -> bool:
+        return any(number == self._pass for _, number, _, _ in self._arrived)
+
+    def _exchange(self, layer: int, x_TD: Tensor, slices: dict[int, RankSlice]) -> Tensor:
+        own: Packet | None = None
+        for rank, worker in enumerate(self._workers):
+            piece = slices.get(rank) or self._nothing(rank)
+            if worker == self._endpoint.name:
+                header = self._header(Kind.A2E, layer)
+                own = Packet(worker, header, _tensors(piece, x_TD), self._clock(), None)
+            else:
+                self._send(worker, self._header(Kind.A2E, layer), _tensors(piece, x_TD))
+        assert own is not None
+        packets = self._receive(Kind.A2E, layer)
+        mine = self._run_experts(layer, {**packets, own.peer: own})
+        replies = self._receive(Kind.E2A, layer)
+        out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+        for rank, worker in enumerate(self._workers):
+            y_UD = mine if worker == own.peer else replies[worker].tensors[0]
+            _add(out_TD, slices.get(rank), y_UD)
+        for packet in replies.values():
+            packet.release()
+        return out_TD
+
+    def _run_experts(self, layer: int, packets: dict[str, Packet]) -> Tensor:
+        """Our experts on the rows of all, in one call; answers the others, returns our own sums."""
+        ordered = [packets[worker] for worker in self._workers]
+        groups = merge(ordered)
+        y_UD = self._half.run(layer, groups.x_UD, groups.rows_N, groups.weights_N, groups.counts_e)
+        mine = y_UD[:0]
+        for number, packet in enumerate(ordered):
+            rows = y_UD[groups.first_row[number] : groups.first_row[number + 1]]
+            if packet.peer == self._endpoint.name:
+                mine = rows
+            else:
+                rows = rows.to(packet.tensors[0].dtype)
+                self._send(packet.peer, self._header(Kind.E2A, layer), [rows])
+            packet.release()
+        return mine
+
+    def _nothing(self, rank: int) -> RankSlice:
+        counts_e = np.zeros(len(self._placement.experts_of(rank)), np.int32)
+        none = np.zeros(0, np.int64)
+        return RankSlice(rank, 0, 0, 0, none, none.astype(np.int32), none.astype("f4"), counts_e)
+
+    def _header(self, kind: Kind, layer: int) -> Header:
+        now_s = self._clock()
+        return Header(kind, self._endpoint.epoch, self._pass, layer, 0, 0, sent_s=now_s)
+
+    def _send(self, peer: str, header: Header, tensors: Sequence[Tensor]) -> None:
+        parts = [Part(str(tensor.dtype)[6:], tuple(tensor.shape)) for tensor in tensors]
+        reservation = self._endpoint.reserve(peer, parts)
+        for place, tensor in zip(reservation.tensors, tensors, strict=True):
+            place.copy_(tensor)
+        self._endpoint.commit(reservation, header)
+
+    # --- waiting
+
+    def _wait_for_links(self) -> None:
+        end_s = self._clock() + PATIENCE_S
+        while missing := [peer for peer in self._peers if peer not in self._endpoint.peers()]:
+            if self._clock() > end_s:
+                raise PeerHungError(f"{missing[0]} has not joined in {PATIENCE_S:g} s", missing[0])
+            self._poll(_POLL_S)
+
+    def _receive(self, kind: Kind, layer: int) -> dict[str, Packet]:
+        """The packet of every peer."""
+        keys = {peer: (kind, self._pass, layer, peer) for peer in self._peers}
+        end_s = self._clock() + PATIENCE_S
+        while missing := [peer for peer, key in keys.items() if key not in self._arrived]:
+            if self._clock() > end_s:
+                peer = missing[0]
+                raise PeerHungError(
+                    f"{peer} has not come to layer {layer} in {PATIENCE_S:g} s", peer
+                )
+            self._poll(_POLL_S)
+        return {peer: self._arrived.pop(key) for peer, key in keys.items()}
+
+    def _poll(self, timeout_s: float) -> None:
+        """Takes what has arrived. Raises the loss of a peer, now and ever after."""
+        start_s = self._clock()
+        happenings: list[Happening] = self._endpoint.poll(timeout_s)
+        self._timeline.waited(start_s, self._clock(), transfers(happenings))
+        for happening in happenings:
+            if isinstance(happening, Packet):
+                self._take(happening)
+            elif isinstance(happening, PeerLost):
+                self._lost = self._lost or happening.error
+        if self._lost is not None:
+            raise type(self._lost)(self._lost.message, self._lost.peer)
+
+    def _take(self, packet: Packet) -> None:
+        header = packet.header
+        if header.batch < self._pass:
+            packet.release()
+            return
+        self._timeline.add(transfer_span(packet, self._endpoint.name))
+        self._arrived[header.kind, header.batch, header.layer, packet.peer] = packet
+
+
+def _tensors(piece: RankSlice, x_TD: Tensor) -> list[Tensor]:
+    """As an A2E packet has them (actors/engine/executor.py): x_UD, index_N, weights_N, counts_e."""
+    rows_U = piece.rows_U
+    x_UD = x_TD[piece.start : piece.stop] if rows_U is None else x_TD[torch.from_numpy(rows_U)]
+    return [
+        x_UD,
+        torch.from_numpy(piece.index_N),
+        torch.from_numpy(piece.weights_N),
+        torch.from_numpy(piece.counts_e),
+    ]
+
+
+def _add(out_TD: Tensor, piece: RankSlice | None, y_UD: Tensor) -> None:
+    if piece is None:
+        return
+    if piece.rows_U is None:
+        out_TD[piece.start : piece.stop] += y_UD
+    else:
+        rows_U = torch.from_numpy(piece.rows_U).to(out_TD.device)
+        out_TD.index_add_(0, rows_U, y_UD.to(out_TD.dtype))

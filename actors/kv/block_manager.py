@@ -1,0 +1,208 @@
+"""Who owns which KV block of an attention rank: free list, prefix cache, reference counts.
+
+Every block is in exactly one state:
+
+    free ──allocate──> used (ref > 0) ──release──> cached (contents known, ref 0) ──LRU──> free
+                          │    ▲                       │
+                          │    └──────── match ────────┘
+                          └──release──> free (nobody would find it)
+
+Full blocks have a hash and are shared as they are. Of the block after those, full or not, as many
+tokens are shared as are equal, by copying them (`head`).
+
+A block that the batch being formed will fill is *pending*: later sequences of the same batch may
+share it, because within a layer K and V of all new tokens are written before attention runs
+(in-batch prefix sharing); sequences of other batches may not, until the batch is complete.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from actors.kv.block_contents import BlockContents, Head
+
+
+class BlockManager:
+    """Block numbers 0 .. num_blocks-1; the tensors live in `models.decoder.kv_pool`."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        prefix_cache: bool = True,
+        share_partial: bool = True,
+        keeps: bool = True,
+        journal: bool = False,
+    ) -> None:
+        """prefix_cache False: no block is found again. share_partial False: only full ones are.
+        keeps: blocks stay cached after the batch that fills them; else only sequences of one
+        batch share. journal: `take_changes` is called now and then."""
+        self.num_blocks = num_blocks
+        self.evicted_total = 0
+        self._prefix_cache = prefix_cache
+        self._share_partial = share_partial
+        self._keeps = keeps
+        self._changes: dict[bytes, bool] | None = {} if journal else None  # hash -> is it held
+        self._free: list[int] = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._references = [0] * num_blocks
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._contents = BlockContents()
+        self._pending: dict[int, int] = {}  # block -> batch that fills it
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` could hand out now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Blocks per state (`tandem_kv_blocks{state}`)."""
+        free, cached = len(self._free), len(self._cached)
+        return {"free": free, "cached": cached, "used": self.num_blocks - free - cached}
+
+    def match(self, hashes: Sequence[bytes], *, batch: int) -> list[int]:
+        """Blocks that hold the longest contiguous prefix of `hashes`; takes no reference yet."""
+        blocks = []
+        for digest in hashes:
+            block = self._block_of.get(digest)
+            if block is None or self._pending.get(block, batch) != batch:
+                break
+            blocks.append(block)
+        return blocks
+
+    def head(self, parent: bytes, tokens: Sequence[int], *, batch: int) -> Head | None:
+        """The block after `parent` that has the most of `tokens` in common; takes no reference."""
+        head = self._contents.longest_head(parent, tokens)
+        if head is None or self._pending.get(head.block, batch) != batch:
+            return None
+        return head
+
+    def take(self, matched: Sequence[int], fresh: int) -> list[int] | None:
+        """References to `matched` blocks and to `fresh` new ones; None if there are too few.
+
+        Nothing changes when it returns None.
+        """
+        revived = sum(1 for block in matched if self._references[block] == 0)
+        if fresh > self.available - revived:
+            return None
+        for block in matched:
+            if self._references[block] == 0:
+                del self._cached[block]
+            self._references[block] += 1
+        return [*matched, *(self._allocate() for _ in range(fresh))]
+
+    def register(
+        self, block: int, digest: bytes | None, parent: bytes, tokens: Sequence[int], *, batch: int
+    ) -> None:
+        """`block` will hold, after `batch`, `tokens` after the block that `parent` names (at the
+        start: the salt). digest: the hash of a full block, else None."""
+        if not self._prefix_cache or digest in self._block_of or block in self._hash_of:
+            return
+        found = False
+        if digest is not None:
+            self._hash_of[block] = digest
+            self._block_of[digest] = block
+            found = True
+        if self._share_partial and self._contents.put(block, parent, tokens):
+            found = True
+        if found:
+            self._pending[block] = batch
+
+    def commit(self, batch: int) -> None:
+        """`batch` has run: its pending blocks are filled."""
+        for block in [block for block, owner in self._pending.items() if owner == batch]:
+            if not self._keeps:
+                self._forget(block)
+                continue
+            del self._pending[block]
+            if self._changes is not None and block in self._hash_of:
+                self._changes[self._hash_of[block]] = True
+
+    def abandon(self, batch: int) -> None:
+        """`batch` failed: what it would have filled is forgotten."""
+        for block in [block for block, owner in self._pending.items() if owner == batch]:
+            self._forget(block)
+
+    def distrust(self, blocks: Sequence[int]) -> None:
+        """What stands there may be wrong: nobody finds these blocks any more. Whoever has them
+        keeps them."""
+        for block in blocks:
+            self._forget(block)
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """(stored, evicted): hashes whose blocks the cache now holds, or no longer, that changed
+        since the last call."""
+        if not self._changes:
+            return [], []
+        changes, self._changes = self._changes, {}
+        stored = [digest for digest, held in changes.items() if held]
+        return stored, [digest for digest, held in changes.items() if not held]
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Gives references back. The last blocks of a chain are evicted first."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] > 0:
+                continue
+            if self._is_known(block) and block not in self._pending:
+                self._cached[block] = None
+            else:
+                self._forget(block)
+                self._free.append(block)
+
+    def _allocate(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+            self.evicted_total += 1
+        self._references[block] = 1
+        return block
+
+    def _is_known(self, block: int) -> bool:
+        return block in self._hash_of or block in self._contents
+
+    def _forget(self, block: int) -> None:
+        pending = self._pending.pop(block, None) is not None
+        self._contents.drop(block)
+        digest = self._hash_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]
+            if self._changes is not None and not pending:
+                self._changes[digest] = False
+
+    def check(self, tables: Sequence[Sequence[int]]) -> None:
+        """Raises RuntimeError unless the books balance. `tables`: those of all live sequences, and
+        the sources of copies under way.
+
+        free + cached + used = all blocks; references equal the tables' entries; hashes are 1:1.
+        """
+        expected = [0] * self.num_blocks
+        for table in tables:
+            for block in table:
+                expected[block] += 1
+        free, cached = set(self._free), set(self._cached)
+        problems = [
+            (len(free) != len(self._free), "a block is twice in the free list"),
+            (bool(free & cached), "a block is both free and cached"),
+            (expected != self._references, "reference counts differ from the block tables"),
+            (
+                {b for b in range(self.num_blocks) if self._references[b] == 0} != free | cached,
+                "unreferenced blocks are not exactly the free and cached ones",
+            ),
+            (not all(map(self._is_known, cached)), "nobody would find a cached block"),
+            (any(map(self._is_known, free)), "a free block would be found"),
+            (
+                {block: digest for digest, block in self._block_of.items()} != self._hash_of,
+                "hash maps are not inverse to each other",
+            ),
+            (not all(map(self._is_known, self._pending)), "nobody would find a pending block"),
+        ]
+        for broken, what in problems:
+            if broken:
+                raise RuntimeError(f"KV block manager: {what}")
+        self._contents.check()

@@ -1,0 +1,1 @@
+"""A rank and its planner: measured tasks there, plans back."""

@@ -1,0 +1,155 @@
+"""Measures a channel between two processes: payloads of several sizes go to a child process
+(`python -m actors.planning.link_probe`) and come back.
+
+A transfer's time runs from just before `commit` until the receiver, which waits for nothing else,
+has seen it. Filling the payload is the sender's work and counts there (actors/planning/stage_probe.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from actors.channels.base import Endpoint, Header, Kind, Packet, Part, PeerLost
+from actors.channels.factory import make_endpoint
+from contracts.clock import monotonic_s
+from contracts.config import ChannelConfig
+from contracts.errors import ChannelError
+from contracts.import_path import module_command
+
+log = logging.getLogger(f"tandem.{__name__}")
+
+_PROBE, _ECHO = "attention-0", "expert-0"
+_DEADLINE_S = 20.0
+_CONFIG = ChannelConfig(silence_s=10.0)  # a busy machine is no dead peer
+
+
+class LinkTransfer(NamedTuple):
+    """One payload, there and back."""
+
+    num_bytes: int
+    a2e_s: float
+    e2a_s: float
+
+
+class _Options(msgspec.Struct):
+    backend: str
+    token: bytes
+
+
+@contextmanager
+def link_probe(backend: str) -> Iterator[LinkProbe]:
+    """A link over `backend` ("shm" or "tcp") to a process of its own. Raises ChannelError."""
+    options = _Options(backend, secrets.token_bytes(32))
+    process = subprocess.Popen(
+        module_command("actors.planning.link_probe"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C reaches the parent, which ends it
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    end = _endpoint(_PROBE, options)
+    try:
+        process.stdin.write(msgspec.json.encode(options) + b"\n")  # the token is in no argument
+        process.stdin.flush()
+        address = process.stdout.readline().decode().strip()
+        if not address:
+            raise ChannelError(f"channel.backend={backend}: the echoing process did not start")
+        end.connect(_ECHO, address)
+        yield LinkProbe(end)
+    finally:
+        end.close()
+        process.stdin.close()
+        try:
+            process.wait(_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+class LinkProbe:
+    """The side that asks."""
+
+    def __init__(self, end: Endpoint) -> None:
+        self._end = end
+        self._sent = 0
+
+    def transfer(self, num_bytes: int) -> LinkTransfer:
+        """Sends `num_bytes` and waits for as many. Raises PeerError or ChannelError."""
+        self._sent += 1
+        parts = [Part("uint8", (num_bytes,))]
+        _send(self._end, _ECHO, parts, Kind.A2E, self._sent, [])
+        packet = _next_packet(self._end, _DEADLINE_S)
+        seconds = packet.arrived_s - packet.header.sent_s
+        a2e_s = float(packet.tensors[1][0])
+        packet.release()
+        return LinkTransfer(num_bytes, a2e_s, seconds)
+
+
+def _send(
+    end: Endpoint, peer: str, parts: Sequence[Part], kind: Kind, number: int, told: list[float]
+) -> None:
+    """The first part is filled with `number`, the second, if any, with `told`."""
+    reservation = end.reserve(peer, parts)
+    reservation.tensors[0].fill_(number % 256)
+    if told:
+        reservation.tensors[1].copy_(torch.tensor(told, dtype=torch.float64))
+    end.commit(reservation, Header(kind, end.epoch, number, 0, 0, 0, sent_s=monotonic_s()))
+
+
+def _next_packet(end: Endpoint, timeout_s: float) -> Packet:
+    deadline_s = monotonic_s() + timeout_s
+    while (left_s := deadline_s - monotonic_s()) > 0:
+        for happening in end.poll(left_s):
+            if isinstance(happening, Packet):
+                return happening
+            if isinstance(happening, PeerLost):
+                raise happening.error
+    raise ChannelError(f"no payload arrived within {timeout_s} s")
+
+
+def _endpoint(name: str, options: _Options) -> Endpoint:
+    return make_endpoint(
+        name=name,
+        token=options.token,
+        epoch=1,
+        config=msgspec.structs.replace(_CONFIG, backend=options.backend),
+        clock=monotonic_s,
+        device=torch.device("cpu"),
+    )
+
+
+def _echo() -> None:
+    """Answers every payload with one of its size, and how long it took to come; until the other
+    side is gone."""
+    options = msgspec.json.decode(sys.stdin.readline(), type=_Options)
+    torch.set_num_threads(1)
+    end = _endpoint(_ECHO, options)
+    sys.stdout.write(end.listen() + "\n")
+    sys.stdout.flush()
+    try:
+        while True:
+            packet = _next_packet(end, 10 * _DEADLINE_S)
+            seconds = packet.arrived_s - packet.header.sent_s
+            size, number = packet.tensors[0].shape[0], packet.header.batch
+            packet.release()
+            parts = [Part("uint8", (size,)), Part("float64", (1,))]
+            _send(end, _PROBE, parts, Kind.E2A, number, [seconds])
+    except ChannelError as error:
+        log.debug("the probe is gone: %s", error.message)
+    finally:
+        end.close()
+
+
+if __name__ == "__main__":
+    _echo()

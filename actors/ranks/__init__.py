@@ -1,0 +1,1 @@
+"""The kinds of ranks, and the processes that they run in."""

@@ -1,0 +1,104 @@
+"""A whole attention/expert group, prefill workers, or both, as plain processes of this machine,
+without Ray."""
+
+from __future__ import annotations
+
+import secrets
+from concurrent.futures import wait
+from types import TracebackType
+
+from actors.ranks.process import RankProcess
+from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
+from contracts.config import TandemConfig
+from contracts.events import TaskSpan
+from contracts.hardware import Hardware
+from contracts.worker import Group, RankReady, RankStatus
+
+TOKEN_BYTES = 32
+STOP_TIMEOUT_S = 5.0
+
+
+class LocalGroup:
+    """A context manager: the group is up inside, and no process of it is left afterwards.
+
+    `ready`: what each rank told, attention ranks first. `processes`: by rank name.
+    """
+
+    def __init__(
+        self,
+        model_folder: str,
+        config: TandemConfig,
+        *,
+        backend: str = "shm",
+        device: str = "cpu",
+        planner: bool = False,
+        hardware: Hardware | None = None,
+    ) -> None:
+        """planner: with a planner process, whatever `config.planner.enabled` says, which is about
+        clusters. hardware: what it starts from (None: from nothing)."""
+        groups = config.groups
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        formation = Formation(config, model_folder, self.token, 1, backend, hardware)
+        seat = Seat(device, "127.0.0.1", groups.attention_ranks + groups.prefill_ranks)
+        attention, expert = [seat] * groups.attention_ranks, [seat] * groups.expert_ranks
+        prefill = [seat] * groups.prefill_ranks
+        planners = [Seat("cpu", "127.0.0.1", 1)] if planner else []
+        self._specs = make_specs(formation, attention, expert, planners, prefill)
+        self._timeout_s = groups.ready_timeout_s
+        self.processes: dict[str, RankProcess] = {}
+        self.ready: list[RankReady] = []
+
+    def __enter__(self) -> LocalGroup:
+        try:
+            for spec in self._specs:
+                self.processes[spec.name] = RankProcess(spec.name)
+            handles = list(self.processes.values())
+            self.ready = form_group(self._specs, handles, timeout_s=self._timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def client_addresses(self) -> dict[str, str]:
+        """Name -> address of each attention rank and prefill worker, for the ingress's clients."""
+        return {
+            ready.name: ready.client_address
+            for spec, ready in zip(self._specs, self.ready, strict=True)
+            if spec.group in (Group.ATTENTION, Group.PREFILL)
+        }
+
+    def status(self, timeout_s: float = 10.0) -> list[RankStatus]:
+        """What each rank says of itself (the planner is none)."""
+        futures = [rank.call("status") for rank in self._ranks]
+        return [future.result(timeout_s) for future in futures]
+
+    def metrics(self, timeout_s: float = 10.0) -> dict[str, str]:
+        """Prometheus text of each process, by name."""
+        futures = [(name, process.call("metrics")) for name, process in self.processes.items()]
+        return {name: future.result(timeout_s) for name, future in futures}
+
+    def spans(self, timeout_s: float = 30.0) -> list[TaskSpan]:
+        """The recorded spans of all ranks, in order of their start."""
+        futures = [rank.call("spans") for rank in self._ranks]
+        spans = [span for future in futures for span in future.result(timeout_s)]
+        return sorted(spans, key=lambda span: span.start_s)
+
+    @property
+    def _ranks(self) -> list[RankProcess]:
+        return [self.processes[s.name] for s in self._specs if s.group is not Group.PLANNER]
+
+    def close(self) -> None:
+        """Stops all ranks at once, so that none takes the others for lost; then ends them."""
+        stopping = [process.call("stop") for process in self.processes.values()]
+        wait(stopping, timeout=STOP_TIMEOUT_S)
+        for process in self.processes.values():
+            process.close()

@@ -1,0 +1,226 @@
+"""The planner as a service: answers ranks' questions, takes their measured times.
+
+    rank ── PlanQuery ───────────> OnlinePlanner (planner/online/planner.py)
+         <── PlanAnswer ──────────
+         ── BatchReport, ExpertReport ──> refit
+         <── ModelsChanged ──────  when the stage models have moved
+
+A plain class, like actors/ranks/attention_worker.py. One thread: an asyncio loop that reads, solves and
+writes. No rank waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+
+from actors.channels.door import Door
+from actors.channels.handshake import Identity, Remote
+from actors.planning.model_shape import shape_of
+from actors.telemetry.telemetry import Telemetry
+from contracts import metrics
+from contracts.clock import monotonic_s
+from contracts.errors import HandshakeError
+from contracts.events import TaskSpan
+from contracts.frames import BAD_FRAME
+from contracts.logs import event
+from contracts.plan import Order
+from contracts.planning import (
+    MAX_PLANNER_FRAME_BYTES,
+    PLANNER_PURPOSE,
+    BatchReport,
+    FromPlanner,
+    ModelsChanged,
+    PlanAnswer,
+    PlanQuery,
+    ToPlanner,
+)
+from contracts.worker import RankReady, RankStatus, WorkerSpec
+from models.weights.checkpoint import check_checkpoint, resolve_dtype
+from planner.online.models import OnlineSetup
+from planner.online.planner import NoPlanError, OnlinePlanner
+
+log = logging.getLogger("tandem.planner")
+
+STOP_DEADLINE_S = 2.0
+MAX_BUFFERED_BYTES = 8 << 20  # a rank that reads nothing is cut off beyond this
+
+
+class PlannerWorker:
+    """Made listening. Then: start; status, metrics at any time; stop."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        started_s = monotonic_s()
+        self.spec = spec
+        setup = _setup(spec)
+        self._planner = OnlinePlanner(setup)
+        top_k, experts = setup.shape.top_k, setup.shape.num_experts
+        self._metrics = PlanMetrics(setup.attention_ranks * top_k / experts)
+        self._identity = Identity(name=spec.name, token=spec.token, epoch=None)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToPlanner] = msgspec.msgpack.Decoder(ToPlanner)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._answered = 0
+        self._started_s = monotonic_s()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"{spec.name}-loop", daemon=True
+        )
+        self._thread.start()
+        listening = asyncio.run_coroutine_threadsafe(self._listen(), self._loop)
+        self.ready = RankReady(
+            name=spec.name,
+            pid=os.getpid(),
+            channel_address=listening.result(spec.config.channel.deadline_s),
+            load_s=monotonic_s() - started_s,
+        )
+
+    def connect(self, addresses: dict[str, str]) -> None:
+        """Ranks connect to the planner, not the other way round."""
+
+    def start(self) -> None:
+        """It has listened since it was made."""
+
+    def stop(self) -> None:
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(STOP_DEADLINE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_DEADLINE_S)
+        self._loop.close()
+
+    def status(self) -> RankStatus:
+        """`batches`: how many questions it has answered, and under which version of the models."""
+        return RankStatus(
+            name=self.spec.name,
+            healthy=self._thread.is_alive(),
+            uptime_s=monotonic_s() - self._started_s,
+            epoch=self.spec.epoch,
+            planner=f"answers={self._answered} models={self._planner.version}",
+        )
+
+    def metrics(self) -> str:
+        """Prometheus text: the latest plan, and its predicted and measured makespan."""
+        return self._metrics.text()
+
+    def spans(self) -> list[TaskSpan]:
+        """None: nothing that it does is on a batch's timeline."""
+        return []
+
+    async def _listen(self) -> str:
+        self._door = Door(self._identity, answer=_only_ranks, serve=self._serve)
+        return self._door.open(self.spec.host)
+
+    async def _close(self) -> None:
+        await self._door.close(STOP_DEADLINE_S / 2)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            self._writers.add(writer)
+            self._write(writer, ModelsChanged(self._planner.version))
+            while True:
+                self._take(writer, await self._read(reader))
+        except (OSError, EOFError, *BAD_FRAME) as error:
+            event(log, "planner_connection_ended", reason=error)
+        finally:
+            self._writers.discard(writer)
+
+    async def _read(self, reader: asyncio.StreamReader) -> ToPlanner:
+        size = int.from_bytes(await reader.readexactly(4), "little")
+        if size > MAX_PLANNER_FRAME_BYTES:
+            raise msgspec.DecodeError(f"frame of {size} bytes")
+        return self._decoder.decode(await reader.readexactly(size))
+
+    def _take(self, writer: asyncio.StreamWriter, message: ToPlanner) -> None:
+        if isinstance(message, PlanQuery):
+            self._write(writer, self._answer(message))
+            return
+        before = self._planner.version
+        if isinstance(message, BatchReport):
+            batches = [times.batch for times in message.micro_batches]
+            predicted_ms = self._planner.predict_ms(message.plan, batches)
+            self._metrics.show(message, predicted_ms)
+            self._planner.observe_batch(message)
+        else:
+            self._planner.observe_experts(message)
+        if self._planner.version != before:
+            event(log, "stage_models_changed", version=self._planner.version)
+            for each in list(self._writers):
+                self._write(each, ModelsChanged(self._planner.version))
+
+    def _answer(self, query: PlanQuery) -> PlanAnswer:
+        started_s = monotonic_s()
+        self._answered += 1
+        known = self._planner.known(query.batch)
+        try:
+            planned = known or self._planner.plan(query.batch)
+        except NoPlanError as error:
+            return PlanAnswer(number=query.number, version=self._planner.version, reason=str(error))
+        return PlanAnswer(
+            number=query.number,
+            version=self._planner.version,
+            plan=planned.plan,
+            predicted_ms=self._planner.expected_ms(planned),
+            solve_ms=0.0 if known else 1e3 * (monotonic_s() - started_s),
+        )
+
+    def _write(self, writer: asyncio.StreamWriter, message: FromPlanner) -> None:
+        body = self._encoder.encode(message)
+        writer.write(len(body).to_bytes(4, "little") + body)
+        if writer.transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
+            writer.transport.abort()
+
+
+class PlanMetrics:
+    """The latest measured batch of any rank."""
+
+    def __init__(self, tokens_per_expert: float) -> None:
+        """tokens_per_expert: that one token of each attention rank brings to each expert."""
+        self._telemetry = Telemetry()
+        self._tokens_per_expert = tokens_per_expert
+
+    def show(self, report: BatchReport, predicted_ms: float | None) -> None:
+        """predicted_ms: for the batch as it was cut, before its times were learned from."""
+        plan, telemetry = report.plan, self._telemetry
+        sizes = [len(times.batch) for times in report.micro_batches]
+        tokens = sum(stop - start for m in report.micro_batches for start, stop in m.batch)
+        me = tokens / len(sizes) * self._tokens_per_expert / plan.r2
+        for field, value in (("ma", max(sizes)), ("r1", len(sizes)), ("me", me), ("r2", plan.r2)):
+            telemetry.set(metrics.PLAN, field, to=value)
+        for order in Order:
+            telemetry.set(metrics.PLAN_INFO, order, to=float(order is plan.order))
+        telemetry.set(metrics.PLAN_MEASURED, to=report.measured_ms / 1e3)
+        if predicted_ms is not None:
+            telemetry.set(metrics.PLAN_PREDICTED, to=predicted_ms / 1e3)
+        if report.by_planner:
+            telemetry.set(metrics.PLAN_SOLVE, to=report.solve_ms / 1e3)
+
+    def text(self) -> str:
+        return self._telemetry.exposition()
+
+
+def _only_ranks(remote: Remote) -> bytes:
+    if remote.purpose != PLANNER_PURPOSE:
+        raise HandshakeError(f"purpose {remote.purpose!r}: the planner serves {PLANNER_PURPOSE!r}")
+    return b""
+
+
+def _setup(spec: WorkerSpec) -> OnlineSetup:
+    """Raises CheckpointError for a folder that is none."""
+    config = spec.config
+    model = check_checkpoint(Path(spec.model_folder))
+    return OnlineSetup(
+        shape=shape_of(model, resolve_dtype(model, config.model.dtype)),
+        attention_ranks=spec.attention_ranks,
+        expert_ranks=spec.expert_ranks,
+        max_batch_tokens=config.schedule.max_batch_tokens,
+        backend=spec.backend,
+        hardware=spec.hardware,
+        beyond=config.planner.beyond,
+        refit=config.planner.refit,
+    )

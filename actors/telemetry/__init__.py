@@ -1,0 +1,1 @@
+"""Metrics and task spans of a process."""

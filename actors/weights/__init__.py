@@ -1,0 +1,1 @@
+"""Expert weights that workers gather from each other."""

@@ -1,0 +1,238 @@
+"""AsyncEP's gather (MoE-Prefill, Section 6): each of N workers keeps 1/N of every layer's experts,
+gives them to its peers, and fetches theirs.
+
+    copy(layer, into)     into:  | peer 0's part | own part | peer 2's part |
+                                   socket or       memory     socket or
+                                   its segment                its segment      all at once
+
+A peer that dies or falls silent costs one wait of `channel.silence_s` (four times as long where it
+is a process of this machine that may wait for a core). From then on its part comes from the
+fallback (the checkpoint, or a host store): slower, and right. It is dialled again now and then, and
+taken back when `connect` names its new address (actors/weights/weight_dialler.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import select
+import threading
+from collections.abc import Mapping
+
+from actors.channels.handshake import Identity
+from actors.channels.neighbour import is_hung
+from actors.weights.weight_dialler import Dialler
+from actors.weights.weight_link import WeightLink, bytes_of
+from actors.weights.weight_server import WeightServer
+from actors.weights.weight_shard import Part, PartSource, Shard
+from actors.weights.weight_wire import Terms, digest
+from contracts.clock import monotonic_s
+from contracts.errors import ChannelError, PeerError, PeerHungError, ResourceError
+from contracts.logs import event
+from contracts.worker import Group, WorkerSpec, rank_name
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_store import ExpertBuffer
+from models.spec.model import ModelSpec
+from planner.findep.placement import ExpertPlacement
+
+log = logging.getLogger(f"tandem.{__name__}")
+
+
+def own_part(spec: WorkerSpec, layout: ExpertLayout) -> Part:
+    """The experts that the worker keeps."""
+    return Part(layout, *_bounds(layout.spec, spec.prefill_ranks)[spec.rank])
+
+
+def check_placement(spec: WorkerSpec) -> None:
+    """Raises ResourceError where weights cannot be gathered as asked for."""
+    if spec.device != "cpu" or spec.backend not in ("shm", "tcp"):
+        raise ResourceError(
+            f"prefill.experts={spec.config.prefill.experts} moves weights between CPU workers over "
+            f"shm or tcp, not to {spec.device} over {spec.backend}: set prefill.experts to "
+            "resident or streamed"
+        )
+
+
+def _is_far(host: str) -> bool:
+    """Whether peers of other machines may come: one that was replaced may be on another node."""
+    return host not in ("localhost", "::1") and not host.startswith("127.")
+
+
+def _bounds(model: ModelSpec, workers: int) -> list[tuple[int, int]]:
+    first = ExpertPlacement.contiguous(model.num_experts, workers).first_slot.tolist()
+    return list(itertools.pairwise(first))
+
+
+class PeerSource:
+    """An ExpertSource. `connect` at any time, from any thread; `copy` and `close` by the store.
+    `fallbacks`: how many parts did not come from their peer, so far."""
+
+    def __init__(self, spec: WorkerSpec, part: Part, shard: Shard, fallback: PartSource) -> None:
+        """`part`: what `own_part` says; `shard` holds it. Raises ResourceError."""
+        check_placement(spec)
+        self.name = spec.name
+        self._spec, self._config = spec, spec.config.channel
+        self.shard = shard
+        self.address = ""
+        self._part, self._fallback = part, fallback
+        self._bounds = {
+            rank_name(Group.PREFILL, rank): bounds
+            for rank, bounds in enumerate(_bounds(part.layout.spec, spec.prefill_ranks))
+        }
+        layout = part.layout
+        same = digest(layout.spec, str(layout.dtype), spec.prefill_ranks)
+        self._me = Identity(name=spec.name, token=spec.token, epoch=None)
+        self._terms = Terms(spec.epoch, same, layout.digest, shard.slots.payload_bytes)
+        self._server = WeightServer(self._me, self._terms, shard, part.num_bytes, self._config)
+        self._dialler = Dialler(self._me, self._terms, self._config)
+        self._links: dict[str, WeightLink] = {}
+        self._lost: dict[str, str] = {}  # peer -> why its link ended
+        self._copying = threading.Lock()
+        self._introduced = threading.Event()
+        self._closing = threading.Event()
+        self._before_bytes = 0  # of links that are gone
+        self.fallbacks = 0
+
+    def listen(self, host: str) -> str:
+        """Starts to serve the peers. Returns the address for their `connect`."""
+        shared = self._spec.backend == "shm"
+        tcp = not shared or _is_far(host)
+        self.address = self._server.listen(host, shared_memory=shared, tcp=tcp)
+        return self.address
+
+    def connect(self, addresses: Mapping[str, str]) -> None:
+        """Joins the peers named, again where one has a new address. One that cannot be reached, or
+        that is slow to answer, holds up nobody: it is dialled until it is there. Of one that
+        refuses us, or does not fit, the HandshakeError is raised, once all have been tried."""
+        peers = {p: at for p, at in addresses.items() if p in self._bounds and p != self.name}
+        try:
+            self._dialler.introduce(peers, self._config.silence_s)
+        finally:
+            self._introduced.set()
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Why each of the peers whose part now comes from the fallback does not give it."""
+        return {
+            peer: self._lost.get(peer)
+            or self._dialler.problem(peer)
+            or f"{peer} has not been joined yet"
+            for peer, (first, last) in self._bounds.items()
+            if first < last and peer != self.name and peer not in self._links
+        }
+
+    def bytes_moved(self) -> tuple[int, int]:
+        """Sent and received so far."""
+        links = list(self._links.values())
+        received = self._before_bytes + sum(link.received_bytes for link in links)
+        return self._server.sent_bytes, received
+
+    def copy(self, layer: int, into: ExpertBuffer) -> None:
+        """Before the first `connect` it waits for that: the peers may still be loading."""
+        if len(self._bounds) > 1:
+            self._introduced.wait(self._spec.config.groups.ready_timeout_s)
+        with self._copying:
+            self._copy(layer, into)
+
+    def _copy(self, layer: int, into: ExpertBuffer) -> None:
+        self._adopt()
+        asked = [link for link in list(self._links.values()) if self._ask(link, layer, into)]
+        # Ours is waited for last: while it has no room, the others' memory is not held up by us.
+        slot = self.shard.take(layer)
+        if slot is not None:
+            self._copy_own(layer, slot, into)
+        self._gather({link.fileno(): link for link in asked})
+        if slot is None:
+            self._copy_own(layer, self.shard.wait(layer, self._config.deadline_s), into)
+        if self._closing.is_set():
+            raise ChannelError(f"{self.name} is closing")
+        for peer in self.lost:
+            first, last = self._bounds[peer]
+            self._fallback.copy_part(layer, first, last, into.part(first, last))
+            self.fallbacks += 1
+
+    def close(self) -> None:
+        self._closing.set()
+        self._introduced.set()
+        self._dialler.close()
+        self._server.close()
+        links = list(self._links.values())
+        for link in links:
+            link.shut()
+        ended = self._copying.acquire(timeout=self._config.deadline_s)
+        for link in links:
+            link.close()
+        self.shard.close()
+        if ended:
+            self._copying.release()
+
+    def _ask(self, link: WeightLink, layer: int, into: ExpertBuffer) -> bool:
+        first, last = self._bounds[link.peer]
+        if first == last:
+            return False
+        try:
+            link.ask(layer, bytes_of(into.part(first, last)))
+        except PeerError as error:
+            self._lose(link, error)
+            return False
+        return True
+
+    def _copy_own(self, layer: int, slot: int, into: ExpertBuffer) -> None:
+        mine = into.part(self._part.first, self._part.last)
+        for out, held in zip(mine, self.shard.slots.pieces[slot], strict=True):
+            out.copy_(held)
+        self.shard.give(layer)
+
+    def _gather(self, under_way: dict[int, WeightLink]) -> None:
+        """Takes what the links bring, until each is through or lost."""
+        poll = select.poll()
+        for fd in under_way:
+            poll.register(fd, select.POLLIN)
+        while under_way:
+            oldest_s = min(link.progress_s for link in under_way.values())
+            left_s = oldest_s + self._config.silence_s - monotonic_s()
+            # Silent for longer, one may be excused: it is looked at again and again.
+            ready = {fd for fd, _ in poll.poll(1e3 * max(left_s, self._config.heartbeat_s))}
+            for fd, link in list(under_way.items()):
+                if self._advance(link, overdue=fd not in ready):
+                    del under_way[fd]
+                    poll.unregister(fd)
+
+    def _advance(self, link: WeightLink, *, overdue: bool) -> bool:
+        """Whether nothing more is to come from the link."""
+        try:
+            if not overdue:
+                return link.advance()
+            silence_s = self._config.silence_s
+            if monotonic_s() - link.progress_s < silence_s:
+                return False
+            if link.advance():  # bytes too few to wake for are a sign of life too
+                return True
+            silent_s = monotonic_s() - link.progress_s
+            if is_hung(silent_s, silence_s, link.neighbour):
+                raise PeerHungError(f"{link.peer} sent nothing for {silence_s:g} s", link.peer)
+        except PeerError as error:
+            self._lose(link, error)
+            return True
+        return False
+
+    # --- losing and joining
+
+    def _lose(self, link: WeightLink, error: PeerError) -> None:
+        link.close()
+        self._before_bytes += link.received_bytes
+        del self._links[link.peer]
+        self._lost[link.peer] = error.message
+        event(log, "weights_from_fallback", logging.WARNING, peer=link.peer, reason=error.message)
+        self._dialler.lost(link.peer)
+
+    def _adopt(self) -> None:
+        """Takes over links that the dialler has made."""
+        for peer, link in self._dialler.take().items():
+            old = self._links.pop(peer, None)
+            if old is not None:
+                old.close()
+                self._before_bytes += old.received_bytes
+            if self._lost.pop(peer, None) is not None:
+                event(log, "weights_from_peer_again", logging.WARNING, peer=peer)
+            self._links[peer] = link

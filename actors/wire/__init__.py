@@ -1,0 +1,1 @@
+"""What a rank says to its clients, and hears."""
