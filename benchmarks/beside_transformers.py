@@ -30,7 +30,7 @@ from benchmarks.others import Others, quietest, wait_for_idle
 from benchmarks.random_checkpoint import MEDIUM, MEDIUM_SHARED, write_random_checkpoint
 from benchmarks.sides import DECODE_STEPS, Implementation, Ours, Theirs
 from benchmarks.time_shares import Ideal, Shares, shares
-from cluster.rank_client import RankClient
+from cluster.routing.rank_client import RankClient
 from contracts.config import TandemConfig
 from contracts.loading import load_config
 from contracts.plan import Plan

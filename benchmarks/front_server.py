@@ -14,8 +14,8 @@ import uvicorn
 import uvloop
 
 from cluster.api.app import build_app
-from cluster.front import DirectFront
-from cluster.wiring import served_model
+from cluster.serving.front import DirectFront
+from cluster.serving.wiring import served_model
 from contracts.config import HttpConfig, TandemConfig
 from contracts.messages import Finished, Scored, Submit, Tokens
 from contracts.requests import Usage

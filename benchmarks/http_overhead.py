@@ -27,10 +27,10 @@ from rich.table import Table
 from actors.channels.handshake import Identity
 from benchmarks.harness import Result, write_result
 from benchmarks.http_line import HttpLine
-from cluster.front import free_port
-from cluster.model_folder import resolve_model_folder
-from cluster.rank_client import RankClient
-from cluster.serving import Served, serving
+from cluster.files.model_folder import resolve_model_folder
+from cluster.routing.rank_client import RankClient
+from cluster.serving.front import free_port
+from cluster.serving.server import Served, serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from contracts.messages import Failed, Submit

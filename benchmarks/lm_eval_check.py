@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.bundled.tasks import raw_rows
 from benchmarks.harness import Result, write_result
 from benchmarks.server import ServerProcess
-from cluster.model_folder import resolve_model_folder
+from cluster.files.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from models.text.tokenizer import Tokenizer
 

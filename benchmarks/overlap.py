@@ -61,7 +61,7 @@ def main() -> None:
     if options.trace is not None:
         write_chrome_trace(traced, options.trace)
     if options.picture is not None:
-        from cluster.gantt import draw_gantt
+        from cluster.capacity.gantt import draw_gantt
 
         title = f"Measured: {TRACED}, layers 2 to 4 of 8, {options.dtype}, one core per rank"
         draw_gantt(traced, range(2, 5), title, options.picture)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from actors.channels.handshake import Identity
-from cluster.rank_client import RankClient
-from cluster.rank_socket import RankClientConfig
+from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_socket import RankClientConfig
 from contracts.events import Stage, TaskSpan
 from contracts.messages import Scored, Submit
 from contracts.plan import Plan

@@ -33,11 +33,11 @@ from benchmarks.planned_points import Pictured, Point, PointRun, PointRunner
 from benchmarks.planned_report import print_report, summary_of
 from benchmarks.random_checkpoint import MEDIUM, MEDIUM_SHARED, write_random_checkpoint
 from benchmarks.two_nodes import ADDRESS, ENVIRONMENT, TwoNodes, ray_nodes, two_namespaces
-from cluster.gantt import draw_gantt
-from cluster.launch import RunningGroup, launch_group
-from cluster.placement import kv_ranks, place_ranks
-from cluster.rank_client import RankClient
-from cluster.ray_session import ray_session
+from cluster.capacity.gantt import draw_gantt
+from cluster.fleet.launch import RunningGroup, launch_group
+from cluster.fleet.placement import kv_ranks, place_ranks
+from cluster.routing.rank_client import RankClient
+from cluster.serving.ray_session import ray_session
 from contracts.loading import load_config
 from contracts.worker import Group
 from models.spec.model import read_spec

@@ -28,10 +28,10 @@ from benchmarks.asked_server import NEW_TOKENS, Answers, AskedServer, Question
 from benchmarks.harness import record
 from benchmarks.padded import Asked, PaddedModel
 from benchmarks.task_templates import TASKS, Posed, Row, prompt_of, read_rows
-from cluster.front import free_port
-from cluster.model_folder import resolve_model_folder
-from cluster.multilabel import ANSWERS, YES
-from cluster.serving import serving
+from cluster.classification.multilabel import ANSWERS, YES
+from cluster.files.model_folder import resolve_model_folder
+from cluster.serving.front import free_port
+from cluster.serving.server import serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from models.spec.model import read_spec

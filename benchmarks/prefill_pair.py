@@ -19,7 +19,7 @@ from actors.ranks.process import RankProcess
 from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
 from benchmarks.pinned_batches import CANDIDATES, bench_client, pin_to_core
 from benchmarks.two_nodes import HEAD, OTHER, TwoNodes
-from cluster.rank_client import RankClient
+from cluster.routing.rank_client import RankClient
 from contracts.events import Stage, TaskSpan
 from contracts.loading import load_config
 from contracts.messages import Scored, Submit

@@ -19,9 +19,9 @@ from benchmarks.padded import Asked, PaddedModel
 from benchmarks.prefill_rows import Encode, Rows
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
 from benchmarks.sides import Implementation
-from cluster.model_folder import resolve_model_folder
-from cluster.prefill_router import PrefillRouter, PrefillRouterConfig
-from cluster.rank_client import RankClient
+from cluster.files.model_folder import resolve_model_folder
+from cluster.routing.prefill_router import PrefillRouter, PrefillRouterConfig
+from cluster.routing.rank_client import RankClient
 from contracts.config import BUNDLED, TandemConfig
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority

@@ -23,7 +23,7 @@ from actors.planning.model_shape import shape_of
 from benchmarks.harness import Result, write_result
 from benchmarks.router_workloads import BLOCK_TOKENS, WORKLOADS, workload
 from benchmarks.simulated_worker import Machine, SimulatedWorker
-from cluster.hardware import load_hardware
+from cluster.files.hardware import load_hardware
 from contracts.routing import Calibration, Prompt
 from models.spec.config_fields import ConfigFields
 from models.spec.model import spec_from

@@ -30,10 +30,10 @@ from benchmarks.bundled.tasks import raw_rows
 from benchmarks.harness import record
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
 from benchmarks.router_workloads import TOKENIZER
-from cluster.bounded import map_bounded
-from cluster.codec import Directory
-from cluster.pipelines import Pipelines
-from cluster.wiring import pipelines
+from cluster.classification.bounded import map_bounded
+from cluster.fleet.codec import Directory
+from cluster.routing.pipelines import Pipelines
+from cluster.serving.wiring import pipelines
 from contracts.config import TandemConfig
 from contracts.loading import config_from
 from contracts.messages import Scored, Submit

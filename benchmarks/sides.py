@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.rank_client import RankClient
+from cluster.routing.rank_client import RankClient
 from contracts.messages import Failed, Submit
 from contracts.requests import Sampling
 

@@ -15,7 +15,7 @@ import msgspec
 
 from benchmarks.bundled import tasks as bundled
 from benchmarks.bundled.tasks import raw_rows
-from cluster.classify import ClassifyTask, fill
+from cluster.classification.classify import ClassifyTask, fill
 
 # What the bundled checkpoint has seen: the task; its template alone, with rows of another set; none
 # of it, so that its accuracy is near chance, and only the agreement of modes says something.

@@ -23,7 +23,7 @@ import msgspec
 
 from benchmarks.fuzz.stub_backend import StubBackend
 from cluster.api.app import build_app
-from cluster.wiring import served_model
+from cluster.serving.wiring import served_model
 from contracts.clock import monotonic_s
 from contracts.config import HttpConfig, TandemConfig
 from contracts.garbage import spare_what_lives_on

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from ray import serve
 
-from cluster.serve_app import build_serve_app
-from cluster.serving import preflight
+from cluster.serving.serve_app import build_serve_app
+from cluster.serving.server import preflight
 from deploy.args import serve_config
 
 

@@ -18,10 +18,10 @@ from starlette.applications import Starlette
 from actors.channels.handshake import Identity
 from cluster.api.app import build_app
 from cluster.api.schemas import ServedModel
-from cluster.dispatcher import Dispatcher, DispatcherConfig
-from cluster.front import DirectFront
-from cluster.rank_client import RankClient
-from cluster.rank_socket import RankClientConfig
+from cluster.routing.dispatcher import Dispatcher, DispatcherConfig
+from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_socket import RankClientConfig
+from cluster.serving.front import DirectFront
 from contracts.config import HttpConfig, LimitsConfig
 from models.text.tokenizer import Tokenizer
 from tests.fake_rank import TOKEN, FakeRank

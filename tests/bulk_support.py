@@ -16,7 +16,7 @@ from cluster.bulk.output import Output
 from cluster.bulk.progress import Tally
 from cluster.bulk.rows import Answer, Answered, InputRow, Record, Refused
 from cluster.bulk.windows import WindowLimits, windows_of
-from cluster.classify import ClassifyTask
+from cluster.classification.classify import ClassifyTask
 
 LABELS = ("no", "yes")
 TASK = ClassifyTask(labels=LABELS)

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from actors.ranks.worker_log import WorkerLog
-from cluster.prefill_peer import Find
-from cluster.prefill_router import PrefillRouter, PrefillRouterConfig
-from cluster.rank_client import RankClient
+from cluster.routing.prefill_peer import Find
+from cluster.routing.prefill_router import PrefillRouter, PrefillRouterConfig
+from cluster.routing.rank_client import RankClient
 from contracts.messages import Cancel, Failed, Submit, Tokens, ToRank
 from contracts.routing import Prompt, RequestKey, WorkerReport
 from planner.routing.request_work import token_work

@@ -14,7 +14,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from cluster.api.keys import PROVE
-from cluster.front import DirectFront
+from cluster.serving.front import DirectFront
 from contracts.config import HttpConfig
 from tests.api_harness import TIMEOUT_S, Loop
 

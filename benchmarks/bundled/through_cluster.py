@@ -23,9 +23,9 @@ from rich.table import Table
 from benchmarks.bundled.evaluate import Evaluator, Question, load, questions
 from benchmarks.bundled.tasks import TASKS, Task, read_rows
 from benchmarks.harness import Result, write_result
-from cluster.front import free_port
-from cluster.model_folder import resolve_model_folder
-from cluster.serving import serving
+from cluster.files.model_folder import resolve_model_folder
+from cluster.serving.front import free_port
+from cluster.serving.server import serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 

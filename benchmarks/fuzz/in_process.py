@@ -14,7 +14,7 @@ from benchmarks.fuzz.oracle import LIMIT_S, Answer
 from benchmarks.fuzz.requests import Made
 from benchmarks.fuzz.stub_backend import StubBackend
 from cluster.api.app import build_app
-from cluster.wiring import served_model
+from cluster.serving.wiring import served_model
 from contracts.config import HttpConfig, TandemConfig
 
 KEY = "a-key-of-the-fuzzer"

@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.api.ids import fresh_id
 from cluster.api.open_requests import Account
-from cluster.classify import add_usage
-from cluster.text import Delta, ShownToken
+from cluster.api.text import Delta, ShownToken
+from cluster.classification.classify import add_usage
 from contracts.requests import Usage
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]

@@ -37,7 +37,7 @@ from cluster.api.logprobs import ChatLogprobs, chat_logprobs
 from cluster.api.schemas import ChatBody, ChatMessage, GenerationOptions
 from cluster.api.sequences import Choice, Tally, run_choices, with_seed
 from cluster.api.session import DONE, EventStream, Services, Session, sse
-from cluster.text import ShownToken
+from cluster.api.text import ShownToken
 from contracts.errors import RequestError, TooLongError
 from contracts.messages import Submit
 from contracts.metrics import Pipeline

@@ -25,8 +25,8 @@ from cluster.api.checks import check_model, check_priority
 from cluster.api.cost import VALUE_BYTES, classified_answer_bytes
 from cluster.api.schemas import ClassifyBody
 from cluster.api.session import Services, Session
-from cluster.bounded import map_bounded
-from cluster.classify import (
+from cluster.classification.bounded import map_bounded
+from cluster.classification.classify import (
     DEFAULT_TEMPLATE,
     Classified,
     ClassifyTask,
@@ -37,7 +37,7 @@ from cluster.classify import (
     prompt_characters,
     tokenize_steps,
 )
-from cluster.multilabel import YES, applying, check_questions, questions
+from cluster.classification.multilabel import YES, applying, check_questions, questions
 from contracts.errors import RequestError
 from contracts.metrics import Pipeline
 from contracts.requests import Priority

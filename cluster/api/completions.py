@@ -41,8 +41,8 @@ from cluster.api.logprobs import CompletionLogprobs, completion_logprobs
 from cluster.api.schemas import CompletionBody, GenerationOptions
 from cluster.api.sequences import Choice, Tally, run_choices, with_seed
 from cluster.api.session import DONE, EventStream, Services, Session, sse
-from cluster.bounded import map_bounded
-from cluster.text import Delta, ShownToken
+from cluster.api.text import Delta, ShownToken
+from cluster.classification.bounded import map_bounded
 from contracts.errors import RequestError
 from contracts.messages import Submit
 from contracts.metrics import Pipeline

@@ -15,7 +15,7 @@ import msgspec
 
 from cluster.api.schemas import GenerationOptions
 from cluster.api.session import Services
-from cluster.text import Delta, ShownToken
+from cluster.api.text import Delta, ShownToken
 from contracts.messages import Scored, Submit, TokenLogprob
 from contracts.requests import Usage
 

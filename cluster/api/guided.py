@@ -12,7 +12,7 @@ from msgspec import structs
 
 from cluster.api.errors import UnsupportedFieldError
 from cluster.api.schemas import GenerationBody, GenerationOptions, ServedModel
-from cluster.tokenizing import Tokenizing
+from cluster.api.tokenizing import Tokenizing
 from contracts.errors import RequestError
 from contracts.requests import Sampling
 from contracts.sampling_limits import MAX_CHOICE_TOKENS, MAX_CHOICES, check_lengths

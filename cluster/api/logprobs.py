@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from cluster.api.answers import Json, json_list
-from cluster.text import ShownToken
+from cluster.api.text import ShownToken
 from models.text.tokenizer import Tokenizer
 
 

@@ -26,8 +26,8 @@ from cluster.api.checks import check_model, check_priority, check_tokens
 from cluster.api.cost import SHARED_TOKEN_BYTES, Bounds, scored_answer_bytes
 from cluster.api.schemas import ScoreBody
 from cluster.api.session import Services, Session
-from cluster.bounded import map_bounded
-from cluster.classify import checked_scores, softmax
+from cluster.classification.bounded import map_bounded
+from cluster.classification.classify import checked_scores, softmax
 from contracts.errors import RequestError, TooLongError
 from contracts.messages import Scored, Submit
 from contracts.metrics import Pipeline

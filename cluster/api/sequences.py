@@ -9,7 +9,7 @@ from contextlib import aclosing
 import msgspec
 
 from cluster.api.session import Services, Session
-from cluster.text import Delta, SequenceText
+from cluster.api.text import Delta, SequenceText
 from contracts.messages import Submit
 from contracts.requests import Sampling, Usage
 

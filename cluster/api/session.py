@@ -17,7 +17,7 @@ from cluster.api.errors import BodyTimeoutError, error_body, outcome_of
 from cluster.api.open_requests import OpenRequests
 from cluster.api.request_log import REQUEST_ID
 from cluster.api.schemas import ServedModel
-from cluster.tokenizing import Tokenizing
+from cluster.api.tokenizing import Tokenizing
 from contracts import metrics
 from contracts.clock import Clock
 from contracts.config import HttpConfig
@@ -36,7 +36,7 @@ Watch = Callable[[Callable[[], None] | None], None]
 
 
 class Backend(Protocol):
-    """What runs requests: `cluster.dispatcher.Dispatcher`, or a test's own."""
+    """What runs requests: `cluster.routing.dispatcher.Dispatcher`, or a test's own."""
 
     def generate(
         self, submit: Submit, *, patient: bool = False

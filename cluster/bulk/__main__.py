@@ -2,11 +2,11 @@
 
 import sys
 
-from cluster.current_folder import leave_current_folder
+from cluster.files.current_folder import leave_current_folder
 
 if __name__ == "__main__":
     leave_current_folder()  # before anything else of ours is imported
 
-    from cluster.cli import main
+    from cluster.cli.main import main
 
     sys.exit(main(["bulk", *sys.argv[1:]]))

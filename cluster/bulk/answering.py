@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cluster.bounded import map_bounded
 from cluster.bulk.rows import Answer, Answered, Refused
-from cluster.classify import (
+from cluster.classification.bounded import map_bounded
+from cluster.classification.classify import (
     Classified,
     ClassifyTask,
     Row,
@@ -18,7 +18,7 @@ from cluster.classify import (
     classify_row,
     tokenize_rows,
 )
-from cluster.multilabel import YES, questions
+from cluster.classification.multilabel import YES, questions
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import PeerDeadError, PeerHungError, RequestError, TandemError
 from models.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 from cluster.bulk.job import BulkJob
 from cluster.bulk.rows import Fields
 from cluster.bulk.windows import WindowLimits
-from cluster.classify import DEFAULT_TEMPLATE
+from cluster.classification.classify import DEFAULT_TEMPLATE
 from contracts.errors import ConfigError
 
 EXAMPLE = """examples:

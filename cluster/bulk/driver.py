@@ -22,8 +22,8 @@ from cluster.bulk.output import Output
 from cluster.bulk.progress import Tally
 from cluster.bulk.rows import Answer, Answered, Refused, Reject
 from cluster.bulk.windows import Window, chunks_of
-from cluster.classify import ClassifyTask
-from cluster.multilabel import applying
+from cluster.classification.classify import ClassifyTask
+from cluster.classification.multilabel import applying
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import JobError
 

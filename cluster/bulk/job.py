@@ -11,8 +11,8 @@ import msgspec
 from cluster.bulk.rows import Fields
 from cluster.bulk.sources import Source
 from cluster.bulk.windows import WindowLimits
-from cluster.classify import DEFAULT_TEMPLATE, ClassifyTask, check_task
-from cluster.multilabel import check_questions
+from cluster.classification.classify import DEFAULT_TEMPLATE, ClassifyTask, check_task
+from cluster.classification.multilabel import check_questions
 from contracts.errors import ConfigError
 from contracts.requests import Priority
 

@@ -8,7 +8,7 @@ from collections import deque
 from rich.progress import BarColumn, Progress, TextColumn
 
 from cluster.bulk.rows import Answer, Answered
-from cluster.terminal import Terminal
+from cluster.files.terminal import Terminal
 from contracts.clock import Clock, monotonic_s
 
 LINE_EVERY_S = 5.0

@@ -18,13 +18,13 @@ import msgspec
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from cluster.application import groups_of
 from cluster.bulk.answering import Answering, Asked, BulkTask
 from cluster.bulk.driver import RouterLostError
 from cluster.bulk.rows import Answer
-from cluster.codec import Directory, decode_config, decode_directory
-from cluster.pipelines import Pipelines
-from cluster.wiring import pipelines, served_model
+from cluster.fleet.codec import Directory, decode_config, decode_directory
+from cluster.routing.pipelines import Pipelines
+from cluster.serving.application import groups_of
+from cluster.serving.wiring import pipelines, served_model
 from contracts.errors import JobError, TandemError
 from contracts.garbage import spare_what_lives_on
 from contracts.logs import event

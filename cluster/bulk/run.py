@@ -20,9 +20,9 @@ from cluster.bulk.router import RayRouter, router_actor
 from cluster.bulk.session import Workers
 from cluster.bulk.sources import ReadProgress, Source, find_sources, read_all
 from cluster.bulk.windows import Window, windows_of
-from cluster.codec import encode_config
-from cluster.model_folder import resolve_model_folder
-from cluster.terminal import Terminal
+from cluster.files.model_folder import resolve_model_folder
+from cluster.files.terminal import Terminal
+from cluster.fleet.codec import encode_config
 from contracts.config import TandemConfig
 
 ROWS_PER_WORKER = 256

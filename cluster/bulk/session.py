@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import msgspec
 import ray
 
-from cluster.application import check_present, groups_of
-from cluster.codec import decode_config, decode_directory, encode_config
-from cluster.model_folder import resolve_model_folder
-from cluster.ray_session import ray_session
-from cluster.serve_app import CLOSE_TIMEOUT_S, ON_HEAD, Groups
+from cluster.files.model_folder import resolve_model_folder
+from cluster.fleet.codec import decode_config, decode_directory, encode_config
+from cluster.serving.application import check_present, groups_of
+from cluster.serving.ray_session import ray_session
+from cluster.serving.serve_app import CLOSE_TIMEOUT_S, ON_HEAD, Groups
 from contracts.config import GroupsConfig, TandemConfig
 from contracts.errors import LaunchError, ResourceError
 from contracts.logs import event

@@ -9,7 +9,7 @@ import msgspec
 
 from cluster.bulk.rows import InputRow, Record, Reject
 from cluster.bulk.seen_ids import SeenIds
-from cluster.classify import ClassifyTask, fill
+from cluster.classification.classify import ClassifyTask, fill
 
 DUPLICATE = "the id has been there before; its first row is the one that is answered"
 

@@ -87,7 +87,7 @@ def token_load(candidates: Sequence[Candidate], turn: int) -> Candidate:
 
 def least_finish(candidates: Sequence[Candidate], turn: int) -> Candidate:
     """Least load before this request is done, its own work included; then the longest match. In
-    tokens that is what the dispatcher of attention ranks does (cluster/dispatcher.py)."""
+    tokens that is what the dispatcher of attention ranks does (cluster/routing/dispatcher.py)."""
     return min(candidates, key=_by_finish)
 
 

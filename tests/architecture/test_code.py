@@ -17,10 +17,12 @@ import kernels
 from contracts.errors import OverloadError, PeerError, RankError, RequestError, TandemError
 from tests.architecture.support import ROOT, modules
 
-# Where a process begins: these may look at the environment, everything below is told. oneDNN asks
-# the environment alone, in the process that computes.
-ENTRY_POINTS = {"cluster/cli.py", "cluster/serving.py", "cluster/ray_session.py"}
-ENTRY_POINTS |= {"actors/memory.py"}
+# Where a process begins: these may look at the environment, everything below is told.
+ENTRY_POINTS = {
+    "cluster/cli/main.py",
+    "cluster/serving/server.py",
+    "cluster/serving/ray_session.py",
+}
 
 
 def test_imports_go_one_way() -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.planned_overlap import batch_runner, spread_group
-from cluster.launch import RunningGroup
+from cluster.fleet.launch import RunningGroup
 from contracts.plan import Order, Plan
 
 BUNDLED = Path(__file__).parents[2] / "models" / "bundled"

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
-from cluster.classify import ClassifyTask, Row, classify_row
-from cluster.label_trie import label_trie
+from cluster.classification.classify import ClassifyTask, Row, classify_row
+from cluster.classification.label_trie import label_trie
 from contracts.messages import Scored, Submit
 from tests.group_harness import PrefillThreads, RankConnection, group_config
 

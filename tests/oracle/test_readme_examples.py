@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.classify import ClassifyTask, classify_row, tokenize_row
-from cluster.model_folder import resolve_model_folder
+from cluster.classification.classify import ClassifyTask, classify_row, tokenize_row
+from cluster.files.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.messages import Scored, Submit
 from contracts.requests import Usage

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cluster.bulk.rows import InputRow, Record, Reject
 from cluster.bulk.seen_ids import SeenIds
 from cluster.bulk.windows import DUPLICATE, WindowLimits, chunks_of, windows_of
-from cluster.classify import ClassifyTask
+from cluster.classification.classify import ClassifyTask
 
 ids = st.one_of(st.integers(0, 9), st.sampled_from("0123abc"))
 rows = st.builds(

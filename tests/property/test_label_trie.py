@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.label_trie import LabelPass, LabelTrie, Path
+from cluster.classification.label_trie import LabelPass, LabelTrie, Path
 
 labels_of = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=9)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.front import free_port
+from cluster.serving.front import free_port
 
 pytestmark = pytest.mark.ray
 

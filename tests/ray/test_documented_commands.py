@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-from cluster.front import free_port
-from cluster.model_folder import resolve_model_folder
+from cluster.files.model_folder import resolve_model_folder
+from cluster.serving.front import free_port
 from contracts.config import BUNDLED
 from tests.documented import Command, documented
 

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from benchmarks.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
-from cluster.front import free_port
-from cluster.model_folder import resolve_model_folder
+from cluster.files.model_folder import resolve_model_folder
+from cluster.serving.front import free_port
 from contracts.config import BUNDLED
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]

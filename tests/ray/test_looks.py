@@ -11,7 +11,7 @@ from ray import cloudpickle
 
 from actors.ranks.remote import RayRank, rank_class
 from actors.ranks.shell import WorkerShell
-from cluster.ray_session import ray_session
+from cluster.serving.ray_session import ray_session
 from contracts.config import TandemConfig
 from contracts.worker import RankStatus
 

@@ -19,7 +19,7 @@ import pytest
 from benchmarks.bulk_kills import ON_EACH, ROOM, start_server
 from benchmarks.bulk_rows import RowsDone, check, write_rows
 from benchmarks.ray_head import RayHead, RayNode, ray_head, ray_node
-from cluster.front import free_port
+from cluster.serving.front import free_port
 from tests.ray.test_bulk import DEADLINE_S, bulk, ended, wait_rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]

@@ -16,13 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.classify import ClassifyTask, Row, classify_row, tokenize_rows
-from cluster.codec import decode_directory
-from cluster.dispatcher import Dispatcher, DispatcherConfig
-from cluster.front import free_port
-from cluster.model_folder import resolve_model_folder
-from cluster.serving import Served, serving
-from cluster.wiring import rank_clients
+from cluster.classification.classify import ClassifyTask, Row, classify_row, tokenize_rows
+from cluster.files.model_folder import resolve_model_folder
+from cluster.fleet.codec import decode_directory
+from cluster.routing.dispatcher import Dispatcher, DispatcherConfig
+from cluster.serving.front import free_port
+from cluster.serving.server import Served, serving
+from cluster.serving.wiring import rank_clients
 from contracts.loading import load_config
 from models.text.tokenizer import Tokenizer
 

@@ -19,9 +19,9 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.demo_rows import TASKS
-from cluster.model_folder import resolve_model_folder
-from cluster.serving import Served, serving
+from cluster.cli.demo_rows import TASKS
+from cluster.files.model_folder import resolve_model_folder
+from cluster.serving.server import Served, serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from contracts.worker import RankStatus

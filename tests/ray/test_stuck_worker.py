@@ -13,16 +13,16 @@ from collections.abc import Iterator
 import pytest
 from ray import cloudpickle
 
-import cluster.placement
+import cluster.fleet.placement
 from actors.ranks.remote import rank_class
 from actors.ranks.shell import WorkerShell
 from actors.ranks.stub_worker import StubWorker
-from cluster.codec import Directory
-from cluster.model_folder import resolve_model_folder
-from cluster.placement import kv_ranks, place_ranks
-from cluster.prefill_group import PrefillGroup, launch_prefill
-from cluster.ray_session import ray_session
-from cluster.wiring import pipelines, rank_clients
+from cluster.files.model_folder import resolve_model_folder
+from cluster.fleet.codec import Directory
+from cluster.fleet.placement import kv_ranks, place_ranks
+from cluster.fleet.prefill_group import PrefillGroup, launch_prefill
+from cluster.serving.ray_session import ray_session
+from cluster.serving.wiring import pipelines, rank_clients
 from contracts.loading import load_config
 from contracts.messages import Failed, Submit
 from contracts.worker import Group
@@ -56,7 +56,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[PrefillGroup]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with ray_session(CONFIG, {}, show_rank_logs=False), contextlib.ExitStack() as stack:
         monkeypatch.setattr(
-            cluster.placement, "rank_class", lambda name: rank_class(name, HangingShell)
+            cluster.fleet.placement, "rank_class", lambda name: rank_class(name, HangingShell)
         )
         folder = str(resolve_model_folder(CONFIG.model.path))
         placed = place_ranks(CONFIG, (Group.PREFILL,))

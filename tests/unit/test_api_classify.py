@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.classify import (
+from cluster.classification.classify import (
     ClassifyTask,
     check_task,
     classify_row,

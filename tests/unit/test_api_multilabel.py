@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cluster.classify import ClassifyTask, fill, softmax
-from cluster.multilabel import applying, questions
+from cluster.classification.classify import ClassifyTask, fill, softmax
+from cluster.classification.multilabel import applying, questions
 from tests.api_harness import Api, serve_api
 from tests.fake_rank import CACHED_TOKENS, FakeRank, token_logprob
 from tests.tiny_tokenizer import write_byte_level

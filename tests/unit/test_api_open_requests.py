@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from cluster.api.open_requests import OpenRequests
-from cluster.tokenizing import Tokenizing
+from cluster.api.tokenizing import Tokenizing
 from contracts.config import LimitsConfig
 from contracts.errors import TandemError
 from models.text.steps import Steps

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.classify import softmax
+from cluster.classification.classify import softmax
 from tests.api_harness import CONTEXT_TOKENS, Api, serve_api
 from tests.fake_rank import FakeRank, token_logprob
 from tests.tiny_tokenizer import write_byte_level

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cluster.text import SequenceText, StopStrings
+from cluster.api.text import SequenceText, StopStrings
 from contracts.messages import Finished, TokenLogprob, Tokens
 from contracts.requests import Usage
 from models.text.tokenizer import Tokenizer

@@ -9,11 +9,11 @@ import pytest
 
 from cluster.bulk.answering import Answering, Asked, BulkTask
 from cluster.bulk.rows import Answer, Answered, Refused
-from cluster.classify import ClassifyTask, classify_row, tokenize_row
-from cluster.dispatcher import Dispatcher, DispatcherConfig
-from cluster.model_folder import resolve_model_folder
-from cluster.multilabel import YES, questions
-from cluster.wiring import rank_clients
+from cluster.classification.classify import ClassifyTask, classify_row, tokenize_row
+from cluster.classification.multilabel import YES, questions
+from cluster.files.model_folder import resolve_model_folder
+from cluster.routing.dispatcher import Dispatcher, DispatcherConfig
+from cluster.serving.wiring import rank_clients
 from contracts.config import BUNDLED
 from contracts.errors import NotReadyError, PeerDeadError, RankError, TandemError
 from contracts.messages import Scored, Submit

@@ -10,7 +10,7 @@ from cluster.bulk.answering import Asked
 from cluster.bulk.driver import RouterLostError
 from cluster.bulk.output import Output
 from cluster.bulk.rows import Answer, Answered, Record
-from cluster.classify import ClassifyTask
+from cluster.classification.classify import ClassifyTask
 from contracts.errors import ConfigError, JobError
 from tests.bulk_support import JOB, EchoRouter, json_lines, parts, rows_of, run_job
 

@@ -17,7 +17,7 @@ from cluster.bulk.arguments import add_options, job_of
 from cluster.bulk.job import check_job
 from cluster.bulk.run import run_bulk
 from cluster.bulk.session import Workers
-from cluster.cli import main
+from cluster.cli.main import main
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
 from tests.bulk_support import bulk_job

@@ -18,10 +18,10 @@ from actors.kv.block_manager import BlockManager
 from cluster.api.app import build_app
 from cluster.api.callers import MAX_CACHE_SALT_CHARACTERS, Callers, salted
 from cluster.api.schemas import ServedModel
-from cluster.dispatcher import Dispatcher, DispatcherConfig, PrefixTable
-from cluster.pipelines import Pipelines
-from cluster.prefill_router import PrefillRouter, PrefillRouterConfig
-from cluster.rank_client import RankClient
+from cluster.routing.dispatcher import Dispatcher, DispatcherConfig, PrefixTable
+from cluster.routing.pipelines import Pipelines
+from cluster.routing.prefill_router import PrefillRouter, PrefillRouterConfig
+from cluster.routing.rank_client import RankClient
 from contracts.config import HttpConfig, ScheduleConfig
 from contracts.messages import Submit
 from contracts.requests import Caller, Sampling

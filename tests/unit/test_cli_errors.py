@@ -19,9 +19,9 @@ import pytest
 import ray
 from safetensors.torch import load_file, save_file
 
-from cluster.cli import _parser, main
-from cluster.config_options import config_of
-from cluster.model_folder import resolve_model_folder
+from cluster.cli.config_options import config_of
+from cluster.cli.main import _parser, main
+from cluster.files.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.import_path import ROOT
 

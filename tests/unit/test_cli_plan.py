@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.cli import main
-from cluster.json_input import MAX_BYTES
+from cluster.cli.main import main
+from cluster.files.json_input import MAX_BYTES
 from tests.model_shapes import QWEN3_235B
 
 STAGES: dict[str, Any] = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.codec import decode_config, encode_config
-from cluster.config_options import with_absolute_paths
+from cluster.cli.config_options import with_absolute_paths
+from cluster.fleet.codec import decode_config, encode_config
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError
 from contracts.loading import config_from, load_config

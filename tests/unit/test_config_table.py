@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from cluster.cli import main
+from cluster.cli.main import main
 from contracts.config import TandemConfig
 
 

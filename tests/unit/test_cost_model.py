@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.experts.dispatch import TokenGroups, plan_dispatch
-from cluster.hardware import load_hardware
+from cluster.files.hardware import load_hardware
 from contracts.errors import ConfigError
 from contracts.hardware import AttentionCost, LinkCost
 from models.decoder.kv_pool import kv_bytes_per_token

@@ -13,7 +13,7 @@ import pytest
 import ray
 import yaml
 
-from cluster.cli import main
+from cluster.cli.main import main
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 STOPPED = "no cluster in this test"

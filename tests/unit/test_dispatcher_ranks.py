@@ -11,9 +11,9 @@ import pytest
 
 from actors.channels.handshake import Identity
 from actors.channels.neighbour import here
-from cluster.dispatcher import Choose, Dispatcher, DispatcherConfig, RankView, least_work
-from cluster.rank_client import RankClient
-from cluster.rank_socket import RankClientConfig
+from cluster.routing.dispatcher import Choose, Dispatcher, DispatcherConfig, RankView, least_work
+from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_socket import RankClientConfig
 from contracts.clock import ManualClock
 from contracts.errors import (
     HandshakeError,

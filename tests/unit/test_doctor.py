@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.doctor import Finding, examine, group_weight_bytes, prefill_weight_bytes
-from cluster.model_folder import resolve_model_folder
+from cluster.capacity.doctor import Finding, examine, group_weight_bytes, prefill_weight_bytes
+from cluster.files.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from models.spec.model import read_spec

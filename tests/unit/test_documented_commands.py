@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.model_folder import resolve_model_folder
+from cluster.files.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from tests.documented import DOCUMENTS, ROOT, Command, commands_of, documented

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import actors.wire.client_server
-import cluster.rank_socket
+import cluster.routing.rank_socket
 from actors.channels.handshake import Identity
 from actors.channels.loop_watch import LoopWatch
 from actors.wire.client_server import ClientServer
 from actors.wire.event_frames import event_frames
-from cluster.rank_client import RankClient
+from cluster.routing.rank_client import RankClient
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, TooCostlyError
 from contracts.messages import Event, Events, Failed, RankState, Scored, Submit
@@ -90,7 +90,7 @@ class _Rank:
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Rank]:
     monkeypatch.setattr(actors.wire.client_server, "MAX_FRAME_BYTES", SMALL_BYTES)
-    monkeypatch.setattr(cluster.rank_socket, "MAX_FRAME_BYTES", SMALL_BYTES)
+    monkeypatch.setattr(cluster.routing.rank_socket, "MAX_FRAME_BYTES", SMALL_BYTES)
     rank = _Rank()
     yield rank
     rank.server.close()

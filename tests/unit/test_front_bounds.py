@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.front_protocol import MAX_CHUNKS, MAX_PIPELINED, MAX_TARGET_BYTES
+from cluster.serving.front_protocol import MAX_CHUNKS, MAX_PIPELINED, MAX_TARGET_BYTES
 from tests.front_harness import LOOPS, Answer, Front, get, is_ended, post, read_answer, serve_front
 
 HEADER_BYTES = 1024

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.front import bind
-from cluster.front_connections import (
+from cluster.serving.front import bind
+from cluster.serving.front_connections import (
     DEFAULT_CONNECTIONS,
     LOG_EVERY_S,
     Connections,

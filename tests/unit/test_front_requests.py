@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from cluster.api.request_log import WRITTEN_AFTER_S
-from cluster.version import version
+from cluster.files.version import version
 from contracts.config import HttpConfig
 from tests.api_harness import MODEL, TIMEOUT_S, Api, serve_api
 from tests.fake_rank import FakeRank

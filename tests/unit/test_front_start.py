@@ -14,10 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster import application, serving
-from cluster.cli import main
-from cluster.config_options import KEY_VARIABLE, with_key_of
-from cluster.front import check_tls
+from cluster.cli.config_options import KEY_VARIABLE, with_key_of
+from cluster.cli.main import main
+from cluster.serving import application
+from cluster.serving import server as serving
+from cluster.serving.front import check_tls
 from contracts.config import HttpConfig, TandemConfig
 from contracts.errors import ConfigError, LaunchError, ResourceError
 from tests.front_harness import LOOPS, get, read_answer, serve_front

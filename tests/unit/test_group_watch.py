@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cluster import serve_end
-from cluster.group_watch import GroupWatch
-from cluster.rank_watch import CHECK_PERIOD_S
-from cluster.serve_end import wait_for_end
+from cluster.fleet.group_watch import GroupWatch
+from cluster.fleet.rank_watch import CHECK_PERIOD_S
+from cluster.serving import serve_end
+from cluster.serving.serve_end import wait_for_end
 from contracts.errors import LaunchError
 from contracts.worker import RankStatus
 

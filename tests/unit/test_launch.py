@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
-from cluster.placement import (
+from cluster.fleet.placement import (
     Node,
     Placed,
     check_resources,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.api.request_log import WRITTEN_AFTER_S, WRITTEN_LINES, AccessLog
-from cluster.log_folder import LOCK, keep_ray_logs, log_folder
+from cluster.files.log_folder import LOCK, keep_ray_logs, log_folder
 from contracts.config import LogConfig, TandemConfig
 from contracts.errors import ConfigError
 from contracts.loading import load_config

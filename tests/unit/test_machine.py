@@ -11,7 +11,7 @@ import torch
 import actors.ranks.memory
 import contracts.machine
 from actors.ranks.memory import kv_pool_blocks
-from cluster.model_folder import resolve_model_folder
+from cluster.files.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from contracts.machine import available_bytes, free_bytes, total_bytes, usable_cores, whole_cores

@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster import model_folder
-from cluster.model_folder import resolve_model_folder
+from cluster.files import model_folder
+from cluster.files.model_folder import resolve_model_folder
 from contracts.errors import CheckpointError
 
 

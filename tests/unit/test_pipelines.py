@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cluster.dispatcher import Dispatcher, DispatcherConfig
-from cluster.pipelines import Pipelines
-from cluster.rank_client import RankClient
+from cluster.routing.dispatcher import Dispatcher, DispatcherConfig
+from cluster.routing.pipelines import Pipelines
+from cluster.routing.rank_client import RankClient
 from contracts.messages import Finished, Submit
 from contracts.requests import Sampling
 from tests.api_harness import ME, QUICK

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import ray
 
-import cluster.prefill_group
+import cluster.fleet.prefill_group
 from actors.ranks.remote import RayRank
-from cluster.placement import Node, Placed, RankRequest
-from cluster.prefill_group import launch_prefill
-from cluster.prefill_member import Member
-from cluster.rank_watch import HUNG_AFTER_S
+from cluster.fleet.placement import Node, Placed, RankRequest
+from cluster.fleet.prefill_group import launch_prefill
+from cluster.fleet.prefill_member import Member
+from cluster.fleet.rank_watch import HUNG_AFTER_S
 from contracts.errors import LaunchError
 from contracts.loading import config_from
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
@@ -139,7 +139,7 @@ class Rig:
         self.started: list[FakeRank] = []
         self.hold: dict[str, Future[Any]] = {}
         node = Node("a", "10.0.0.1", "10.0.0.1")
-        module = cluster.prefill_group
+        module = cluster.fleet.prefill_group
         monkeypatch.setattr(module, "start_rank", lambda request, *_: self._start(request))
         monkeypatch.setattr(module, "node_of", lambda *_: node)
         monkeypatch.setattr(module, "remove_placement_group", lambda _: None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.prefill_router import PrefillRouter
+from cluster.routing.prefill_router import PrefillRouter
 from contracts.errors import NotReadyError, OverloadError, RankError
 from contracts.messages import Failed, Scored, Submit
 from contracts.requests import Priority, Sampling

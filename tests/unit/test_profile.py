@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.cli import main
-from cluster.hardware import known_hardware, load_hardware, write_hardware
-from cluster.profile import batches
+from cluster.capacity.profile import batches
+from cluster.cli.main import main
+from cluster.files.hardware import known_hardware, load_hardware, write_hardware
 from contracts.errors import ConfigError
 from contracts.hardware import Hardware
 from planner.costs.cost_model import batch_attention_ms

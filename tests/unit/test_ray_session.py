@@ -12,8 +12,8 @@ import psutil
 import pytest
 import ray
 
-from cluster.ray_environment import before_a_cluster_is_started, cluster_address
-from cluster.ray_session import START_ATTEMPTS, check_cores, ray_session
+from cluster.serving.ray_environment import before_a_cluster_is_started, cluster_address
+from cluster.serving.ray_session import START_ATTEMPTS, check_cores, ray_session
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError
 from contracts.loading import load_config

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.room import Room
+from cluster.routing.room import Room
 from contracts.requests import Caller
 from planner.policies.drain import LONGEST_S, SHORTEST_S, DrainRate, retry_after_s
 

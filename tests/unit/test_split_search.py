@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cluster.hardware import load_hardware
+from cluster.files.hardware import load_hardware
 from contracts.errors import ResourceError
 from contracts.hardware import Hardware, LinkCost
 from planner.costs.stages import PlanSpec

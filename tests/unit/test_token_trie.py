@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cluster.label_trie import LabelTrie
+from cluster.classification.label_trie import LabelTrie
 from contracts.token_trie import ROOT, TokenTrie
 
 BYTES_PER_TOKEN = 512

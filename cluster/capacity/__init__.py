@@ -1,0 +1,1 @@
+"""What a cluster would do: plans, profiles, and what is off here."""

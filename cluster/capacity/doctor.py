@@ -1,0 +1,312 @@
+"""`tandem doctor`: what in this machine or configuration keeps Tandem from running well."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+from rich.table import Table
+
+from cluster.files.hardware import load_hardware
+from cluster.files.model_folder import check_tokenizer, resolve_model_folder
+from cluster.files.terminal import Terminal
+from cluster.serving.front import bind
+from contracts import machine
+from contracts.config import TandemConfig
+from contracts.errors import TandemError
+from contracts.import_path import shadowing
+from models.decoder.kv_pool import kv_bytes_per_token
+from models.spec.model import ModelSpec
+from models.weights import layout
+from models.weights.checkpoint import check_checkpoint, resolve_dtype
+from models.weights.loading import total_bytes
+
+Level = Literal["ok", "warning", "error"]
+
+PACKAGES = ("ray", "torch", "msgspec", "starlette", "uvicorn", "tokenizers", "safetensors")
+MIN_DESCRIPTORS = 4096
+NO_TOKENS = (
+    "Ray listens on all interfaces and runs code for whoever may connect: RAY_AUTH_MODE=token "
+    "where the cluster is started and here"
+)
+GIB, MIB = 1 << 30, 1 << 20
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line. `advice`: what to change; empty when all is well."""
+
+    check: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+def examine(config: TandemConfig, environment: Mapping[str, str]) -> list[Finding]:
+    """All checks, in order. None of them starts anything or waits for the network."""
+    checks: list[Callable[[], Finding]] = [
+        _python,
+        _packages,
+        lambda: _cores(config),
+        _memory,
+        _shared_memory,
+        _gpu,
+        lambda: _ray_address(config, environment),
+        lambda: _model(config),
+        lambda: _tokenizer(config),
+        lambda: _groups(config),
+        lambda: _prefill(config),
+        lambda: _port(config),
+        _descriptors,
+        _niceness,
+        lambda: _hardware(config),
+        _current_folder,
+    ]
+    return [check() for check in checks]
+
+
+def print_findings(findings: list[Finding]) -> None:
+    colours = {"ok": "green", "warning": "yellow", "error": "red"}
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "check", "found", "advice"):
+        table.add_column(heading)
+    for finding in findings:
+        colour = colours[finding.level]
+        table.add_row(f"[{colour}]{finding.level}[/]", finding.check, finding.found, finding.advice)
+    Terminal().print(table)
+
+
+def _python() -> Finding:
+    good = sys.version_info >= (3, 11)
+    advice = "" if good else "use Python 3.11 or newer"
+    return Finding("python", "ok" if good else "error", platform.python_version(), advice)
+
+
+def _packages() -> Finding:
+    found, missing = [], []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(package)
+    if missing:
+        return Finding(
+            "packages", "error", f"missing: {', '.join(missing)}", "in a clone: pip install -e ."
+        )
+    return Finding("packages", "ok", ", ".join(found))
+
+
+def _cores(config: TandemConfig) -> Finding:
+    cores = machine.usable_cores()
+    ranks = config.groups.ranks
+    found = f"{cores:g} cores for {ranks} ranks of {config.groups.torch_threads} thread(s)"
+    if ranks * config.groups.torch_threads > cores:
+        return Finding("cores", "warning", found, "ranks share cores: right, but slower")
+    return Finding("cores", "ok", found)
+
+
+def _memory() -> Finding:
+    available, total = machine.available_bytes(), machine.total_bytes()
+    found = f"{available / GIB:.1f} of {total / GIB:.1f} GiB free"
+    if available < 3 * GIB:
+        return Finding("memory", "warning", found, "Ray and four ranks take about 2 GiB")
+    return Finding("memory", "ok", found)
+
+
+def _shared_memory() -> Finding:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Finding("shared memory", "error", "no /dev/shm", "use channel.backend=tcp")
+    free = machine.free_bytes(folder)
+    found = f"{free / GIB:.1f} GiB free in /dev/shm"
+    if free < GIB // 2:
+        advice = "Ray's object store wants 256 MiB there; docker: --shm-size=1g"
+        return Finding("shared memory", "warning", found, advice)
+    return Finding("shared memory", "ok", found)
+
+
+def _gpu() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("gpu", "ok", "none: CPU ranks, shm or tcp channels")
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    try:
+        from cupy.cuda import nccl
+
+        ready = bool(nccl.available)
+    except ImportError:
+        ready = False
+    if not ready:
+        advice = "in a clone, pip install -e '.[cuda]' for NCCL channels between GPUs"
+        return Finding("gpu", "warning", f"{', '.join(names)}; no cupy NCCL", advice)
+    return Finding("gpu", "ok", f"{', '.join(names)}; cupy NCCL {nccl.get_version()}")
+
+
+def _descriptors() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} file descriptors, {hard} at most"
+    if soft < MIN_DESCRIPTORS:
+        advice = f"each client and each rank takes some: ulimit -n {MIN_DESCRIPTORS} or more"
+        return Finding("descriptors", "warning", found, advice)
+    return Finding("descriptors", "ok", found)
+
+
+def _niceness() -> Finding:
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    if nice > 0:
+        advice = "ranks inherit it, and count as hung when they get no time: start without nice"
+        return Finding("niceness", "warning", f"nice {nice}", advice)
+    return Finding("niceness", "ok", f"nice {nice}")
+
+
+def _hardware(config: TandemConfig) -> Finding:
+    name = config.planner.hardware
+    if not config.planner.enabled or name is None:
+        return Finding("hardware", "ok", "no hardware file: the planner learns, or is off")
+    try:
+        hardware = load_hardware(name)
+    except TandemError as error:
+        return Finding("hardware", "error", f"planner.hardware: {error.message}")
+    return Finding("hardware", "ok", f"{hardware.name}, {hardware.kind}")
+
+
+def _current_folder() -> Finding:
+    names = shadowing(Path.cwd())
+    if names:
+        found = f"{', '.join(names)}: named as packages of ours"
+        advice = "python -m and PYTHONPATH may take them for ours: start elsewhere"
+        return Finding("current folder", "warning", found, advice)
+    return Finding("current folder", "ok", "nothing here is taken for our packages")
+
+
+def _ray_address(config: TandemConfig, environment: Mapping[str, str]) -> Finding:
+    address = config.groups.address or environment.get("RAY_ADDRESS")
+    if not address:
+        if environment.get("RAY_AUTH_MODE") == "disabled":
+            found = "a local cluster is started without tokens (RAY_AUTH_MODE=disabled)"
+            return Finding("ray", "warning", found, NO_TOKENS)
+        return Finding("ray", "ok", "no address: a local cluster is started, with tokens")
+    if environment.get("RAY_AUTH_MODE") == "disabled":
+        found = f"existing cluster at {address}, joined without a token (RAY_AUTH_MODE=disabled)"
+        return Finding("ray", "warning", found, NO_TOKENS)
+    if environment.get("RAY_AUTH_MODE") is None:
+        advice = "clusters that take tokens want RAY_AUTH_MODE=token in this shell"
+        return Finding("ray", "warning", f"existing cluster at {address}", advice)
+    return Finding("ray", "ok", f"existing cluster at {address}")
+
+
+def _model(config: TandemConfig) -> Finding:
+    try:
+        folder = resolve_model_folder(config.model.path)
+        spec = check_checkpoint(folder)
+    except TandemError as error:
+        return Finding("model", "error", error.message)
+    dtype = resolve_dtype(spec, config.model.dtype)
+    per_token = kv_bytes_per_token(spec, dtype)
+    return Finding(
+        "model",
+        "ok",
+        f"{folder.name}: {spec.architecture}, {spec.num_layers} layers, {spec.num_experts} experts "
+        f"top-{spec.top_k}, {str(dtype)[6:]}, {per_token} bytes of KV a token",
+    )
+
+
+def _tokenizer(config: TandemConfig) -> Finding:
+    try:
+        folder = resolve_model_folder(config.model.path)
+    except TandemError:
+        return Finding("tokenizer", "warning", "not looked at: there is no model folder")
+    try:
+        text = check_tokenizer(folder)
+    except TandemError as error:
+        return Finding("tokenizer", "error", error.message)
+    found = f"{text.vocab_size} tokens, {'a' if text.has_chat_template else 'no'} chat template"
+    if not text.has_chat_template:
+        advice = "/v1/chat/completions will answer 400; the other endpoints need no template"
+        return Finding("tokenizer", "warning", found, advice)
+    return Finding("tokenizer", "ok", found)
+
+
+def _readable(config: TandemConfig) -> ModelSpec | None:
+    """None where there is no such model: `_model` says why."""
+    try:
+        return check_checkpoint(resolve_model_folder(config.model.path))
+    except TandemError:
+        return None
+
+
+def _groups(config: TandemConfig) -> Finding:
+    attention, experts = config.groups.attention_ranks, config.groups.expert_ranks
+    if attention == 0:
+        return Finding("groups", "ok", "no attention and expert ranks: prefill workers generate")
+    spec = _readable(config)
+    if spec is None:
+        return Finding("groups", "warning", "not looked at: the model cannot be read")
+    each, all_experts = group_weight_bytes(config, spec)
+    found = (
+        f"{attention} attention rank(s), {each / MIB:,.0f} MiB of weights each; "
+        f"{experts} expert rank(s), {all_experts / MIB:,.0f} MiB together"
+    )
+    on_cpu = config.groups.device != "cuda"
+    if on_cpu and attention * each + all_experts > machine.available_bytes():
+        advice = "more than is free here: more nodes, fewer attention ranks, or a smaller model"
+        return Finding("groups", "warning", found, advice)
+    return Finding("groups", "ok", found)
+
+
+def group_weight_bytes(config: TandemConfig, spec: ModelSpec) -> tuple[int, int]:
+    """Bytes of weights in each attention rank, and in all expert ranks together."""
+    dtype = resolve_dtype(spec, config.model.dtype)
+    experts = len(spec.moe_layers) * spec.num_experts * layout.expert_elements(spec)
+    attention = total_bytes(layout.attention_half_tensors(spec), dtype)
+    return attention, experts * dtype.itemsize
+
+
+def _prefill(config: TandemConfig) -> Finding:
+    workers, kind = config.groups.prefill_ranks, config.prefill.experts
+    if workers == 0:
+        return Finding("prefill", "ok", "no prefill workers: attention and expert ranks classify")
+    spec = _readable(config)
+    if spec is None:
+        return Finding("prefill", "warning", "not looked at: the model cannot be read")
+    each = prefill_weight_bytes(config, spec)
+    found = f"{workers} worker(s), experts {kind}: {each / MIB:,.0f} MiB of weights each"
+    if workers == 1 and kind in ("gathered", "hybrid", "all_to_all"):
+        advice = "one worker has no others to fetch from: prefill.experts=resident or streamed"
+        return Finding("prefill", "warning", found, advice)
+    if config.groups.device != "cuda" and workers * each > machine.available_bytes():
+        advice = "more than is free here: prefill.experts=gathered or streamed, or fewer workers"
+        return Finding("prefill", "warning", found, advice)
+    return Finding("prefill", "ok", found)
+
+
+def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
+    """Bytes of weights in a prefill worker's own memory: copies use two layers' buffers."""
+    prefill, workers = config.prefill, config.groups.prefill_ranks
+    dtype = resolve_dtype(spec, config.model.dtype)
+    layer_bytes = spec.num_experts * layout.expert_elements(spec) * dtype.itemsize
+    layers = len(spec.moe_layers)
+    resident = min(prefill.resident_layers, layers)
+    copied = layers - resident
+    held = {
+        "resident": layers,
+        "gathered": resident + min(copied, 2) + copied / workers,
+        "streamed": resident + min(copied, 2),
+        "hybrid": resident + min(copied, 2) + min(copied, prefill.shard_window) / workers,
+        "all_to_all": layers / workers,
+    }[prefill.experts]
+    return total_bytes(layout.attention_half_tensors(spec), dtype) + round(held * layer_bytes)
+
+
+def _port(config: TandemConfig) -> Finding:
+    try:
+        bind(config.http.host, config.http.port).close()
+    except TandemError as error:
+        return Finding("port", "error", error.message)
+    return Finding("port", "ok", f"{config.http.host}:{config.http.port} is free")

@@ -1,0 +1,262 @@
+"""`tandem plan`: solves a SPEC, judges splits, and shows what came out."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.table import Table
+
+from cluster.capacity.plan_input import ModelProblem, read_plan_file
+from cluster.files.terminal import Terminal
+from contracts.clock import monotonic_s
+from contracts.plan import Order, Plan
+from planner.costs.stages import PlanSpec
+from planner.findep.alternatives import Alternative
+from planner.findep.beyond import solve_beyond
+from planner.findep.solver import PlannedBatch, solve
+from planner.findep.split_search import Split, Verdict, judge, plan_spec, search
+
+GIB = float(1 << 30)
+
+
+class PlanAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One plan and what it brings. samples_per_s: of one attention rank, or of all of a split."""
+
+    ma: int
+    r1: int
+    me: float
+    r2: int
+    order: Order
+    makespan_ms: float
+    samples_per_s: float
+    shared_lag: int = 0
+    expert_wise: bool = False
+    micro_batch_samples: tuple[int, ...] = ()
+    sequence_chunks: tuple[float, ...] = ()
+
+
+class SplitAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One split that was looked at; `problem` where it has no plan."""
+
+    attention_ranks: int
+    expert_ranks: int
+    samples_per_s: float
+    plan: PlanAnswer | None = None
+    max_samples: int | None = None
+    problem: str = ""
+
+
+class AlternativeAnswer(msgspec.Struct, kw_only=True):
+    """The same devices without a split."""
+
+    name: str
+    samples_per_s: float
+    exposed_communication_fraction: float
+    note: str
+
+
+class FullAnswer(PlanAnswer, kw_only=True, omit_defaults=True):
+    """What `tandem plan --json` prints. From `attention_ranks` on: of a SPEC with a model."""
+
+    lower_bound_ms: float
+    solve_ms: float
+    baselines: dict[str, PlanAnswer]
+    attention_ranks: int | None = None
+    expert_ranks: int | None = None
+    max_samples: int | None = None
+    disaggregate: bool | None = None
+    advice: str = ""
+    splits: list[SplitAnswer] = []
+    alternatives: list[AlternativeAnswer] = []
+
+
+class Report(NamedTuple):
+    """verdict None: the SPEC has no model, so that there is nothing to compare with."""
+
+    answer: FullAnswer
+    spec: PlanSpec
+    plan: Plan
+    verdict: Verdict | None
+
+
+def plan_file(path: Path, *, devices: int | None, beyond: bool) -> Report:
+    """Raises ConfigError, CheckpointError or ResourceError: one line."""
+    given = read_plan_file(path, devices)
+    if isinstance(given, PlanSpec):
+        return _report(given, beyond=beyond)
+    verdict = _verdict(given, beyond=beyond)
+    assert verdict.best.spec is not None
+    return _report(verdict.best.spec, beyond=beyond, verdict=verdict)
+
+
+def _best(spec: PlanSpec, *, beyond: bool) -> PlannedBatch:
+    return solve_beyond(spec) if beyond else solve(spec).best
+
+
+def _verdict(problem: ModelProblem, *, beyond: bool) -> Verdict:
+    find = functools.partial(_best, beyond=beyond)
+    workload, deployment = problem.workload, problem.deployment
+    if deployment is None:
+        return search(workload, find, problem.max_r2)
+    spec = plan_spec(workload, deployment, problem.max_r2)  # raises what a search would pass over
+    return judge(workload, [Split(deployment, spec, find(spec))])
+
+
+def _report(spec: PlanSpec, *, beyond: bool, verdict: Verdict | None = None) -> Report:
+    solve(spec)  # what numpy and the solver set up once is no part of a decision's time
+    start_s = monotonic_s()
+    solution = solve(spec)
+    best = solve_beyond(spec) if beyond else solution.best
+    solve_ms = 1e3 * (monotonic_s() - start_s)
+    ranks = 1 if verdict is None else verdict.best.deployment.attention_ranks
+    answer = FullAnswer(
+        **msgspec.structs.asdict(_answer(best, ranks)),
+        lower_bound_ms=solution.lower_bound_ms * best.samples / solution.best.samples,
+        solve_ms=solve_ms,
+        baselines={
+            "naive": _answer(solution.naive, ranks),
+            "pppipe": _answer(solution.pppipe, ranks),
+        },
+    )
+    if verdict is not None:
+        _add_verdict(answer, verdict)
+    return Report(answer, spec, best.plan, verdict)
+
+
+def _answer(planned: PlannedBatch, ranks: int) -> PlanAnswer:
+    plan = planned.plan
+    assert plan.ma is not None
+    assert plan.me is not None
+    return PlanAnswer(
+        ma=plan.ma,
+        r1=plan.r1,
+        me=plan.me,
+        r2=plan.r2,
+        order=plan.order,
+        makespan_ms=planned.makespan_ms,
+        samples_per_s=ranks * planned.samples_per_s,
+        shared_lag=plan.shared_lag,
+        expert_wise=plan.expert_wise,
+        micro_batch_samples=plan.micro_batch_samples,
+        sequence_chunks=plan.sequence_chunks,
+    )
+
+
+def _add_verdict(answer: FullAnswer, verdict: Verdict) -> None:
+    best = verdict.best
+    answer.attention_ranks = best.deployment.attention_ranks
+    answer.expert_ranks = best.deployment.expert_ranks
+    answer.max_samples = best.spec.max_samples if best.spec is not None else None
+    answer.disaggregate, answer.advice = verdict.disaggregate, verdict.advice
+    answer.splits = [_split_answer(split) for split in verdict.splits]
+    answer.alternatives = [
+        AlternativeAnswer(
+            name=other.name,
+            samples_per_s=other.samples_per_s,
+            exposed_communication_fraction=other.exposed_fraction,
+            note=other.note,
+        )
+        for other in verdict.others
+    ]
+
+
+def _split_answer(split: Split) -> SplitAnswer:
+    planned, ranks = split.planned, split.deployment.attention_ranks
+    return SplitAnswer(
+        attention_ranks=ranks,
+        expert_ranks=split.deployment.expert_ranks,
+        samples_per_s=split.samples_per_s,
+        plan=None if planned is None else _answer(planned, ranks),
+        max_samples=None if split.spec is None else split.spec.max_samples,
+        problem=split.problem,
+    )
+
+
+def print_report(report: Report) -> None:
+    console = Terminal(highlight=False)
+    _print_plans(console, report)
+    verdict = report.verdict
+    if verdict is not None:
+        if len(verdict.splits) > 1:
+            _print_splits(console, verdict)
+        _print_others(console, verdict.others)
+        console.print(f"\n{verdict.advice}")
+
+
+def _print_plans(console: Terminal, report: Report) -> None:
+    answer = report.answer
+    console.print(_title(report))
+    table = Table(box=None, pad_edge=False)
+    headings = ("plan", "order", "ma", "r1", "me", "r2", "makespan ms", "samples/s", "")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("plan", "order") else "right")
+    rows = {"best": answer, **dict(reversed(answer.baselines.items()))}
+    for name, row in rows.items():
+        table.add_row(
+            name,
+            row.order.value,
+            str(row.ma),
+            str(row.r1),
+            _figure(row.me),
+            str(row.r2),
+            _figure(row.makespan_ms),
+            _figure(row.samples_per_s),
+            f"{row.samples_per_s / answer.samples_per_s:.2f}x",
+        )
+    console.print(table)
+    console.print(
+        f"Solved in {answer.solve_ms:.2f} ms. No plan of the paper's kinds brings as many samples "
+        f"in less than {_figure(answer.lower_bound_ms)} ms."
+    )
+    if report.plan.is_beyond_paper:
+        console.print(f"Beyond the paper: {report.plan.label}")
+
+
+def _title(report: Report) -> str:
+    answer = report.answer
+    if answer.attention_ranks is None:
+        return f"At most {report.spec.max_samples} samples in memory"
+    return (
+        f"{answer.attention_ranks} attention and {answer.expert_ranks} expert ranks, at most "
+        f"{report.spec.max_samples} samples in the memory of each attention rank"
+    )
+
+
+def _print_splits(console: Terminal, verdict: Verdict) -> None:
+    console.print("\nSplits")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("attention + expert", "samples/s", "samples in memory", "plan"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    for split in verdict.splits:
+        plan = split.problem if split.planned is None else split.planned.plan.label
+        table.add_row(
+            f"{split.deployment.attention_ranks} + {split.deployment.expert_ranks}",
+            "–" if split.planned is None else _figure(split.samples_per_s),
+            "–" if split.spec is None else str(split.spec.max_samples),
+            plan,
+        )
+    console.print(table)
+
+
+def _print_others(console: Terminal, others: list[Alternative]) -> None:
+    console.print("\nWithout a split")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("way", "samples/s", "waits for communication", ""):
+        table.add_column(heading, justify="left" if heading in ("way", "") else "right")
+    for other in others:
+        fits = other.samples_per_s > 0
+        table.add_row(
+            other.name,
+            _figure(other.samples_per_s) if fits else "–",
+            f"{other.exposed_fraction:.0%}" if fits else "–",
+            other.note,
+        )
+    console.print(table)
+
+
+def _figure(value: float) -> str:
+    """Four digits, and no exponent where a person would write none."""
+    return f"{value:,.0f}" if 1e3 <= value < 1e9 else f"{value:.4g}"

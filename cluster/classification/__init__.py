@@ -1,0 +1,1 @@
+"""Classification as passes that score labels."""

@@ -1,0 +1,321 @@
+"""Zero-shot classification as prefill-only work: which label is the likeliest continuation?
+
+A row's prompt is the template with its text (and the shared prefix) filled in. Each label becomes
+the tokens that continue the prompt (`Tokenizer.continuations`), with a space in front unless the
+prompt ends with white space or the label begins with it.
+
+A label's score is the log-probability that the model writes it: the sum over its tokens, each given
+the prompt and the tokens before it (teacher-forced). The probabilities are the softmax over these
+sums. A sum is not divided by the label's length: that would favour labels whose later tokens follow
+from the first ones. So of two labels that begin alike, the shorter is never less likely.
+
+Labels are scored together (`label_trie.py`). One pass over the prompt tells the first tokens of all
+of them: it is the only one where each is a token of its own. Each further pass shares the prompt.
+
+Options: with `{options}` in the template, the labels are listed there, one a line, with a letter
+each ("A. sports"), and the letters are what is scored: single choice by symbols, in one pass.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from cluster.classification.bounded import map_bounded
+from cluster.classification.label_trie import LabelPass, LabelTrie, label_trie
+from contracts.errors import RankError, RequestError, TooCostlyError, TooLongError
+from contracts.messages import Scored, Submit
+from contracts.requests import Priority, Usage
+from models.text.continuations import END_CHARACTERS
+from models.text.steps import PIECE_CHARACTERS, PIECE_TEXTS, Steps, finish
+from models.text.tokenizer import Tokenizer
+
+DEFAULT_TEMPLATE = "{prefix}{text}"
+OPTIONS = "{options}"
+SYMBOLS = string.ascii_uppercase
+TRIE_TOKENS = 8  # a node of a trie holds as much as so many tokens of a list
+CONCURRENT_PASSES = 64  # of one row: each that is open holds the prompt and its path
+_PLACEHOLDER = re.compile(r"\{(text|prefix|label|options)\}")
+
+
+class Scorer(Protocol):
+    async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
+        """The answer of a prefill-only job. patient: wait for room rather than be refused."""
+
+
+class Places(NamedTuple):
+    """How often each placeholder occurs in a template."""
+
+    text: int
+    prefix: int
+    label: int
+    options: int
+
+
+class ClassifyTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What all rows share. asked: what {label} stands for (`multilabel.py`); None: for itself.
+    places: of the template, where they have been counted."""
+
+    labels: tuple[str, ...]
+    prefix: str = ""
+    template: str = DEFAULT_TEMPLATE
+    priority: Priority = Priority.BE
+    max_context_tokens: int = 1 << 30
+    max_label_tokens: int = 1 << 30
+    asked: str | None = None
+    places: Places | None = None
+
+    @property
+    def answers(self) -> Sequence[str]:
+        """What is scored after the prompt, in the order of the labels."""
+        return SYMBOLS[: len(self.labels)] if OPTIONS in self.template else self.labels
+
+
+class Row(msgspec.Struct, frozen=True):
+    """prompt_ids, and the labels' tokens that continue it. patient: as in `Scorer.score`."""
+
+    prompt_ids: list[int]
+    labels: LabelTrie
+    patient: bool = False
+
+
+class Classified(msgspec.Struct, frozen=True):
+    """probs in the order of the labels; usage counts all passes that the row took."""
+
+    probs: list[float]
+    usage: Usage
+
+    @property
+    def best(self) -> int:
+        return max(range(len(self.probs)), key=self.probs.__getitem__)
+
+
+def check_task(task: ClassifyTask) -> None:
+    """Raises RequestError for labels or a template that cannot be used."""
+    if not task.labels:
+        raise RequestError("labels: at least one is needed", "labels")
+    for index, label in enumerate(task.labels):
+        if not label.strip():
+            raise RequestError(f"labels[{index}] is empty", "labels")
+    if len(set(task.labels)) != len(task.labels):
+        repeated = next(label for label in task.labels if task.labels.count(label) > 1)
+        raise RequestError(f"labels: {repeated!r} occurs more than once", "labels")
+    if "{text}" not in task.template:
+        raise RequestError("template: {text} does not occur in it", "template")
+    if task.prefix and "{prefix}" not in task.template:
+        raise RequestError("template: a prefix is given, but {prefix} does not occur", "template")
+
+    if OPTIONS in task.template and len(task.labels) > len(SYMBOLS):
+        raise RequestError(
+            f"labels: {len(task.labels)} are more than the {len(SYMBOLS)} letters that {OPTIONS} in"
+            " the template gives them; take it out, or give fewer labels",
+            "labels",
+        )
+
+
+def fill(task: ClassifyTask, text: str) -> str:
+    """The row's prompt. Plain replacement, once: braces in `text` are just text."""
+    values = {"text": text, "prefix": task.prefix}
+    if task.asked is not None:
+        values["label"] = task.asked
+    if OPTIONS in task.template:
+        options = zip(task.answers, task.labels, strict=True)
+        values["options"] = "\n".join(f"{symbol}. {label}" for symbol, label in options)
+    return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), task.template)
+
+
+def places_in(template: str) -> Places:
+    """What is filled in, and how often."""
+    return Places(*(template.count(f"{{{name}}}") for name in Places._fields))
+
+
+def prompt_characters(task: ClassifyTask, text: str) -> int:
+    """How many `fill` would make, without making them."""
+    places = places_in(task.template) if task.places is None else task.places
+    count = len(task.template) + places.text * (len(text) - len("{text}"))
+    count += places.prefix * (len(task.prefix) - len("{prefix}"))
+    if task.asked is not None:
+        count += places.label * (len(task.asked) - len("{label}"))
+    if places.options:
+        listed = sum(len(label) + len("A. \n") for label in task.labels) - 1
+        count += places.options * (listed - len(OPTIONS))
+    return count
+
+
+def tokenize_row(tokenizer: Tokenizer, task: ClassifyTask, text: str) -> Row:
+    """Raises RequestError for an empty prompt, TooLongError beyond the context."""
+    (row,) = tokenize_rows(tokenizer, [(text, task)])
+    if isinstance(row, RequestError):
+        raise row
+    return row
+
+
+def tokenize_rows(
+    tokenizer: Tokenizer, asked: Sequence[tuple[str, ClassifyTask]]
+) -> list[Row | RequestError]:
+    """`tokenize_row` of many texts at once; a row's error in its place."""
+    found: list[Row | RequestError] = []
+    finish(tokenize_steps(tokenizer, asked, found.append))
+    return found
+
+
+def tokenize_steps(
+    tokenizer: Tokenizer,
+    asked: Sequence[tuple[str, ClassifyTask]],
+    on_row: Callable[[Row | RequestError], None],
+) -> Steps[None]:
+    """Fills and tokenises some rows at a time, the tries of their labels with them. on_row: given
+    each in order, or what is wrong with it; what it raises ends the steps."""
+    made = _Tries()
+    for some in _pieces(asked):
+        pairs = []
+        for text, task in some:
+            prompt = fill(task, text)
+            pairs.append((prompt, _joined(prompt, task)))
+        most = max(task.max_context_tokens for _, task in some)
+        try:
+            rows = yield from tokenizer.continuation_steps(pairs, param="input", max_tokens=most)
+        except (
+            TooLongError
+        ) as error:  # only of one that is too long for a piece, and so alone in it
+            on_row(error)
+            continue
+        for (_, task), (prompt_ids, label_ids) in zip(some, rows, strict=True):
+            try:
+                row = _checked_row(task, prompt_ids, label_ids, made)
+            except RequestError as error:
+                on_row(error)
+            else:
+                on_row(row)
+        yield made.take_new_tokens()
+
+
+def _pieces(
+    asked: Sequence[tuple[str, ClassifyTask]],
+) -> Iterator[list[tuple[str, ClassifyTask]]]:
+    """Neighbours whose prompts and labels are not too long to be put together at once."""
+    some: list[tuple[str, ClassifyTask]] = []
+    room = 0
+    for text, task in asked:
+        labels = sum(map(len, task.answers)) + END_CHARACTERS * len(task.answers)
+        characters = prompt_characters(task, text) + labels
+        if some and (len(some) == PIECE_TEXTS or characters > room):
+            yield some
+            some = []
+        if not some:
+            room = PIECE_CHARACTERS
+        some.append((text, task))
+        room -= characters
+    yield some
+
+
+class _Tries:
+    """The tries of one request's rows: neighbours with the same labels share theirs."""
+
+    def __init__(self) -> None:
+        self._ids: list[list[int]] = []
+        self._trie: LabelTrie | None = None
+        self._new_tokens = 0
+
+    def of(self, label_ids: list[list[int]]) -> LabelTrie:
+        if self._trie is None or self._ids != label_ids:
+            self._ids, self._trie = label_ids, label_trie(label_ids)
+            self._new_tokens += len(self._trie) * TRIE_TOKENS
+        return self._trie
+
+    def take_new_tokens(self) -> int:
+        """What the tries made since the last call hold, in tokens of a list."""
+        new, self._new_tokens = self._new_tokens, 0
+        return new
+
+
+def _checked_row(
+    task: ClassifyTask, prompt_ids: list[int], label_ids: list[list[int]], tries: _Tries
+) -> Row:
+    if not prompt_ids:
+        raise RequestError("input: the prompt is empty", "input")
+    for label, ids in zip(task.answers, label_ids, strict=True):
+        if not ids:
+            raise RequestError(f"labels: {label!r} adds no token of its own", "labels")
+    tokens = sum(map(len, label_ids))
+    if tokens > task.max_label_tokens:
+        raise TooCostlyError(
+            f"labels: together they have {tokens} tokens, at most {task.max_label_tokens} are"
+            " accepted (limits.label_tokens): give fewer or shorter ones",
+            "labels",
+        )
+    longest = len(prompt_ids) + max(map(len, label_ids))
+    if longest > task.max_context_tokens:
+        raise TooLongError(
+            f"input: prompt and label have {longest} tokens, the model's context holds"
+            f" {task.max_context_tokens}",
+            "input",
+        )
+    return Row(prompt_ids, tries.of(label_ids))
+
+
+def _joined(prompt: str, task: ClassifyTask) -> list[str]:
+    """The labels as they follow the prompt."""
+    spaced = prompt[-1:].isspace()
+    return [label if spaced or label[:1].isspace() else f" {label}" for label in task.answers]
+
+
+async def classify_row(scorer: Scorer, task: ClassifyTask, row: Row) -> Classified:
+    """The row's probabilities; raises what `scorer` raises."""
+    passes = row.labels.passes
+
+    async def score(numbered: tuple[int, LabelPass]) -> Scored:
+        number, each = numbered
+        patient = row.patient or number > 0
+        return await scorer.score(_submit(task, row.prompt_ids, each), patient=patient)
+
+    scores = await map_bounded(score, enumerate(passes), CONCURRENT_PASSES)
+    edges: dict[int, float] = {}
+    for each, scored in zip(passes, scores, strict=True):
+        on_the_way = each.length - each.scored_from
+        tokens = checked_scores(scored.token_logprobs, on_the_way) if on_the_way else ()
+        edges |= each.edges(tokens, checked_scores(scored.candidate_logprobs, len(each.candidates)))
+    probs = softmax(row.labels.logprobs(edges))
+    return Classified(probs, add_usage([scored.usage for scored in scores]))
+
+
+def _submit(task: ClassifyTask, prompt_ids: list[int], each: LabelPass) -> Submit:
+    on_the_way = each.scored_from < each.length
+    return Submit(
+        request_id=0,
+        token_ids=[*prompt_ids, *each.path],
+        sampling=None,
+        priority=task.priority,
+        candidates=each.candidates,
+        score_from=len(prompt_ids) + each.scored_from if on_the_way else None,
+    )
+
+
+def checked_scores(values: Sequence[float] | None, expected: int) -> Sequence[float]:
+    """`values`, if they are as many as asked for and finite."""
+    if values is None or len(values) != expected or not all(map(math.isfinite, values)):
+        got = "none" if values is None else str(list(values)[:8])
+        raise RankError(
+            f"expected {expected} finite scores from the rank, got {got}", "bad_score", 500
+        )
+    return values
+
+
+def softmax(scores: Sequence[float]) -> list[float]:
+    top = max(scores)
+    weights = [math.exp(score - top) for score in scores]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def add_usage(usages: Sequence[Usage]) -> Usage:
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+    )

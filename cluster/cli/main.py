@@ -1,0 +1,48 @@
+"""The command line: `tandem`, or `python -m cluster`.
+
+Errors are one line on standard error and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from cluster.cli.arguments import EXIT_ERROR, Parser, version
+from cluster.cli.commands import bulk, config, demo, doctor, plan, profile, serve, stop
+from cluster.serving.ray_environment import before_ray_is_imported
+from contracts.config import LogConfig
+from contracts.errors import TandemError
+from contracts.logs import set_up_logging
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    set_up_logging("tandem", LogConfig(), stderr_level=logging.WARNING)
+    before_ray_is_imported(os.environ, has_terminal=sys.stderr.isatty())
+    options = _parser().parse_args(arguments)
+    try:
+        status = int(options.run(options, os.environ))
+        sys.stdout.flush()
+    except TandemError as error:
+        print(f"tandem {options.command}: {error.message}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="tandem", description="Serves Mixture-of-Experts language models on Ray.")
+    parser.add_argument("--version", action="version", version=f"tandem {version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (serve, demo, plan, profile, bulk, doctor, config, stop):
+        command.add(commands)
+    return parser

@@ -1,0 +1,1 @@
+"""Files that people name: models, hardware, logs."""

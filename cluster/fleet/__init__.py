@@ -1,0 +1,1 @@
+"""Ranks placed, launched, watched and replaced."""

@@ -1,0 +1,143 @@
+"""What a router hears of one prefill worker, and where it looks for those that are missing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+from cluster.routing.rank_client import RankClient
+from contracts.errors import ChannelError, PeerDeadError
+from contracts.logs import event
+from contracts.messages import RankState
+from contracts.routing import WorkerReport, WorkerSnapshot
+from planner.routing.router import Router
+from planner.routing.worker_state import MissingReportsError
+
+log = logging.getLogger("tandem.prefill_router")
+
+FIND_PERIOD_S = 0.3
+FIND_DEADLINE_S = 10.0
+
+Find = Callable[[dict[str, str]], Awaitable[Mapping[str, str]]]
+"""Addresses of workers that must be replaced, each with the reason → where every prefill worker is
+now: name → client address."""
+
+
+class OnLost(Protocol):
+    def __call__(self, worker: int, *, for_good: bool) -> None: ...
+
+
+class PrefillPeer:
+    """A `rank_client.Listener`: folds the worker's log into the router.
+
+    present: between its snapshot and its loss, while it says that it is healthy. After that it is
+    absent until another connection brings another snapshot. contradiction: why it is given up.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        client: RankClient,
+        router: Router,
+        on_change: Callable[[], None],
+        on_lost: OnLost,
+    ) -> None:
+        self.client = client
+        self.present = False
+        self._worker = worker
+        self._router = router
+        self._on_change = on_change
+        self._on_lost = on_lost
+        self._is_sick = False
+        self.contradiction = ""
+        router.lose(worker, for_good=False)  # until it is heard
+        client.listen(self)
+
+    @property
+    def problem(self) -> str | None:
+        """Why it takes no requests now, or None."""
+        name, problem = self.client.name, self.client.problem
+        if problem is None and not self.present:
+            problem = self.contradiction or "has not told its state yet"
+        return problem if problem is None or name in problem else f"{name}: {problem}"
+
+    async def wait_ready(self) -> None:
+        """Returns once it takes requests."""
+        await self.client.wait_until(lambda _: self.problem is None)
+
+    def on_log(self, entry: WorkerReport | WorkerSnapshot) -> None:
+        """Raises PeerDeadError if the entry contradicts what the worker said before: it is given
+        up, until it is replaced."""
+        if not self.present and isinstance(entry, WorkerReport):
+            return  # of the time before the next snapshot
+        try:
+            self._fold(entry)
+        except (MissingReportsError, ValueError) as error:
+            name = self.client.name
+            self.contradiction = f"{name}: its log contradicts itself: {error}"
+            event(log, "worker_given_up", logging.ERROR, reason=self.contradiction)
+            self._lose(for_good=not isinstance(error, MissingReportsError))
+            raise PeerDeadError(self.contradiction, name) from None
+        self._on_change()
+
+    def _fold(self, entry: WorkerReport | WorkerSnapshot) -> None:
+        if entry.worker != self._worker:
+            raise ValueError(f"an entry of worker {entry.worker} in the log of {self._worker}")
+        if isinstance(entry, WorkerReport):
+            self._router.apply(entry)
+            return
+        self._router.restore(entry)
+        if self._router.is_present(self._worker):
+            self.present, self.contradiction = not self._is_sick, ""
+
+    def on_state(self, state: RankState) -> None:
+        if state.healthy and self._is_sick:  # what it said meanwhile was not listened to
+            self._is_sick = False
+            self.client.drop("is healthy again: connecting anew")
+        elif not state.healthy and not self._is_sick:
+            self._is_sick = True
+            self._lose(for_good=False)
+
+    def on_lost(self, error: ChannelError) -> None:
+        self._is_sick = False
+        self._lose(for_good=False)
+
+    def _lose(self, *, for_good: bool) -> None:
+        self.present = False
+        self._on_lost(self._worker, for_good=for_good)
+
+
+class Finder:
+    """Asks where the workers are while one of them is missing."""
+
+    def __init__(self, peers: Sequence[PrefillPeer], find: Find | None) -> None:
+        self._peers = peers
+        self._find = find
+        self._task: asyncio.Task[None] | None = None
+
+    def look(self) -> None:
+        if self._find is not None and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._look(self._find), name="find-prefill-workers")
+
+    async def close(self) -> None:
+        self._find = None
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _suspects(self) -> dict[str, str]:
+        return {p.client.address: p.contradiction for p in self._peers if p.contradiction}
+
+    async def _look(self, find: Find) -> None:
+        while not all(peer.present for peer in self._peers):
+            try:
+                async with asyncio.timeout(FIND_DEADLINE_S):
+                    addresses = await find(self._suspects())
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next try may do better
+                event(log, "directory_not_found", logging.WARNING, error=error)
+                addresses = {}
+            for peer in self._peers:
+                peer.client.move(addresses.get(peer.client.name, peer.client.address))
+            await asyncio.sleep(FIND_PERIOD_S)

@@ -1,0 +1,241 @@
+"""The ingress's connection to one rank: submits sequences, hands out their events.
+
+    submit ─> [Submit frame] ─────────────> rank
+              [Events frame] <─────────────  one per step, for all sequences of this connection
+    RankStream <─ its own events
+
+When the rank is lost, hung or dead, or says that its loop is stuck, every waiting request fails at
+once with the rank's name; the client goes on trying to reconnect to one that is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+import msgspec
+
+from actors.channels.handshake import Identity
+from cluster.routing.rank_socket import RankClientConfig, RankSocket
+from cluster.routing.rank_stream import Listener, RankStream, Sink
+from contracts.clock import Clock, monotonic_s
+from contracts.errors import ChannelError, NotReadyError, PeerDeadError, PeerError, PeerHungError
+from contracts.logs import event
+from contracts.messages import Cancel, Event, RankState, Submit, Tokens
+from contracts.routing import WorkerReport, WorkerSnapshot
+
+_LOG = logging.getLogger("tandem.rank_client")
+
+
+class RankClient:
+    """address: "unix:/path" or "tcp:host:port". me: this ingress, with the cluster's token.
+
+    Belongs to one event loop; `start` before `submit`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        me: Identity,
+        config: RankClientConfig = RankClientConfig(),  # noqa: B008  (frozen)
+        clock: Clock = monotonic_s,
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.state: RankState | None = None
+        self.connections = 0  # how many there have been
+        self._me = me
+        self._config = config
+        self._clock = clock
+        self._socket: RankSocket | None = None
+        self._sinks: dict[int, Sink] = {}
+        self._listener: Listener | None = None
+        self._ids = itertools.count(1)
+        self.lost: ChannelError | None = None
+        self._changed = asyncio.Event()
+        self._broken: PeerError | None = None  # why we break the connection ourselves
+        self._task: asyncio.Task[None] | None = None
+
+    # ---- life
+
+    def listen(self, listener: Listener) -> None:
+        """Before `start`."""
+        self._listener = listener
+
+    def move(self, address: str) -> None:
+        """The rank is now there: connects at once. Without effect if it was there before."""
+        if address == self.address:
+            return
+        self.address, self._broken = address, None
+        if self._task is not None:
+            self._task.cancel()
+            self._drop_all(PeerDeadError(f"{self.name} has been replaced", self.name))
+            self._task = None
+            self.start()
+
+    def drop(self, reason: str) -> None:
+        """Breaks the connection; the client then connects again."""
+        if self._socket is not None:
+            self._broken = PeerDeadError(f"{self.name}: {reason}", self.name)
+            self._socket.abort()
+
+    def start(self) -> None:
+        """Begins to connect, and to reconnect, in the background."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._keep_connected(), name=f"client-{self.name}")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+            self._drop_all(ChannelError(f"{self.name}: this ingress is shutting down"))
+
+    @property
+    def problem(self) -> str | None:
+        """Why this rank takes no requests now, or None."""
+        if self._socket is None:
+            return str(self.lost or f"{self.name} is not connected yet")
+        if self.state is None:
+            return f"{self.name} has not reported its state yet"
+        if not self.state.healthy:
+            return f"{self.name}: {self.state.reason or 'not healthy'}"
+        return None
+
+    async def wait_until(self, condition: Callable[[RankClient], bool]) -> None:
+        """Returns once `condition` holds; asked whenever connection, state or log change."""
+        while not condition(self):
+            await self._changed.wait()
+
+    # ---- requests
+
+    async def submit(self, submit: Submit) -> RankStream:
+        """Sends it under a request id of our own. Raises PeerError, NotReadyError or, for what is
+        more than one message may hold, TooCostlyError."""
+        stream = RankStream(self.name, next(self._ids), self.cancel)
+        connection = self._post(submit, stream.request_id, stream)
+        try:
+            await connection.drain()
+        except OSError as error:
+            self._sinks.pop(stream.request_id, None)
+            raise self.lost or PeerDeadError(f"{self.name}: {error}", self.name) from None
+        except BaseException:
+            self.cancel(stream.request_id)
+            raise
+        return stream
+
+    def post(self, submit: Submit, sink: Sink) -> int:
+        """Sends it without waiting for a full socket: the caller bounds what is open. Returns the
+        request id. Raises as `submit`."""
+        request_id = next(self._ids)
+        self._post(submit, request_id, sink)
+        return request_id
+
+    def _post(self, submit: Submit, request_id: int, sink: Sink) -> RankSocket:
+        if self._socket is None:
+            raise self.lost or NotReadyError(f"{self.name} is not connected yet")
+        self._socket.send(msgspec.structs.replace(submit, request_id=request_id))
+        self._sinks[request_id] = sink
+        return self._socket
+
+    def flush(self) -> None:
+        """Sends now what would go out at the end of this turn of the event loop."""
+        if self._socket is not None:
+            self._socket.flush()
+
+    def cancel(self, request_id: int) -> None:
+        known = self._sinks.pop(request_id, None)
+        if known is not None and self._socket is not None:
+            self._socket.send(Cancel(request_id))
+
+    # ---- connection
+
+    async def _keep_connected(self) -> None:
+        backoff_s = self._config.backoff_s
+        while True:
+            try:
+                await self._connect_and_read()
+            except ChannelError as error:
+                lost: ChannelError = error
+            except TimeoutError:
+                lost = PeerHungError(
+                    f"{self.name} at {self.address} did not answer within"
+                    f" {self._config.connect_timeout_s:g} s",
+                    self.name,
+                )
+            except (OSError, EOFError) as error:
+                reason = str(error) or type(error).__name__
+                lost = PeerDeadError(f"{self.name} at {self.address} is gone: {reason}", self.name)
+            finally:
+                was_connected = self._socket is not None
+                self._socket = None
+            if self._broken is not None:
+                lost, self._broken = self._broken, None
+            if str(self.lost) != str(lost):  # once, not with every attempt to reconnect
+                event(_LOG, "rank_lost", logging.WARNING, rank=self.name, reason=lost)
+            self._drop_all(lost)
+            backoff_s = self._config.backoff_s if was_connected else backoff_s * 2
+            await asyncio.sleep(min(backoff_s, self._config.max_backoff_s))
+
+    async def _connect_and_read(self) -> NoReturn:
+        """Runs until the connection is lost, which it reports by raising."""
+        self._socket = await RankSocket.connect(
+            self.name, self.address, self._me, self._config, self._clock
+        )
+        self.connections += 1
+        self._announce()
+        await self._socket.receive(self._handle)
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, RankState):
+            self.state = event
+            if self._listener is not None:
+                self._listener.on_state(event)
+            if event.stuck:
+                self._give_up(PeerHungError(event.reason, self.name))
+            self._announce()
+            return
+        if isinstance(event, WorkerReport | WorkerSnapshot):
+            if self._listener is not None:
+                self._listener.on_log(event)
+                if isinstance(event, WorkerSnapshot):
+                    self._announce()
+            return
+        sink = self._sinks.get(event.request_id)
+        if sink is None:
+            return  # cancelled meanwhile
+        if not isinstance(event, Tokens):
+            del self._sinks[event.request_id]
+        sink.put(event)
+
+    def _give_up(self, error: PeerHungError) -> None:
+        """Ends every waiting request; should the rank go on after all, it need not answer them."""
+        for request_id, sink in list(self._sinks.items()):
+            self.cancel(request_id)
+            sink.lose(error)
+
+    def _drop_all(self, lost: ChannelError) -> None:
+        """Ends every waiting request with an error that names the rank."""
+        self.lost = lost
+        self.state = None
+        sinks, self._sinks = self._sinks, {}
+        if self._listener is not None:
+            self._listener.on_lost(lost)
+        for sink in sinks.values():
+            sink.lose(lost)
+        self._announce()
+
+    def _announce(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def smallest_pool_tokens(clients: Iterable[RankClient], block_tokens: int) -> int | None:
+    """What every rank's KV pool holds at least; None: none has told."""
+    states = (client.state for client in clients)
+    blocks = [state.total_blocks for state in states if state is not None and state.total_blocks]
+    return min(blocks) * block_tokens if blocks else None

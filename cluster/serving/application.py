@@ -1,0 +1,160 @@
+"""A Tandem application on a Ray cluster, by its name: a Serve application of two deployments.
+
+Other applications, ours and other people's, may run beside it: nothing here touches them. They
+share no route, for clients come to the ingress's own port and not through Serve's proxy.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.handle import DeploymentHandle
+
+from cluster.fleet.codec import decode_failure
+from cluster.serving.serve_app import build_serve_app
+from contracts.config import TandemConfig
+from contracts.errors import LaunchError, ResourceError
+from contracts.logs import event
+
+log = logging.getLogger("tandem.serving")
+
+STOP_TIMEOUT_S = 6.0
+LOOK_PERIOD_S = 0.5
+QUIET = {"enable_access_log": False, "log_level": "WARNING"}
+_FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+
+
+class Deployed(NamedTuple):
+    """What this process has deployed. launch_id: tells it from another one of the same name."""
+
+    name: str
+    launch_id: str
+    groups: DeploymentHandle
+
+
+def groups_of(name: str) -> DeploymentHandle:
+    """The handle of the application's Groups deployment, whether it is there or not."""
+    return serve.get_deployment_handle("Groups", name)
+
+
+def check_absent(name: str) -> None:
+    """Raises ResourceError if an application of this name is on the cluster, whoever's it is."""
+    found = serve.status().applications.get(name)
+    if found is not None:
+        raise ResourceError(
+            f"serve.name={name}: an application of this name is on the Ray cluster already "
+            f"({found.status}); give this one another (--name OTHER, and another --port), or end "
+            f"that one first (tandem stop --name {name})"
+        )
+
+
+def check_present(name: str) -> None:
+    """Raises ResourceError, with the names that there are, unless the cluster has this one."""
+    known = serve.status().applications
+    if name not in known:
+        there = f"there are: {', '.join(known)}" if known else "there is none at all"
+        raise ResourceError(f"no application {name} on the Ray cluster; {there}")
+
+
+def deploy(config: TandemConfig) -> Deployed:
+    """Starts the application, and waits for nothing. `remove` ends it, also where this raises what
+    Serve raises in the middle of it."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(proxy_location="Disabled", logging_config=QUIET)
+    name, launch_id = config.serve.name, secrets.token_hex(8)
+    application = build_serve_app(config, launch_id)
+    target = serve.RunTarget(application, name=name, route_prefix=None, logging_config=QUIET)
+    try:
+        serve.run_many([target], wait_for_applications_running=False)
+    except BaseException:
+        remove(Deployed(name, launch_id, groups_of(name)), is_clusters_end=False)
+        raise
+    return Deployed(name, launch_id, groups_of(name))
+
+
+def answer_of(deployed: Deployed, method: str, timeout_s: float, what: str) -> Any:
+    """What Groups answers. Raises LaunchError as soon as Serve says that a deployment has failed,
+    or at the limit, which says that `what` was not in time."""
+    response = getattr(deployed.groups, method).remote()
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return response.result(timeout_s=LOOK_PERIOD_S)
+        except TimeoutError:
+            check_deployed(deployed)
+        except RayError as error:
+            check_deployed(deployed)
+            raise LaunchError(f"Groups of {deployed.name}: {reason_in(str(error))}") from None
+        if time.monotonic() > end_s:
+            raise LaunchError(f"{what} within {timeout_s:g} s (groups.ready_timeout_s)")
+
+
+def check_deployed(deployed: Deployed) -> None:
+    """Raises why the application will not come up: the error that its ingress has told, else the
+    last line of what Serve says of a failed deployment."""
+    found = serve.status().applications.get(deployed.name)
+    if found is None:
+        raise LaunchError(
+            f"somebody else has removed the application {deployed.name} from the Ray cluster"
+        )
+    failed = [one for one in found.deployments.values() if one.status in _FAILED]
+    if found.status in _FAILED or failed:
+        said = "\n".join(one.message for one in (*failed, found) if one.message)
+        raise LaunchError(f"a deployment of {deployed.name} failed: {reason_in(said)}")
+
+
+def check_told(deployed: Deployed) -> None:
+    """Raises the error that kept the ingress from starting, if it has told one."""
+    told = deployed.groups.ingress_failure.remote()
+    try:
+        failure: bytes = told.result(timeout_s=STOP_TIMEOUT_S)
+    except TimeoutError:
+        return  # it is asked again
+    if failure:
+        raise decode_failure(failure)
+
+
+def reason_in(said: str) -> str:
+    """The one line of a traceback, or of several, that says why."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    telling = [line for line in lines if "Error: " in line or "Exception: " in line]
+    return (telling or lines or ["Serve does not say why"])[-1][:500]
+
+
+def remove(deployed: Deployed, *, is_clusters_end: bool) -> None:
+    """Ends the ranks in order and takes the application away, if it is still the one that was
+    deployed. A cluster that ends next takes it along; on another one Serve stays, with what others
+    run there. Raises nothing: the error that brought us here must get through."""
+    try:
+        if (
+            deployed.groups.launch_id.remote().result(timeout_s=STOP_TIMEOUT_S)
+            != deployed.launch_id
+        ):
+            event(log, "application_replaced", logging.WARNING, name=deployed.name)
+            return
+    except Exception as error:  # noqa: BLE001 - nobody else may deploy under a name that is there
+        event(log, "application_not_asked", logging.WARNING, name=deployed.name, error=error)
+    end(deployed.name, is_clusters_end=is_clusters_end)
+
+
+def end(name: str, *, is_clusters_end: bool) -> None:
+    """As `remove`, whoever has deployed it."""
+    _warn(
+        "orderly_stop_failed",
+        lambda: groups_of(name).close.remote().result(timeout_s=STOP_TIMEOUT_S),
+    )
+    if not is_clusters_end:
+        _warn("application_not_deleted", lambda: serve.delete(name))
+
+
+def _warn(name: str, action: Callable[[], Any]) -> None:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - what is left is told; the next step may still help
+        event(log, name, logging.WARNING, error=error)

@@ -1,0 +1,168 @@
+"""The connection to Ray: an existing cluster, or a local one of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import ray
+from ray.job_config import JobConfig
+
+from cluster.files.log_folder import keep_ray_logs
+from cluster.serving.ray_environment import cluster_address
+from contracts.config import TandemConfig
+from contracts.errors import LaunchError, ResourceError
+from contracts.import_path import standing_in, workers_path
+from contracts.logs import event
+from contracts.machine import usable_cores
+
+OBJECT_STORE_BYTES = 256 << 20  # nothing large goes through it
+PROBE_TIMEOUT_S = 3.0
+START_ATTEMPTS = 3
+KILL_DEADLINE_S = 10.0
+_HTTP2_SETTINGS = b"\x04"  # the type of the frame that either side sends first
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0" * 5
+LOCAL_ENVIRONMENT = {
+    "RAY_worker_niceness": "0",  # Ray's default is 15: on a busy machine ranks would starve
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+}
+
+log = logging.getLogger(f"tandem.{__name__}")
+
+
+@contextlib.contextmanager
+def ray_session(
+    config: TandemConfig, environment: Mapping[str, str], *, show_rank_logs: bool
+) -> Iterator[None]:
+    """Inside, this process is connected to Ray. A local cluster ends with it, an existing one not.
+
+    show_rank_logs: what ranks write to standard error (loading progress, warnings) appears here.
+    Raises ResourceError if the cluster at groups.address (or RAY_ADDRESS) does not answer, and
+    LaunchError if a local one does not start.
+    """
+    address = cluster_address(config, environment)
+    if address is not None:
+        with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+            with standing_in(Path(folder)):
+                _connect(address, environment, show_rank_logs)
+            try:
+                yield
+            finally:
+                ray.shutdown()
+        return
+    check_cores(config)
+    folder = _start_local(show_rank_logs)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        if config.log.folder is not None:
+            keep_ray_logs(Path(folder) / "session_latest", Path(config.log.folder))
+        shutil.rmtree(folder, ignore_errors=True)  # Ray's sockets and logs
+
+
+def _probe(address: str, environment: Mapping[str, str]) -> None:
+    """Raises OSError unless host:port speaks HTTP/2, as Ray's gRPC does. Ray itself tries for
+    minutes, whoever else listens there."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon or not port.isdigit():
+        return  # a name such as "auto"
+    with socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S) as sock:
+        if environment.get("RAY_USE_TLS") == "1":
+            return
+        sock.sendall(_HTTP2_HELLO)
+        answer = sock.recv(4)
+        if answer[3:] != _HTTP2_SETTINGS:
+            raise OSError("what listens there is not Ray")
+
+
+def _connect(address: str, environment: Mapping[str, str], show_rank_logs: bool) -> None:
+    try:
+        _probe(address, environment)
+        ray.init(
+            address=address,
+            log_to_driver=show_rank_logs,
+            logging_level="ERROR",
+            job_config=JobConfig(_py_driver_sys_path=workers_path()),
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ResourceError(
+            f"no Ray cluster answers at {address} (groups.address or RAY_ADDRESS): {first} "
+            "[with token authentication, set RAY_AUTH_MODE=token]"
+        ) from None
+
+
+def check_cores(config: TandemConfig) -> None:
+    """Raises ResourceError if a local cluster could not hold the ranks."""
+    groups = config.groups
+    needed = groups.cpus_per_rank * groups.ranks
+    cores = usable_cores()
+    if needed > cores:
+        raise ResourceError(
+            f"groups: {groups.attention_ranks} attention, {groups.expert_ranks} expert and "
+            f"{groups.prefill_ranks} prefill ranks of {groups.cpus_per_rank:g} CPUs need "
+            f"{needed:g}, this machine has {cores:g}; "
+            "use fewer ranks or lower groups.cpus_per_rank"
+        )
+
+
+def _start_local(show_rank_logs: bool) -> str:
+    """The folder of a cluster that this process now is connected to. Raises LaunchError.
+
+    Tried again where Ray gives up: its raylet ends if its agents take more than a fixed 15 s to
+    start, and `ray.init` says after 30 s that it "timed out".
+    """
+    for name, value in LOCAL_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    for attempt in range(1, START_ATTEMPTS + 1):
+        folder = tempfile.mkdtemp(prefix="tandem-", dir="/tmp" if os.path.isdir("/tmp") else None)
+        try:
+            with standing_in(Path(folder)):
+                _init_local(folder, show_rank_logs)
+        except BaseException as error:
+            ray.shutdown()
+            _kill_started(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            if not isinstance(error, Exception):  # an interrupt
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            event(log, "local_ray_failed", attempt=attempt, reason=reason)
+        else:
+            return folder
+    raise LaunchError(
+        f"the local Ray cluster did not start, {START_ATTEMPTS} times: {reason} "
+        "[on an overloaded machine: start again]"
+    )
+
+
+def _init_local(folder: str, show_rank_logs: bool) -> None:
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=show_rank_logs,
+        logging_level="ERROR",
+        job_config=JobConfig(_py_driver_sys_path=workers_path()),
+        _temp_dir=folder,
+        _node_ip_address="127.0.0.1",
+    )
+
+
+def _kill_started(folder: str) -> None:
+    """Ends what a failed start has left: Ray itself would do so when this process ends."""
+    left = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(folder in word for word in process.cmdline()):
+                process.kill()
+                left.append(process)
+    psutil.wait_procs(left, timeout=KILL_DEADLINE_S)

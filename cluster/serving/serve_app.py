@@ -1,0 +1,231 @@
+"""The Serve application: `Groups` owns the ranks, `Ingress` speaks HTTP.
+
+    proxy ── HTTP ──> Ingress replica ── sockets ──> attention ranks, prefill workers
+                          │ at start, and when a prefill worker is lost: directory()
+                          └────────────────────────> Groups replica ── owns ──> rank actors
+
+Ray carries nothing of a request beyond the ingress. When the Groups replica goes, its actors go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from cluster.files.model_folder import resolve_model_folder
+from cluster.fleet.codec import (
+    decode_config,
+    decode_directory,
+    encode_config,
+    encode_directory,
+    encode_failure,
+)
+from cluster.fleet.deployment import Deployment, launch
+from cluster.serving.front import DirectFront
+from cluster.serving.wiring import build_ingress_app
+from contracts.config import TandemConfig
+from contracts.errors import LaunchError, TandemError
+from contracts.events import TaskSpan
+from contracts.logs import event, set_up_logging
+from contracts.worker import RankStatus
+
+log = logging.getLogger("tandem.serve")
+
+ON_HEAD = {"node:__internal_head__": 0.001}  # a little of what Ray gives its head node alone
+STATUS_TIMEOUT_S = 2.0
+SPANS_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 5.0
+
+
+class Groups:
+    """Launches the ranks in the background, so that a failure can be told instead of retried."""
+
+    def __init__(self, config: bytes, launch_id: str = "") -> None:
+        self._config = decode_config(config)
+        self._launch_id = launch_id
+        self._awaited = self._config.http.front == "direct"
+        self._ingress_failure = b""
+        self._ingress_listens = False
+        set_up_logging("groups", self._config.log)
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="groups")
+        self._launch = self._threads.submit(self._run)
+
+    def _run(self) -> Deployment:
+        return launch(self._config, str(resolve_model_folder(self._config.model.path)))
+
+    async def _deployment(self) -> Deployment:
+        return await asyncio.wrap_future(self._launch)
+
+    async def launch_id(self) -> str:
+        """Which launcher's it is; empty: that of `serve run`."""
+        return self._launch_id
+
+    async def ingress_failed(self, failure: bytes) -> bool:
+        """Keeps why an ingress did not start. Whether a launcher waits: it will tell the user, and
+        end everything."""
+        self._ingress_failure = failure
+        return self._awaited
+
+    async def ingress_failure(self) -> bytes:
+        """What an ingress has told last; empty: nothing."""
+        return self._ingress_failure
+
+    async def ingress_listens(self) -> None:
+        """From the ingress: the port is its own."""
+        self._ingress_listens = True
+
+    async def listens(self) -> bool:
+        """Whether it is our ingress that answers on the port, and not another server."""
+        return self._ingress_listens
+
+    async def served(self) -> None:
+        """From the launcher: everything serves, and nobody waits any more."""
+        self._awaited = False
+
+    async def config(self) -> bytes:
+        """What the application was started with."""
+        return encode_config(self._config)
+
+    async def directory(self, suspects: dict[str, str] | None = None) -> bytes:
+        """Where the ranks are, once they are up, or what kept them from coming up. suspects: client
+        addresses of prefill workers that a router has given up, and why: they are replaced."""
+        try:
+            deployment = await self._deployment()
+        except Exception as error:  # noqa: BLE001 - told to whoever asks, all of whom raise it
+            return encode_failure(error)
+        deployment.replace(suspects or {})
+        return encode_directory(deployment.directory)
+
+    async def problem(self, token: bytes) -> str:
+        """Why the ranks launched with this token can serve no more; empty: they can."""
+        launched = self._launch.done() and self._launch.exception() is None
+        deployment = await self._deployment() if launched else None
+        if deployment is None or deployment.directory.token != token:
+            return "the launcher of the ranks (Groups) has ended, and they with it"
+        return deployment.beyond_repair
+
+    def check_health(self) -> None:
+        """Asked by Serve, which replaces a replica that raises: with it, all ranks. Under `tandem
+        serve` the launcher ends everything instead."""
+        if self._config.http.front == "direct" or not self._launch.done():
+            return
+        if self._launch.exception() is None and (reason := self._launch.result().beyond_repair):
+            raise LaunchError(reason)
+
+    async def status(self) -> list[RankStatus]:
+        deployment = await self._deployment()
+        return await asyncio.to_thread(deployment.status, STATUS_TIMEOUT_S)
+
+    async def metrics(self) -> list[str]:
+        """Each rank's own metrics in Prometheus text format."""
+        deployment = await self._deployment()
+        return await asyncio.to_thread(deployment.metrics, STATUS_TIMEOUT_S)
+
+    async def spans(self) -> list[TaskSpan]:
+        """The recorded task spans of all ranks."""
+        deployment = await self._deployment()
+        return await asyncio.to_thread(deployment.spans, SPANS_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Ends the ranks in order. Serve calls nothing before it ends a replica, so we do."""
+        if self._launch.done() and self._launch.exception() is not None:
+            return  # it has cleaned up after itself
+        deployment = await self._deployment()
+        await asyncio.to_thread(deployment.close, CLOSE_TIMEOUT_S)
+
+
+class Ingress:
+    """One HTTP front. Several replicas may run: each has its own connections to the ranks."""
+
+    def __init__(self, config: bytes, groups: DeploymentHandle) -> None:
+        self._config = decode_config(config)
+        self._groups = groups
+        self._front: DirectFront | None = None
+        set_up_logging("ingress", self._config.log)
+        self._token = b""  # that its ranks were launched with, once it is connected
+
+    async def check_health(self) -> None:
+        """Asked by Serve, which replaces a replica that raises. Behind Serve's proxy that is also
+        one whose ranks are no more: it starts again with those that Groups has launched since."""
+        if self._front is not None:
+            self._front.check()
+        elif self._token and (reason := await self._ranks_problem(self._token)):
+            raise LaunchError(reason)
+
+    async def _ranks_problem(self, token: bytes) -> str:
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                reason: str = await self._groups.problem.remote(token)
+        except Exception as error:  # noqa: BLE001 - Serve replaces Groups; it is asked again
+            event(log, "groups_not_asked", logging.WARNING, error=error)
+            return ""
+        return reason
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        """The application, connected. What keeps it from that is told by way of Groups: a launcher
+        that waits says it in one line and ends us; else it is raised, and Serve tries again."""
+        try:
+            return await self._build()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            event(log, "ingress_failed", logging.INFO, reason=reason, trace=_trace_of(error))
+            if not await self._groups.ingress_failed.remote(encode_failure(error)):
+                raise
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    async def _build(self) -> ASGIApp:
+        directory = decode_directory(await self._groups.directory.remote())
+        app = await build_ingress_app(
+            self._config, directory, self._rank_metrics, self._prefill_addresses
+        )
+        if self._config.http.front == "direct":
+            self._front = DirectFront(app, self._config.http)
+            await self._front.start()
+            await self._groups.ingress_listens.remote()
+        self._token = directory.token
+        return app
+
+    async def _prefill_addresses(self, suspects: dict[str, str]) -> dict[str, str]:
+        """Where the prefill workers are now; `suspects` will be replaced."""
+        return decode_directory(await self._groups.directory.remote(suspects)).prefill_addresses
+
+    async def _rank_metrics(self) -> list[str]:
+        texts: list[str] = await self._groups.metrics.remote()
+        return texts
+
+
+def _trace_of(error: Exception) -> str:
+    """Empty for what says all in one line."""
+    if isinstance(error, TandemError):
+        return ""
+    return "".join(traceback.format_exception(error))
+
+
+def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Application:
+    """The application to hand to `serve.run`. launch_id: of whoever does."""
+    on_head = {"num_cpus": 0, "resources": ON_HEAD}
+    anywhere = {"num_cpus": 0}
+    groups = serve.deployment(
+        name="Groups",
+        num_replicas=1,
+        max_ongoing_requests=64,
+        ray_actor_options=on_head,  # all ranks end with it: it must not end with another node
+        graceful_shutdown_timeout_s=15,
+    )(Groups)
+    ingress = serve.deployment(
+        name="Ingress",
+        num_replicas=1,
+        max_ongoing_requests=10_000,  # admission is the dispatcher's: 429, not Serve's 503
+        # listening itself on host:port is a promise about the head node
+        ray_actor_options=on_head if config.http.front == "direct" else anywhere,
+        graceful_shutdown_timeout_s=5,
+    )(serve.ingress()(Ingress))
+    body = encode_config(config)
+    return ingress.bind(body, groups.bind(body, launch_id))

@@ -1,0 +1,125 @@
+"""`tandem serve`: checks, starts, waits until every pipeline serves, stops in order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import httpx
+from ray.serve.handle import DeploymentHandle
+
+from cluster.files.log_folder import log_folder
+from cluster.files.model_folder import check_tokenizer, resolve_model_folder
+from cluster.fleet.codec import Directory, decode_directory
+from cluster.serving import application
+from cluster.serving.front import bind, check_tls
+from cluster.serving.ray_environment import cluster_address
+from cluster.serving.ray_session import ray_session
+from contracts.config import TandemConfig
+from contracts.errors import ConfigError, LaunchError
+from contracts.logs import set_up_logging
+from models.weights.checkpoint import check_checkpoint
+
+
+class Served(NamedTuple):
+    """A server that answers. `groups` is the handle of the Groups deployment."""
+
+    url: str
+    directory: Directory
+    groups: DeploymentHandle
+    ready_s: float
+
+
+def _say_nothing(_: str) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def serving(
+    config: TandemConfig, *, show_rank_logs: bool = False, say: Callable[[str], None] = _say_nothing
+) -> Iterator[Served]:
+    """The whole server, ready inside and gone afterwards. say: is told where its logs will be.
+    Raises TandemError, one line each."""
+    started_s = time.monotonic()
+    _check_http(config)
+    preflight(config)
+    with (
+        log_folder(config, os.environ) as config,
+        ray_session(config, os.environ, show_rank_logs=show_rank_logs),
+    ):
+        set_up_logging("serve", config.log)
+        say(f"logs in {config.log.folder}")
+        ours = cluster_address(config, os.environ) is None
+        if not ours:
+            application.check_absent(config.serve.name)
+        deployed = application.deploy(config)
+        try:
+            limit_s = config.groups.ready_timeout_s
+            body = application.answer_of(deployed, "directory", limit_s, "the ranks were not up")
+            directory = decode_directory(body)
+            scheme = "http" if config.http.tls_certificate is None else "https"
+            url = f"{scheme}://{_url_host(config.http.host)}:{config.http.port}"
+            _wait_healthy(url, deployed, limit_s)
+            yield Served(url, directory, deployed.groups, time.monotonic() - started_s)
+        finally:
+            application.remove(deployed, is_clusters_end=ours)
+
+
+def _check_http(config: TandemConfig) -> None:
+    """Raises ConfigError for what only a server that listens itself cannot do."""
+    if config.http.front != "direct":
+        raise ConfigError(
+            f"http.front={config.http.front} is for `serve run`; tandem serve listens itself: "
+            "use direct"
+        )
+    if config.http.port == 0:
+        raise ConfigError("http.port=0: clients must know the port; choose one (--port)")
+
+
+def preflight(config: TandemConfig) -> None:
+    """What can be found wrong in milliseconds, before anything starts. Raises TandemError."""
+    folder = resolve_model_folder(config.model.path)
+    model = check_checkpoint(folder)
+    check_tokenizer(folder)
+    if config.groups.expert_ranks > model.num_experts:
+        raise ConfigError(
+            f"groups.expert_ranks={config.groups.expert_ranks}: the model has "
+            f"{model.num_experts} experts per layer; use at most that many ranks"
+        )
+    check_tls(config.http)
+    bind(config.http.host, config.http.port).close()
+
+
+def _wait_healthy(url: str, deployed: application.Deployed, timeout_s: float) -> None:
+    """Returns once clients are answered. Raises what keeps the ingress from starting, within
+    seconds, or LaunchError at the limit."""
+    deadline_s = time.monotonic() + timeout_s
+    reason = "no answer yet"
+    while time.monotonic() < deadline_s:
+        try:
+            # Whatever the certificate says: it is for the name that clients use.
+            answer = httpx.get(f"{url}/health", timeout=5.0, verify=False)
+            listens = deployed.groups.listens.remote().result(timeout_s=application.STOP_TIMEOUT_S)
+            if not listens:
+                reason = "another server answers there"
+            elif answer.status_code == 200:
+                deployed.groups.served.remote().result(timeout_s=application.STOP_TIMEOUT_S)
+                return
+            else:
+                reason = answer.text
+        except httpx.HTTPError as error:
+            reason = str(error)
+        application.check_told(deployed)
+        application.check_deployed(deployed)
+        time.sleep(0.1)
+    raise LaunchError(f"{url}/health was not 200 within {timeout_s:g} s: {reason}")
+
+
+def _url_host(host: str) -> str:
+    if host in ("0.0.0.0", "::"):  # not an address to connect to
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,158 @@
+"""The ingress's parts, joined: tokenizer, rank clients, pipelines, HTTP application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+from ray.exceptions import RayError
+from starlette.applications import Starlette
+
+from actors.channels.handshake import Identity
+from actors.planning.model_shape import shape_of
+from actors.telemetry.telemetry import merge_expositions
+from cluster.api.app import build_app
+from cluster.api.schemas import ServedModel
+from cluster.files.model_folder import resolve_model_folder
+from cluster.fleet.codec import Directory
+from cluster.routing.dispatcher import Dispatcher, DispatcherConfig
+from cluster.routing.pipelines import Pipelines
+from cluster.routing.prefill_peer import Find
+from cluster.routing.prefill_router import PrefillRouter, PrefillRouterConfig
+from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_socket import RankClientConfig
+from contracts.config import ChannelConfig, TandemConfig
+from contracts.garbage import spare_what_lives_on
+from contracts.logs import event
+from models.text.tokenizer import Tokenizer
+from models.weights.checkpoint import check_checkpoint, resolve_dtype
+from planner.routing.request_work import RequestWork, work_of
+from planner.routing.saturation import SaturationConfig
+
+log = logging.getLogger("tandem.ingress")
+
+CONNECT_DEADLINE_S = 30.0
+PATIENCE_S = 10.0  # for the last of the ranks
+FALLBACK_PROMPT_TOKENS = 256
+LEAST_SILENCE_S = 1.0  # a rank says something every 0.25 s
+
+
+def served_model(config: TandemConfig) -> tuple[ServedModel, Tokenizer]:
+    """What clients call the model and may ask of it. Raises CheckpointError."""
+    folder = resolve_model_folder(config.model.path)
+    spec = check_checkpoint(folder)
+    limit = config.model.max_context_tokens or spec.max_context_tokens
+    model = ServedModel(
+        name=config.model.name or folder.name,
+        max_context_tokens=min(limit, spec.max_context_tokens),
+        vocab_size=spec.vocab_size,
+        eos_token_ids=tuple(spec.eos_token_ids),
+        created=int(time.time()),
+    )
+    return model, Tokenizer.load(folder)
+
+
+def rank_clients(
+    addresses: Mapping[str, str],
+    token: bytes,
+    channel: ChannelConfig = ChannelConfig(),  # noqa: B008
+) -> list[RankClient]:
+    """One client per rank, each proving the cluster's token. channel: whose silence_s counts."""
+    silence_s = max(channel.silence_s, LEAST_SILENCE_S)
+    me = Identity(name="ingress", token=token, epoch=None)
+    return [
+        RankClient(name, address, me, RankClientConfig(silence_s=silence_s))
+        for name, address in addresses.items()
+    ]
+
+
+def pipelines(config: TandemConfig, directory: Directory, find: Find | None = None) -> Pipelines:
+    """What is deployed, not yet connected (`start`, `wait_ready`). Raises CheckpointError.
+
+    find: where the prefill workers are, asked while one of them is missing.
+    """
+    waiting, block_tokens = config.schedule.max_waiting, config.kv.block_tokens
+    share = config.schedule.request_share
+    dispatcher = prefill = None
+    if directory.client_addresses:
+        settings = DispatcherConfig(
+            block_tokens=block_tokens, max_waiting=waiting, request_share=share
+        )
+        clients = rank_clients(directory.client_addresses, directory.token, config.channel)
+        dispatcher = Dispatcher(clients, settings)
+    if directory.prefill_addresses:
+        prefill = PrefillRouter(
+            rank_clients(directory.prefill_addresses, directory.token, config.channel),
+            PrefillRouterConfig(
+                saturation=saturation(config),
+                block_tokens=block_tokens,
+                max_waiting=waiting,
+                request_share=share,
+                alone_s=config.groups.ready_timeout_s,
+            ),
+            request_work(config),
+            find,
+        )
+    return Pipelines(dispatcher, prefill)
+
+
+def saturation(config: TandemConfig) -> SaturationConfig:
+    """Until a worker has calibrated: a full batch of middling prompts."""
+    prefill = config.prefill
+    tokens = min(FALLBACK_PROMPT_TOKENS, prefill.max_batch_tokens)
+    return SaturationConfig(
+        fallback_prompts=(tokens,) * (prefill.max_batch_tokens // tokens),
+        margin_fraction=prefill.margin,
+        pinned=prefill.saturation,
+    )
+
+
+def request_work(config: TandemConfig) -> RequestWork:
+    """What requests are counted in: FLOPs of the served model."""
+    spec = check_checkpoint(resolve_model_folder(config.model.path))
+    return work_of(shape_of(spec, resolve_dtype(spec, config.model.dtype)))
+
+
+async def build_ingress_app(
+    config: TandemConfig,
+    directory: Directory,
+    rank_metrics: Callable[[], Awaitable[list[str]]],
+    find: Find,
+) -> Starlette:
+    """The application, connected to every rank, or to those that are there: workers may be lost
+    for a while when an ingress starts. It closes its connections when it shuts down."""
+    model, tokenizer = await asyncio.to_thread(served_model, config)
+    backend = pipelines(config, directory, find)
+    backend.start()
+    async with asyncio.timeout(CONNECT_DEADLINE_S):
+        await backend.wait_serving(PATIENCE_S)
+    spare_what_lives_on()
+
+    async def extra() -> str:
+        try:
+            return merge_expositions(await rank_metrics())
+        except RayError as error:  # the ingress's own metrics are still worth a scrape
+            event(log, "rank_metrics_failed", logging.WARNING, error=error)
+            return ""
+
+    app = build_app(
+        backend,
+        tokenizer,
+        model,
+        config.http,
+        extra=extra,
+        share_between_keys=config.kv.share_between_keys,
+        limits=config.limits,
+    )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await backend.close()
+        app.close()
+
+    app.router.lifespan_context = lifespan
+    return app
