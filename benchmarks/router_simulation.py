@@ -4,7 +4,7 @@
 
 Requests are real (rows and traces in DIR), and so is the router. Workers are not: each runs steps
 of max(FLOPs / rate, time to gather all layers' experts), with a prefix cache of the memory that
-would be left, for Qwen3-235B-A22B on the H200 of cluster/hardware_files (public figures). All
+would be left, for Qwen3-235B-A22B on the H200 of cluster/files/hardware_files (public figures). All
 requests are there from the start. Reports reach the router at once.
 """
 

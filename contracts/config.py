@@ -203,7 +203,7 @@ class PlannerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         if self.hardware is None and not self.refit:
             raise ValueError(
-                "planner.costs.refit=false without planner.hardware: nothing tells how long stages take; "
+                "planner.refit=false without planner.hardware: nothing tells how long stages take; "
                 "name a hardware file, or set planner.enabled=false"
             )
 

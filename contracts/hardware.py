@@ -1,8 +1,8 @@
 """A hardware file: what stages cost on some machine, per call, per FLOP and per byte.
 
 Coefficients are per FLOP and per byte, not per token, so that a file serves any model: times of a
-model follow from its shape (planner/costs/cost_model.py). A multiply-add is 2 FLOPs. `tandem profile`
-writes such a file; some come with the package (cluster/files/hardware_files/).
+model follow from its shape (planner/costs/cost_model.py). A multiply-add is 2 FLOPs. `tandem
+profile` writes such a file; some come with the package (cluster/files/hardware_files/).
 """
 
 from __future__ import annotations

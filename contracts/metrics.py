@@ -1,5 +1,6 @@
-"""The table of metrics: names, units, labels, buckets. Declared here once; `actors/telemetry/telemetry.py`
-makes Prometheus objects of it, dashboards and alerts are held against it."""
+"""The table of metrics: names, units, labels, buckets. Declared here once;
+`actors/telemetry/telemetry.py` makes Prometheus objects of it, dashboards and alerts are held
+against it."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ class _Read(NamedTuple):
 class Finisher:
     """The executor's sink. `answers` collects (sequence, event) pairs; the worker takes them.
 
-    Whatever is raised for a sequence ends that sequence (actors/batching/sequence_errors.py). So what is
-    computed for several rows together comes before anything is noted of them: if it raises, it is
-    tried again for each sequence alone.
+    Whatever is raised for a sequence ends that sequence (actors/batching/sequence_errors.py). So
+    what is computed for several rows together comes before anything is noted of them: if it raises,
+    it is tried again for each sequence alone.
     """
 
     def __init__(self, half: AttentionHalf, *, max_context_tokens: int) -> None:

@@ -3,8 +3,8 @@
 A batch takes, in this order: one token of each running sequence (decode), the next chunk of those
 whose prompt is under way, then waiting sequences, LS before BE; within a class by turns between
 API keys and requests (planner/policies/turns.py). Beside others one request has a share of it
-(actors/batching/batch_room.py). A prompt longer than what is left of that is cut (chunked prefill). A
-sequence starts behind the longest prefix that blocks hold, to the token, computed or about to be.
+(actors/batching/batch_room.py). A prompt longer than what is left of that is cut (chunked prefill).
+A sequence starts behind the longest prefix that blocks hold, to the token, computed or about to be.
 When blocks run out, the youngest running sequence of the lowest class, of a request that holds many
 first, gives its blocks back and waits again; what it has generated stays.
 """

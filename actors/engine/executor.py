@@ -3,9 +3,9 @@
     ATTENTION(t) ──A2E──> wait for E2A(t) ──> ATTENTION(t+1) ... ──> FINISH
          └────> SHARED(t) ────────────────────┘
 
-What can run now is the *ready set*; a policy (planner/findep/orders.py) picks from it after every task. To
-"preempt" a micro-batch is not to pick it: everything it needs stays where it is. Tasks never wait:
-only the loop does, and only when nothing is ready.
+What can run now is the *ready set*; a policy (planner/findep/orders.py) picks from it after every
+task. To "preempt" a micro-batch is not to pick it: everything it needs stays where it is. Tasks
+never wait: only the loop does, and only when nothing is ready.
 
 Owned by one thread. FinDEP's A2E and E2A tasks are the channels' business; here they are a `commit`
 and a packet that arrives.

@@ -1,4 +1,5 @@
-"""The executor of the DP+EP baseline: layers of all workers in lockstep (actors/experts/all_to_all.py)."""
+"""The executor of the DP+EP baseline: layers of all workers in lockstep
+(actors/experts/all_to_all.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A batch in flight on an attention rank, and the micro-batches it is cut into.
 
-Each micro-batch is a small state machine (actors/engine/executor.py draws it): `stage` and `layer` say
-what it would run next, `pending` and `after` what it still waits for.
+Each micro-batch is a small state machine (actors/engine/executor.py draws it): `stage` and `layer`
+say what it would run next, `pending` and `after` what it still waits for.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 (`python -m actors.planning.link_probe`) and come back.
 
 A transfer's time runs from just before `commit` until the receiver, which waits for nothing else,
-has seen it. Filling the payload is the sender's work and counts there (actors/planning/stage_probe.py).
+has seen it. Filling the payload is the sender's work and counts there
+(actors/planning/stage_probe.py).
 """
 
 from __future__ import annotations

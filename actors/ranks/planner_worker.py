@@ -5,8 +5,8 @@
          ── BatchReport, ExpertReport ──> refit
          <── ModelsChanged ──────  when the stage models have moved
 
-A plain class, like actors/ranks/attention_worker.py. One thread: an asyncio loop that reads, solves and
-writes. No rank waits for it.
+A plain class, like actors/ranks/attention_worker.py. One thread: an asyncio loop that reads, solves
+and writes. No rank waits for it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What attention ranks and prefill workers share: they take sequences from clients, batch them, run
 them, answer.
 
-A plain class: Ray (actors/ranks/remote.py) and plain processes (actors/ranks/process.py) are thin shells around
-it. Its threads: the loop (everything with tensors), the clients' I/O, and what moves data for a
-kind of worker. A kind adds what runs a batch, and what happens around that.
+A plain class: Ray (actors/ranks/remote.py) and plain processes (actors/ranks/process.py) are thin
+shells around it. Its threads: the loop (everything with tensors), the clients' I/O, and what moves
+data for a kind of worker. A kind adds what runs a batch, and what happens around that.
 """
 
 from __future__ import annotations

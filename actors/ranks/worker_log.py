@@ -1,8 +1,8 @@
 """A prefill worker's log: what it has done since the last report, and what all of it amounts to.
 
 The loop notes what happens, and makes at most one report a turn of it. The worker folds its own
-reports as routers do (planner/routing/worker_state.py): so what a snapshot says is what they know, and a
-report that contradicts the log before it is found here first.
+reports as routers do (planner/routing/worker_state.py): so what a snapshot says is what they know,
+and a report that contradicts the log before it is found here first.
 """
 
 from __future__ import annotations

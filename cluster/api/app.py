@@ -29,10 +29,11 @@ from cluster.api.request_log import AccessLog, RequestLog
 from cluster.api.schemas import ServedModel
 from cluster.api.scoring import score
 from cluster.api.scrapes import Scrapes
-from cluster.api.session import Backend, EventStream, Services, Session
+from cluster.api.session import EventStream, Services, Session
 from cluster.api.tokenizing import Tokenizing
 from cluster.api.tokens import detokenize, tokenize
 from cluster.files.version import version
+from cluster.routing.backend import Backend
 from contracts import metrics
 from contracts.clock import Clock, monotonic_s
 from contracts.config import HttpConfig, LimitsConfig

@@ -12,7 +12,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 
-from cluster.api.session import Backend, Session
+from cluster.api.session import Session
+from cluster.routing.backend import Backend
 from contracts.block_hash import DIGEST_BYTES
 from contracts.errors import RequestError
 from contracts.messages import Finished, Scored, Submit, Tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -18,11 +18,11 @@ from cluster.api.open_requests import OpenRequests
 from cluster.api.request_log import REQUEST_ID
 from cluster.api.schemas import ServedModel
 from cluster.api.tokenizing import Tokenizing
+from cluster.routing.backend import Backend
 from contracts import metrics
 from contracts.clock import Clock
 from contracts.config import HttpConfig
 from contracts.errors import ClientGoneError, RequestTimeoutError, TandemError
-from contracts.messages import Finished, Scored, Submit, Tokens
 from contracts.metrics import Outcome, Pipeline
 from contracts.requests import Caller, Priority, Usage
 from models.text.tokenizer import Tokenizer
@@ -33,31 +33,6 @@ Result = TypeVar("Result")
 # or with None when that matters no more. Elsewhere a task waits for it, which takes longer.
 WATCH = "watch"
 Watch = Callable[[Callable[[], None] | None], None]
-
-
-class Backend(Protocol):
-    """What runs requests: `cluster.routing.dispatcher.Dispatcher`, or a test's own."""
-
-    def generate(
-        self, submit: Submit, *, patient: bool = False
-    ) -> AsyncGenerator[list[Tokens | Finished], None]:
-        """Batches of events, a `Finished` last. Closing it cancels. Raises TandemError.
-
-        patient: wait for room where otherwise OverloadError would be raised.
-        """
-
-    async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
-        """The answer of a prefill-only job. Raises TandemError."""
-
-    def pool_tokens(self, *, prefill: bool) -> int | None:
-        """What the smallest KV pool holds that such a request may come to; None: not known.
-        prefill: it generates one token at most."""
-
-    def problems(self) -> list[str]:
-        """Why it is not ready, one line each; empty: ready."""
-
-    def waiting(self) -> Mapping[tuple[str, str], int]:
-        """Sequences that wait for a first answer, by (pipeline, class)."""
 
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ def version() -> str:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         pass
-    project = Path(__file__).parents[1] / "pyproject.toml"
+    project = Path(__file__).parents[2] / "pyproject.toml"
     if not project.is_file():
         return "unknown"
     return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])

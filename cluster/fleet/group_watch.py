@@ -1,7 +1,8 @@
 """Watches the ranks of a group that nobody repairs: when it can serve no more, that is said.
 
-A prefill worker is replaced (cluster/fleet/prefill_group.py). An attention or expert rank is not, and the
-others of its group can do nothing without it: whoever runs the server has to start it again.
+A prefill worker is replaced (cluster/fleet/prefill_group.py). An attention or expert rank is not,
+and the others of its group can do nothing without it: whoever runs the server has to start it
+again.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
-from cluster.api.session import Backend
+from cluster.routing.backend import Backend
 from cluster.routing.dispatcher import Dispatcher
 from cluster.routing.prefill_router import PrefillRouter
 from contracts.messages import Finished, Scored, Submit, Tokens

@@ -1,4 +1,5 @@
-"""The router of prefill-only requests at work: sockets and waiting around `planner/routing/router.py`.
+"""The router of prefill-only requests at work: sockets and waiting around
+`planner/routing/router.py`.
 
     score, generate ─> Ticket ─> Backlog ─ take ─> RankClient ─> prefill worker
                                    ▲                  │ log: reports, snapshots

@@ -2,8 +2,8 @@
 
 A client's request is admitted or refused with its first sequence, which needs one place of any that
 are free. Its later ones are patient: they leave some places to the first ones of others, and wait
-in a line for the rest, by turns (planner/policies/turns.py). While others are in that line, none of them
-holds more than its share.
+in a line for the rest, by turns (planner/policies/turns.py). While others are in that line, none of
+them holds more than its share.
 """
 
 from __future__ import annotations

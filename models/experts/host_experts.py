@@ -4,7 +4,7 @@ share its pages.
 The file is the checkpoint itself where that stores experts as they are computed with; else, and for
 GPUs, one that is made of it once:
 
-    layer 0: gate_up [E, …] | down [E, …] (| biases) | layer 1: …    (models/experts/expert_layout.py)
+    layer 0: gate_up [E, …] | down [E, …] (| biases) | layer 1: …
 """
 
 from __future__ import annotations

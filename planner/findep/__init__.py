@@ -1,1 +1,1 @@
-"""FinDEP: schedules of a layer's tasks over both groups, their makespan, and the search for the best."""
+"""FinDEP: schedules of a layer's tasks over both groups, and the search for the best."""

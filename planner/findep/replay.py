@@ -9,11 +9,11 @@ Each resource runs one task at a time. Links and experts serve in the order of s
 
 `replay` runs the attention group's tasks in the paper's static order: a task that waits for a
 message holds up all behind it. This is what a plan's makespan means, everywhere in the planner.
-`replay_ready_set` picks among the tasks that can run now, as `actors/engine/executor.py` does. Under ASAS
-of equal micro-batches, both are the same. Under AASS and late shared experts they differ when the
-attention that is next still waits for its experts: the executor runs a shared expert in the gap.
-That mostly helps; where the message comes just after the shared expert has started, it costs.
-What neither shows: expert ranks merge token groups that wait for the same layer.
+`replay_ready_set` picks among the tasks that can run now, as `actors/engine/executor.py` does.
+Under ASAS of equal micro-batches, both are the same. Under AASS and late shared experts they differ
+when the attention that is next still waits for its experts: the executor runs a shared expert in
+the gap. That mostly helps; where the message comes just after the shared expert has started, it
+costs. What neither shows: expert ranks merge token groups that wait for the same layer.
 """
 
 from __future__ import annotations

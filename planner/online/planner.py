@@ -5,8 +5,8 @@
     BatchReport, ExpertReport -> models -> moved by more than DRIFT? -> answers are forgotten
 
 With a hardware file there are two sets of stage models, the file's and those that follow what is
-measured; planner/online/trial.py says which are believed. A plain object: whoever owns it calls it from
-one thread and has the clock.
+measured; planner/online/trial.py says which are believed. A plain object: whoever owns it calls it
+from one thread and has the clock.
 """
 
 from __future__ import annotations

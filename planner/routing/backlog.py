@@ -15,11 +15,10 @@ What is held beyond that goes while its home still runs a batch, so that the nex
 that ends; but for the last threshold of requests that nobody waits for one by one: a worker that
 runs dry takes over from the end of the line with the most work.
 
-A line has lanes and turns (planner/routing/line.py): small requests need not wait for the whole of a large
-one, nor keys for each other's. Of
-requests that are not the first of their client's, and of best-effort ones, the last to be done
-counts: they stay with their prefix for longer, and are taken over only where that saves more time
-than it computes twice.
+A line has lanes and turns (planner/routing/line.py): small requests need not wait for the whole of
+a large one, nor keys for each other's. Of requests that are not the first of their client's, and of
+best-effort ones, the last to be done counts: they stay with their prefix for longer, and are taken
+over only where that saves more time than it computes twice.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class Held(NamedTuple):
 
 class Line:
     """FIRST and REST take turns, LATER goes when both are empty; within a lane API keys take turns,
-    then their requests (planner/policies/turns.py), then it is first come, first served. So neither a large
-    request nor many small ones keep the others waiting:
+    then their requests (planner/policies/turns.py), then it is first come, first served. So neither
+    a large request nor many small ones keep the others waiting:
 
         FIRST  a b c          a P b Q c R S | L
         REST   P Q R S   →

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 def leading_blocks(hashes: Sequence[bytes], held: Callable[[bytes], bool], start: int = 0) -> int:
     """Blocks of a prompt up to the first that is not held, `start` of which are.
 
-    Caches evict a block after those that follow it (actors/kv/block_manager.py), so it is looked for
-    by halving. Where one did not, what is found is one of the ends of what is held: an estimate
+    Caches evict a block after those that follow it (actors/kv/block_manager.py), so it is looked
+    for by halving. Where one did not, what is found is one of the ends of what is held: an estimate
     that the worker's first progress report corrects.
     """
     return bisect_left(hashes, True, start, key=lambda digest: not held(digest))

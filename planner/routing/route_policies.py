@@ -44,9 +44,9 @@ def prefix_then_load(candidates: Sequence[Candidate], turn: int) -> Candidate | 
 
 
 def prefix_within_round(candidates: Sequence[Candidate], turn: int) -> Candidate:
-    """The same for a request that may have to wait (planner/routing/backlog.py): a worker is full where the
-    request would be done one threshold later than at best. So siblings stay with a prefix that is
-    dearer to compute again than to wait for."""
+    """The same for a request that may have to wait (planner/routing/backlog.py): a worker is full
+    where the request would be done one threshold later than at best. So siblings stay with a prefix
+    that is dearer to compute again than to wait for."""
     return _near(candidates, lambda soonest, threshold: soonest + threshold)
 
 

@@ -2,9 +2,9 @@
 
     saturation filter → longest contiguous match over committed ∪ pending → least load
 
-What a router knows of a worker is the fold of the worker's log (planner/routing/worker_state.py), the same
-for all routers, and besides its *own* requests that the worker has not yet accepted. Pure: whoever
-holds it hands it reports and sends what it decides.
+What a router knows of a worker is the fold of the worker's log (planner/routing/worker_state.py),
+the same for all routers, and besides its *own* requests that the worker has not yet accepted. Pure:
+whoever holds it hands it reports and sends what it decides.
 """
 
 from __future__ import annotations

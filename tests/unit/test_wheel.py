@@ -73,7 +73,7 @@ def test_nothing_is_missing_in_the_wheel(wheel: Path) -> None:
 
 
 def test_commands_run_from_the_wheel_in_an_empty_folder(site: Path, tmp_path: Path) -> None:
-    where = python(site, tmp_path, "-c", "import cluster.cli as cli; print(cli.__file__)")
+    where = python(site, tmp_path, "-c", "import cluster.cli.main as cli; print(cli.__file__)")
     assert Path(where.strip()).is_relative_to(site)
     assert "serve" in python(site, tmp_path, "-m", "cluster", "--help")
     spec = {"model": "bundled", "hardware": "h200-node", "sequence_tokens": 64, "devices": 4}
