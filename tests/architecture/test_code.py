@@ -17,11 +17,13 @@ import kernels
 from contracts.errors import OverloadError, PeerError, RankError, RequestError, TandemError
 from tests.architecture.support import ROOT, modules
 
-# Where a process begins: these may look at the environment, everything below is told.
+# Where a process begins: these may look at the environment, everything below is told. oneDNN asks
+# the environment alone, in the process that computes.
 ENTRY_POINTS = {
+    "actors/ranks/memory.py",
     "cluster/cli/main.py",
-    "cluster/serving/server.py",
     "cluster/serving/ray_session.py",
+    "cluster/serving/server.py",
 }
 
 
