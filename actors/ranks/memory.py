@@ -4,7 +4,9 @@ oneDNN may keep."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+import threading
 
 import torch
 
@@ -17,18 +19,39 @@ from models.spec.model import ModelSpec
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # more is refused
+_GIVE_BACK_EVERY_S = 60.0
 
 
 def keep_freed_memory() -> None:
     """Makes malloc keep what is freed. A layer's temporaries are megabytes: given back to the
     kernel and zeroed anew at every use, they cost more than the arithmetic. Call it before the
-    threads that compute are started. Does nothing where malloc is not glibc's."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    threads that compute are started. Does nothing where malloc is not glibc's.
+
+    Once a minute what lies idle is given back all the same, 20 ms of work: else holes between what
+    lives longer, and what the largest batch ever took, would stay for good.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
         return
-    mallopt(_M_ARENA_MAX, 1)  # arenas of threads have other, lower limits
-    mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
-    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    libc.mallopt(_M_ARENA_MAX, 1)  # arenas of threads have other, lower limits
+    libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    _give_back_every_minute()
+
+
+@functools.cache
+def _give_back_every_minute() -> threading.Thread:
+    """One thread, however many workers a process has."""
+    trim, never = ctypes.CDLL(None).malloc_trim, threading.Event()
+    trim.argtypes = [ctypes.c_size_t]
+
+    def work() -> None:
+        while not never.wait(_GIVE_BACK_EVERY_S):
+            trim(0)
+
+    thread = threading.Thread(target=work, name="malloc-trim", daemon=True)
+    thread.start()
+    return thread
 
 
 _COMPILED_PRODUCTS = "256"

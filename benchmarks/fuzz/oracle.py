@@ -13,6 +13,7 @@ from cluster.api.answer_types import ErrorAnswer
 LIMIT_S = 5.0
 VALIDATED = 10  # every one of so many 200s is held against the document: that takes a millisecond
 VARYING = {"id", "created"}
+REWORDED = {"another line", "flipped", "noise"}  # ways (wire.py) to ask for something else, perhaps
 
 
 class Answer(msgspec.Struct):
@@ -99,6 +100,8 @@ class Oracle:
         return f"not as documented: {error.message[:300]}" if error else None
 
     def _operation(self, request: Made) -> dict[str, Any] | None:
+        if request.wire in REWORDED:
+            return None
         operations: dict[str, Any] = self._paths.get(request.path, {})
         return operations.get(request.method.lower())
 

@@ -1,0 +1,38 @@
+"""What a rank gives back of the memory that it has freed, in a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+HOLES = """
+import time
+from pathlib import Path
+import torch
+from actors.ranks import memory
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+memory._GIVE_BACK_EVERY_S = 0.2
+memory.keep_freed_memory()
+blocks = [torch.ones(25_000) for _ in range(2000)]  # 100 kB each
+full = resident_bytes()
+del blocks[::4], blocks[::3], blocks[::2]
+deadline_s = time.monotonic() + 20
+while full - resident_bytes() < 100e6 and time.monotonic() < deadline_s:
+    time.sleep(0.05)
+print(full - resident_bytes())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="malloc is not glibc's")
+def test_holes_in_a_ranks_memory_are_given_back() -> None:
+    """The soak's finding: what lives longer than a batch keeps the holes around it for good."""
+    done = subprocess.run(
+        [sys.executable, "-c", HOLES], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert int(done.stdout) > 100e6
