@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class RopeParameters(Protocol):
-    """What `inverse_frequencies` reads (see models.rope_spec.RopeSpec)."""
+    """What `inverse_frequencies` reads (see models/spec/rope_spec.py)."""
 
     @property
     def theta(self) -> float: ...

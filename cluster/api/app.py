@@ -185,6 +185,7 @@ class _Counted:
         finally:
             if outcome is not Outcome.OK:
                 session.finish(outcome)
+                session.account.close()
         if not isinstance(response, EventStream):  # a stream counts itself when it ends
             session.finish(outcome)
         return response

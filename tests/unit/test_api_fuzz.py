@@ -128,6 +128,13 @@ def test_the_oracle_refuses_a_wrong_answer(fuzzed: Fuzzed, answer: Answer, reaso
     assert reason in (Oracle(fuzzed.document).verdict(ASKED, answer) or "")
 
 
+def test_an_answer_to_another_request_is_held_against_no_document(fuzzed: Fuzzed) -> None:
+    health = Answer(200, {"content-type": "application/json"}, b'{"status":"ok"}', 0.1)
+    reworded = msgspec.structs.replace(ASKED, wire="another line")
+    assert Oracle(fuzzed.document).verdict(reworded, health) is None
+    assert Oracle(fuzzed.document).verdict(ASKED, health) is not None
+
+
 def test_memory_beyond_its_limit_is_told() -> None:
     memory = Memory([psutil.Process()], most_growth_bytes=0)
     memory.start_bytes -= 1 << 20
