@@ -20,6 +20,7 @@ from models.spec.model import ModelSpec
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # more is refused
 _GIVE_BACK_EVERY_S = 60.0
+_COMPILED_PRODUCTS = "256"  # in the environment
 
 
 def keep_freed_memory() -> None:
@@ -52,9 +53,6 @@ def _give_back_every_minute() -> threading.Thread:
     thread = threading.Thread(target=work, name="malloc-trim", daemon=True)
     thread.start()
     return thread
-
-
-_COMPILED_PRODUCTS = "256"
 
 
 def keep_few_products() -> None:
