@@ -5,9 +5,9 @@ namespaces of this machine, a core each.
 
 Needs root and iproute2. Parts: "overlap" (above the threshold, against resident workers and DP+EP:
 rates, and processor time, which other work on the machine disturbs less), "threshold" (which batch
-hides its transfers, against Eq. 1 and the workers' calibration), "filling" (below the threshold:
-whether to hold batches back). The transfer threads of a worker share its core: the model has few
-experts for its compute, so that the link and not the copying is the limit.
+hides its transfers, against Eq. 1 and the workers' calibration). The transfer threads of a worker
+share its core: the model has few experts for its compute, so that the link and not the copying is
+the limit.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.filling_report import print_filling
-from benchmarks.filling_runs import LAYERS, filling_part
 from benchmarks.gather_report import print_overlap, print_threshold, summarise
 from benchmarks.harness import record
 from benchmarks.prefill_pair import Pair, Round
@@ -36,7 +34,7 @@ ROW_TOKENS = 512
 COMPARED = ("resident", "gathered")
 SWEEP = (1, 3, 4, 5, 6)  # rows of a batch
 CALIBRATED_ROWS = 3
-PARTS = ("overlap", "threshold", "filling")
+PARTS = ("overlap", "threshold")
 MODES = {"resident": 1, "gathered": 1, "hybrid": 2, "streamed": 2, "all_to_all": 4}
 """Kinds of workers, and in which rounds they run: in every one, every second, every fourth."""
 
@@ -60,9 +58,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=24, help="of the overlap part")
     parser.add_argument("--sweeps", type=int, default=10, help="of the threshold part")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument(
-        "--requests", type=int, default=96, help="per point of the filling part, at most"
-    )
     parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
@@ -75,17 +70,11 @@ async def _measure(options: argparse.Namespace) -> None:
     nodes = TwoNodes((first, second), (cards[0], cards[1]))
     nodes.limit_rate(options.megabits)
     model = {**MODEL, "num_hidden_layers": options.layers}
-    samples: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         path = write_random_checkpoint(Path(folder) / "model", model)
-        if "overlap" in options.parts or "threshold" in options.parts:
-            samples |= await _gather_parts(nodes, path, options)
-        if "filling" in options.parts:
-            short = {**model, "num_hidden_layers": min(LAYERS, options.layers)}
-            other = write_random_checkpoint(Path(folder) / "short", short)
-            samples["filling"] = await filling_part(nodes, other, options.requests)
+        samples = await _gather_parts(nodes, path, options)
         summary = summarise(samples, read_spec(path), options.rows * ROW_TOKENS)
-    for part, show in zip(PARTS, (print_overlap, print_threshold, print_filling), strict=True):
+    for part, show in zip(PARTS, (print_overlap, print_threshold), strict=True):
         if part in summary:
             show(summary[part])
     record("gather_overlap", options, samples, summary, model)
@@ -105,7 +94,6 @@ async def _gather_parts(
                 path,
                 options.rows * ROW_TOKENS,
                 experts=mode,
-                fill="never",
                 host_store=path.parent,
             )
             print(f"started: {mode}", flush=True)

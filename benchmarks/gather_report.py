@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.planning.model_shape import shape_of
-from benchmarks.filling_report import summarise_filling
 from benchmarks.prefill_pair import Round
 from models.spec.model import ModelSpec
 from planner.routing.request_work import flops_work
@@ -29,8 +28,6 @@ def summarise(samples: dict[str, Any], spec: ModelSpec, tokens: int) -> dict[str
         row_flops = flops_work(shape_of(spec, torch.float32))(0, ROW_TOKENS)
         calibrated = statistics.median(samples["calibrated"]["saturation_flops"])
         summary["threshold"] = _threshold(samples["threshold"], spec, row_flops, calibrated)
-    if "filling" in samples:
-        summary["filling"] = summarise_filling(samples["filling"])
     return summary
 
 

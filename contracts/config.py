@@ -163,8 +163,6 @@ class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     processors of the workers differ.
     kv_free: no KV pool and no prefix cache; only prompts of one batch share their prefixes.
     saturation: the operator's threshold in FLOPs; None: calibrated. margin: gamma of Eq. 1.
-    max_wait_s: how long at most a batch below the threshold waits to fill. fill: whether it does
-    ("choose": while that has meant shorter turnarounds of late).
     engine "stub" answers without computing: to measure everything around the engine.
     """
 
@@ -178,8 +176,6 @@ class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_batch_sequences: Count = 256
     saturation: Count | None = None
     margin: Annotated[float, Meta(ge=0, le=10)] = 0.1
-    max_wait_s: Annotated[float, Meta(ge=0, le=60)] = 0.05
-    fill: Literal["choose", "never", "always"] = "choose"
     engine: Literal["torch", "stub"] = "torch"
 
 

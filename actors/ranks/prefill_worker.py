@@ -10,7 +10,6 @@ from collections.abc import Sequence as SequenceOf
 import msgspec
 import torch
 
-from actors.batching.batch_filling import BatchFilling
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
@@ -33,7 +32,6 @@ from contracts.routing import Prompt, RequestKey
 from contracts.worker import RankStatus
 from models.decoder.batch import SequenceSlice
 from models.decoder.kv_pool import KvPool
-from models.experts.copying_store import CopyingStore
 from planner.routing.request_work import work_of
 from planner.routing.saturation import SaturationConfig, reference_prompts, threshold
 
@@ -106,13 +104,6 @@ class PrefillWorker(ServingWorker):
             if isinstance(self._supply, LockstepSupply)
             else PrefillExecutor(parts)
         )
-
-        self._hold_s = 0.0
-        self._filling: BatchFilling | None = None
-        store, most = self._supply.store, self._schedule.max_batch_tokens
-        if isinstance(store, CopyingStore):
-            work, layers = self._work(0, most), len(half.spec.moe_layers)
-            self._filling = BatchFilling(prefill, layers, store, work, monotonic_s)
 
     def _wake(self) -> None:
         self._executor.wake()
@@ -204,28 +195,10 @@ class PrefillWorker(ServingWorker):
         key = log_key(sequence.key[0], sequence.submit)
         if self._log.ends(key):  # parts of a report are read in order: it would be open twice
             self._send_answers()
-        if self._filling is not None:
-            self._filling.accepted(self._work(0, sequence.prompt_tokens))
         self._log.accepted(Prompt(key, sequence.prompt_tokens, tuple(sequence.hashes)))
 
     def _ended(self, sequence: Sequence) -> None:
         self._log.ended(log_key(sequence.key[0], sequence.submit))
-
-    def _next_batch(self) -> ScheduledBatch | None:
-        """Holds a batch of new requests that would leave transfers exposed, if that pays."""
-        filling = self._filling
-        if filling is None:
-            return super()._next_batch()
-        running = self._scheduler.running > 0
-        self._hold_s = 0.0 if running else filling.wait_s(self._log.load)
-        batch = None if self._hold_s > 0.0 else super()._next_batch()
-        if batch is not None:
-            filling.formed(left=self._scheduler.waiting > 0)
-        return batch
-
-    def _patience_s(self) -> float:
-        patience_s = super()._patience_s()
-        return min(patience_s, self._hold_s) if self._hold_s > 0.0 else patience_s
 
     def _submit(self, batch: ScheduledBatch) -> None:
         for chunk in batch.chunks:
@@ -236,8 +209,6 @@ class PrefillWorker(ServingWorker):
     def _completed(self, batch: ScheduledBatch) -> None:
         for chunk in batch.chunks:
             self._advance(chunk.sequence, chunk.stop)
-        if self._filling is not None:
-            self._filling.completed(sum(self._work(c.start, c.stop) for c in batch.chunks))
         stored, evicted = self._blocks.take_changes()
         self._log.stored(stored)
         self._log.evicted(evicted)

@@ -178,10 +178,6 @@ class ServingWorker:
         """What to run now, if anything. Asked while nothing runs."""
         return self._scheduler.next_batch()
 
-    def _patience_s(self) -> float:
-        """How long to wait for messages while nothing runs."""
-        return IDLE_POLL_S
-
     def _completed(self, batch: ScheduledBatch) -> None:
         """The batch has run, and the scheduler knows."""
 
@@ -300,7 +296,7 @@ class ServingWorker:
         """The batches that are complete now. What this process has no memory or descriptors to send
         ends the requests it has, not the rank."""
         try:
-            return self._executor.step(self._patience_s())
+            return self._executor.step(IDLE_POLL_S)
         except PeerError:
             raise
         except ChannelError as error:
