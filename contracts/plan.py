@@ -35,8 +35,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Beyond the paper:
     shared_lag: under ASAS, each shared expert runs that many attention tasks later, counted on into
     the next layer; below r1, because a micro-batch's next attention needs it.
-    expert_wise: a token group is not a part of the tokens but all tokens of a part of each rank's
-    experts.
     micro_batch_samples: sizes of the micro-batches where they differ on purpose (`ma` is then the
     largest).
     sequence_chunks: where every sample is cut along its length, as ascending ends in parts of the
@@ -50,7 +48,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ma: int | None = None
     me: float | None = None
     shared_lag: int = 0
-    expert_wise: bool = False
     micro_batch_samples: tuple[int, ...] = ()
     sequence_chunks: tuple[float, ...] = ()
 
@@ -63,8 +60,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         parts = [f"{self.order.value} {samples}r1={self.r1} r2={self.r2}"]
         if self.shared_lag:
             parts.append(f"lag={self.shared_lag}")
-        if self.expert_wise:
-            parts.append("expert-wise")
         if self.sequence_chunks:
             parts.append(f"chunks={len(self.sequence_chunks)}")
         return " ".join(parts)
@@ -72,9 +67,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def is_beyond_paper(self) -> bool:
         """Whether FinDEP's search space lacks this plan."""
-        return bool(
-            self.shared_lag or self.expert_wise or self.micro_batch_samples or self.sequence_chunks
-        )
+        return bool(self.shared_lag or self.micro_batch_samples or self.sequence_chunks)
 
     def __post_init__(self) -> None:
         if self.r1 < 1 or self.r2 < 1 or (self.ma is not None and self.ma < 1):

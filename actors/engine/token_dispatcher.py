@@ -10,13 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from actors.channels.base import Endpoint, Header, Kind, Part
 from actors.engine.micro_batch import MicroBatch
-from actors.experts.dispatch import RankSlice, TokenGroups, plan_dispatch
+from actors.experts.dispatch import RankSlice, plan_dispatch
 from contracts.clock import Clock
-from contracts.plan import Plan
 from contracts.requests import Priority
 from models.experts.router import Routed
 from planner.findep.placement import ExpertPlacement
@@ -38,28 +36,18 @@ class TokenDispatcher:
         self._placement = placement
         self._expert_ranks = expert_ranks
         self._clock = clock
-        self._expert_groups: dict[int, NDArray[np.int64]] = {}  # by number of groups
 
     def dispatch(self, micro_batch: MicroBatch, routed: Routed) -> None:
         """A2E: one packet per token group and expert rank that has work in it."""
-        plan = micro_batch.batch.plan
         micro_batch.slices = plan_dispatch(
             routed.topk_ids_TK.cpu().numpy(),
             routed.topk_weights_TK.cpu().numpy(),
-            self._token_groups(routed.x_TD.shape[0], plan),
+            token_group_bounds(routed.x_TD.shape[0], micro_batch.batch.plan.r2),
             self._placement,
         )
         micro_batch.pending = len(micro_batch.slices)
         for piece in micro_batch.slices:
             self._send(micro_batch, piece, routed.x_TD)
-
-    def _token_groups(self, tokens: int, plan: Plan) -> TokenGroups:
-        if not plan.expert_wise:
-            return TokenGroups(token_group_bounds(tokens, plan.r2))
-        of_slot = self._expert_groups.get(plan.r2)
-        if of_slot is None:
-            of_slot = self._expert_groups[plan.r2] = self._placement.expert_groups(plan.r2)
-        return TokenGroups([(0, tokens)] * plan.r2, of_slot)
 
     def _send(self, micro_batch: MicroBatch, piece: RankSlice, x_TD: torch.Tensor) -> None:
         sent_s = micro_batch.sent_s = self._clock()
@@ -107,8 +95,7 @@ class TokenDispatcher:
         if not slices:
             return hidden_TD
         total_TD = hidden_TD
-        summed = self._placement.ranks > 1 or micro_batch.batch.plan.expert_wise
-        if summed or shared_TD is not None:
+        if self._placement.ranks > 1 or shared_TD is not None:
             total_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
         for piece in slices:
             packet = micro_batch.replies.pop((piece.token_group, piece.rank))

@@ -28,7 +28,7 @@ from actors.channels.base import (
     transfer_span,
     transfers,
 )
-from actors.experts.dispatch import RankSlice, TokenGroups, plan_dispatch
+from actors.experts.dispatch import RankSlice, plan_dispatch
 from actors.experts.expert_server import merge
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
@@ -77,7 +77,7 @@ class AllToAll:
         slices = plan_dispatch(
             routed.topk_ids_TK.cpu().numpy(),
             routed.topk_weights_TK.cpu().numpy(),
-            TokenGroups([(0, routed.x_TD.shape[0])]),
+            [(0, routed.x_TD.shape[0])],
             self._placement,
         )
         return self._exchange(layer, routed.x_TD, {piece.rank: piece for piece in slices})

@@ -22,14 +22,6 @@ from numpy.typing import NDArray
 from planner.findep.placement import ExpertPlacement
 
 
-class TokenGroups(NamedTuple):
-    """How the pairs of a micro-batch are grouped: by token (`bounds`, half-open), or expert-wise:
-    `of_slot` is then the group of each expert slot, and every group spans all tokens."""
-
-    bounds: Sequence[tuple[int, int]]
-    of_slot: NDArray[np.int64] | None = None
-
-
 class RankSlice(NamedTuple):
     """What one token group sends to one expert rank; `combine` needs it again for the answer.
 
@@ -55,22 +47,22 @@ class RankSlice(NamedTuple):
 def plan_dispatch(
     topk_ids_TK: NDArray[np.int64],
     topk_weights_TK: NDArray[np.float32],
-    token_groups: TokenGroups,
+    token_groups: Sequence[tuple[int, int]],
     placement: ExpertPlacement,
 ) -> list[RankSlice]:
-    """The packets of one micro-batch, token group by token group, rank by rank; none is empty."""
+    """The packets of one micro-batch, token group by token group, rank by rank; none is empty.
+    token_groups: [start, stop) of each, one after the other."""
     experts = placement.num_experts
     key_N = _sort_keys(topk_ids_TK, token_groups, placement)
     order_N = np.argsort(key_N, kind="stable")
-    groups = len(token_groups.bounds)
+    groups = len(token_groups)
     counts_GE = np.bincount(key_N, minlength=groups * experts).reshape(groups, experts)
     edges = np.concatenate([[0], np.cumsum(counts_GE.ravel())])
     token_N = order_N // topk_ids_TK.shape[1]
     weights_N = topk_weights_TK.ravel()[order_N]
-    # The only rank's pairs hold every token of a group, unless groups divide the experts.
-    whole = placement.ranks == 1 and token_groups.of_slot is None
+    whole = placement.ranks == 1  # the only rank's pairs hold every token of a group
     slices = []
-    for group, (start, stop) in enumerate(token_groups.bounds):
+    for group, (start, stop) in enumerate(token_groups):
         for rank, (low, high) in enumerate(itertools.pairwise(placement.first_slot.tolist())):
             pairs = slice(edges[group * experts + low], edges[group * experts + high])
             if pairs.start == pairs.stop:
@@ -84,15 +76,14 @@ def plan_dispatch(
 
 
 def _sort_keys(
-    topk_ids_TK: NDArray[np.int64], token_groups: TokenGroups, placement: ExpertPlacement
+    topk_ids_TK: NDArray[np.int64],
+    token_groups: Sequence[tuple[int, int]],
+    placement: ExpertPlacement,
 ) -> NDArray[np.int64]:
     """Of each pair: its token group * experts + its expert's slot."""
-    bounds, of_slot = token_groups
     slot_TK = placement.slot_of_expert[topk_ids_TK]
-    if of_slot is not None:
-        slot_TK = slot_TK + of_slot[slot_TK] * placement.num_experts
-    elif len(bounds) > 1:
-        starts = np.array([start for start, _ in bounds[1:]])
+    if len(token_groups) > 1:
+        starts = np.array([start for start, _ in token_groups[1:]])
         group_T = np.searchsorted(starts, np.arange(len(topk_ids_TK)), "right")
         slot_TK = slot_TK + group_T[:, None] * placement.num_experts
     return slot_TK.ravel()

@@ -198,6 +198,5 @@ def general_label(plan: Plan) -> str:
         r2=plan.r2,
         order=plan.order,
         shared_lag=plan.shared_lag,
-        expert_wise=plan.expert_wise,
         sequence_chunks=plan.sequence_chunks,
     ).label

@@ -33,7 +33,6 @@ class PlanAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     makespan_ms: float
     samples_per_s: float
     shared_lag: int = 0
-    expert_wise: bool = False
     micro_batch_samples: tuple[int, ...] = ()
     sequence_chunks: tuple[float, ...] = ()
 
@@ -139,7 +138,6 @@ def _answer(planned: PlannedBatch, ranks: int) -> PlanAnswer:
         makespan_ms=planned.makespan_ms,
         samples_per_s=ranks * planned.samples_per_s,
         shared_lag=plan.shared_lag,
-        expert_wise=plan.expert_wise,
         micro_batch_samples=plan.micro_batch_samples,
         sequence_chunks=plan.sequence_chunks,
     )

@@ -51,8 +51,6 @@ class StagesFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_samples: int
     max_r2: int = DEFAULT_MAX_R2
     has_shared: bool | None = None  # None: whether stages.shared is given
-    experts_per_rank: int | None = None
-    link_fractions: tuple[float, ...] | None = None
     attention_quadratic_fraction: float | None = None
     attention_chunk_ms: float = 0.0
     attention_context_ms: float = 0.0
@@ -128,8 +126,6 @@ def _stage_spec(file: StagesFile, where: str) -> PlanSpec:
             max_samples=file.max_samples,
             max_r2=file.max_r2,
             has_shared=has_shared,
-            experts_per_rank=file.experts_per_rank,
-            link_fractions=file.link_fractions,
             attention_quadratic_fraction=file.attention_quadratic_fraction,
             attention_chunk_ms=file.attention_chunk_ms,
             attention_context_ms=file.attention_context_ms,

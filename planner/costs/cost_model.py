@@ -78,17 +78,6 @@ def chunk_costs(cost: AttentionCost, shape: ModelShape, deployment: Deployment) 
     }
 
 
-def link_fractions(
-    link: LinkCost, shape: ModelShape, expert_ranks: int
-) -> tuple[float, ...] | None:
-    """`PlanSpec.link_fractions`, for uniform routing."""
-    if not link.deduplicated:
-        return None
-    experts = shape.experts_per_rank(expert_ranks)
-    whole = hit_fraction(shape, experts)
-    return tuple(hit_fraction(shape, some) / whole for some in range(1, experts + 1))
-
-
 def shared_model(hardware: Hardware, shape: ModelShape, deployment: Deployment) -> Linear | None:
     """x: samples of a micro-batch. None for a model without shared experts."""
     if shape.num_shared_experts == 0:

@@ -69,14 +69,10 @@ class PlanSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `r1*ma <= max_samples`. max_r2: the most token groups of a micro-batch.
 
     Beyond the paper, None where unknown (the schedules that need it are then not considered):
-    experts_per_rank: experts of the fullest expert rank, ceil(E/eg), each of which takes an equal
-    share of `stages.expert.alpha_ms`. link_fractions: of the tokens that a link carries, those that
-    chose any of 1, 2, … `experts_per_rank` experts, where a token travels once however many it
-    chose (None: once for each). attention_quadratic_fraction: the part of
-    `stages.attention.beta_ms` that is spent on pairs of tokens of a sample, the rest being spent
-    per token. What each chunk of a sample but its first costs beyond that: attention_chunk_ms to
-    start it, and of attention_context_ms, the time to read all keys and values of a sample back,
-    the part that lies before its end.
+    attention_quadratic_fraction: the part of `stages.attention.beta_ms` that is spent on pairs of
+    tokens of a sample, the rest being spent per token. What each chunk of a sample but its first
+    costs beyond that: attention_chunk_ms to start it, and of attention_context_ms, the time to read
+    all keys and values of a sample back, the part that lies before its end.
     """
 
     stages: StageModels
@@ -85,8 +81,6 @@ class PlanSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_samples: int
     max_r2: int
     has_shared: bool
-    experts_per_rank: int | None = None
-    link_fractions: tuple[float, ...] | None = None
     attention_quadratic_fraction: float | None = None
     attention_chunk_ms: float = 0.0
     attention_context_ms: float = 0.0
@@ -95,11 +89,8 @@ class PlanSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _check_whole("num_layers", self.num_layers, MAX_LAYERS)
         _check_whole("max_samples", self.max_samples, MAX_SAMPLES)
         _check_whole("max_r2", self.max_r2, MAX_TOKEN_GROUPS)
-        if self.experts_per_rank is not None:
-            _check_whole("experts_per_rank", self.experts_per_rank, MAX_TOKEN_GROUPS)
         if self.has_shared and self.stages.shared is None:
             raise ValueError("stages.shared is missing: give it, or set has_shared to false")
-        self._check_link_fractions()
         fraction = self.attention_quadratic_fraction
         if fraction is not None and not 0 <= fraction <= 1:
             raise ValueError(f"attention_quadratic_fraction={fraction}: give a number from 0 to 1")
@@ -123,25 +114,6 @@ class PlanSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"{self.max_samples * tokens:g} tokens per expert, and at least 1 is needed: "
                 f"raise max_samples to {math.ceil(1 / tokens)}"
             )
-
-    def _check_link_fractions(self) -> None:
-        fractions, experts = self.link_fractions, self.experts_per_rank
-        if fractions is None:
-            return
-        shares = enumerate(fractions, 1)
-        if len(fractions) != experts or not all(
-            some / experts - 1e-9 <= part <= 1 + 1e-9 for some, part in shares
-        ):
-            raise ValueError(
-                f"link_fractions: give {experts} numbers up to 1, one per number of experts up to "
-                "experts_per_rank, none below its share of them"
-            )
-
-    def link_fraction(self, experts: int) -> float:
-        """Part of a link's tokens that goes to `experts` of a rank's experts."""
-        if self.link_fractions is None:
-            return experts / (self.experts_per_rank or experts)
-        return self.link_fractions[experts - 1]
 
     @property
     def shared(self) -> Linear:

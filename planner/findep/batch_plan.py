@@ -9,7 +9,7 @@ from contracts.plan import Plan
 from planner.costs.stages import PlanSpec
 from planner.findep.beyond import CHUNK_COUNTS, equal_ends
 from planner.findep.schedule import Piece
-from planner.findep.search import Choices, Cut, search
+from planner.findep.search import Cut, search
 from planner.findep.solver import PlannedBatch
 from planner.findep.split import balanced_ranges, chunk_bounds
 
@@ -42,8 +42,7 @@ def plan_batch(
     if beyond:
         ends = [equal_ends(chunks) for chunks in CHUNK_COUNTS]
         cuts.extend(_cuts(spec, sequences, chunk_ms, ends))
-    choices = Choices(late_shared=beyond, expert_wise=beyond and spec.experts_per_rank is not None)
-    return search(spec, cuts, choices)
+    return search(spec, cuts, late_shared=beyond)
 
 
 def _check(spec: PlanSpec, sequences: Sequence[NewTokens]) -> None:

@@ -3,7 +3,6 @@
 uneven          7 samples as 4 + 3, where the paper has 7 x 1, 1 x 7 or leaves one out
 chunked         a sample cut along its length: more than one micro-batch of one long sample
 late shared     shared experts deferred, so that attention and A2E come sooner
-expert-wise     token groups of some experts with all their tokens: each expert is launched once
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from contracts.plan import Plan
 from planner.costs.stages import PlanSpec
 from planner.findep.schedule import pieces_of
-from planner.findep.search import Choices, Cut, search
+from planner.findep.search import Cut, search
 from planner.findep.solver import PlannedBatch, solve
 
 _MOST_MICRO_BATCHES = 16  # more gain nothing that launches do not cost
@@ -28,17 +27,15 @@ class Beyond(enum.Flag):
     UNEVEN = enum.auto()
     CHUNKED = enum.auto()
     LATE_SHARED = enum.auto()
-    EXPERT_WISE = enum.auto()
 
 
-EVERYTHING = Beyond.UNEVEN | Beyond.CHUNKED | Beyond.LATE_SHARED | Beyond.EXPERT_WISE
+EVERYTHING = Beyond.UNEVEN | Beyond.CHUNKED | Beyond.LATE_SHARED
 
 
 def solve_beyond(spec: PlanSpec, kinds: Beyond = EVERYTHING) -> PlannedBatch:
     """The best plan that the given kinds, alone or together, add to FinDEP's; FinDEP's best where
     none is better. A kind that the spec lacks the numbers for is left out."""
     chunked = Beyond.CHUNKED in kinds and spec.attention_quadratic_fraction is not None
-    expert_wise = Beyond.EXPERT_WISE in kinds and spec.experts_per_rank is not None
     splits = list(_splits(spec.max_samples, uneven=Beyond.UNEVEN in kinds))
     cuts = [_cut(spec, sizes, ()) for sizes in splits]
     if chunked:
@@ -48,8 +45,7 @@ def solve_beyond(spec: PlanSpec, kinds: Beyond = EVERYTHING) -> PlannedBatch:
             for ends in _chunk_ends(spec.attention_quadratic_fraction or 0.0)
             if len(sizes) * len(ends) <= _MOST_MICRO_BATCHES
         )
-    choices = Choices(late_shared=Beyond.LATE_SHARED in kinds, expert_wise=expert_wise)
-    return search(spec, cuts, choices, start=solve(spec).best)
+    return search(spec, cuts, late_shared=Beyond.LATE_SHARED in kinds, start=solve(spec).best)
 
 
 def solve_batch(spec: PlanSpec, samples: int) -> PlannedBatch:
@@ -64,7 +60,7 @@ def solve_batch(spec: PlanSpec, samples: int) -> PlannedBatch:
         for number in range(1, samples + 1)
         for sizes in (_even(samples, number), _last_short(samples, number))
     }
-    return search(spec, [_cut(spec, sizes, ()) for sizes in sorted(splits)], Choices())
+    return search(spec, [_cut(spec, sizes, ()) for sizes in sorted(splits)])
 
 
 def _cut(spec: PlanSpec, sizes: tuple[int, ...], ends: tuple[float, ...]) -> Cut:

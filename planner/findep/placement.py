@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 from numpy.typing import NDArray
-
-from planner.findep.split import token_group_bounds
 
 
 class ExpertPlacement:
@@ -50,12 +46,3 @@ class ExpertPlacement:
             int(expert)
             for expert in self.expert_of_slot[self.first_slot[rank] : self.first_slot[rank + 1]]
         ]
-
-    def expert_groups(self, groups: int) -> NDArray[np.int64]:
-        """The group of each slot: every rank's experts in at most `groups` runs of equal size, the
-        smaller ones first (expert-wise token groups, beyond FinDEP)."""
-        group_of_slot = np.zeros(self.num_experts, dtype=np.int64)
-        for first, last in itertools.pairwise(self.first_slot.tolist()):
-            for group, (start, stop) in enumerate(token_group_bounds(last - first, groups)):
-                group_of_slot[first + start : first + stop] = group
-        return group_of_slot

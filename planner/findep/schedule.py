@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from contracts.plan import Order, Plan
 from planner.costs.stages import PlanSpec
-from planner.findep.split import token_group_bounds
 
 
 class GroupRun(NamedTuple):
@@ -64,7 +63,9 @@ def schedule_of_pieces(
     """`plan` with micro-batches given as they are."""
     return Schedule(
         tuple(
-            MicroBatchTimes(piece.attention_ms, piece.shared_ms, _groups(spec, plan, piece.amount))
+            MicroBatchTimes(
+                piece.attention_ms, piece.shared_ms, (token_groups(spec, piece.amount, plan.r2),)
+            )
             for piece in pieces
         ),
         spec.num_layers,
@@ -112,33 +113,7 @@ def _chunks(spec: PlanSpec, plan: Plan, size: int) -> list[Piece]:
     return pieces
 
 
-def _groups(spec: PlanSpec, plan: Plan, amount: float) -> tuple[GroupRun, ...]:
-    """Token groups of a micro-batch of `amount` samples."""
-    if not plan.expert_wise:
-        return (token_groups(spec, amount, plan.r2),)
-    experts = spec.experts_per_rank
-    if experts is None or plan.r2 > experts:
-        raise ValueError(
-            f"experts_per_rank={experts} with r2={plan.r2}: "
-            "expert-wise token groups need an expert each"
-        )
-    sizes = [stop - start for start, stop in token_group_bounds(experts, plan.r2)]
-    return tuple(
-        _expert_group(spec, amount, size, len(list(run))) for size, run in itertools.groupby(sizes)
-    )
-
-
 def token_groups(spec: PlanSpec, amount: float, r2: int) -> GroupRun:
     """r2 equal token groups of `amount` samples (FinDEP: each has `me` tokens per expert)."""
     stages, me = spec.stages, spec.me(amount, r2)
     return GroupRun(r2, stages.a2e.at(me), stages.expert.at(me), stages.e2a.at(me))
-
-
-def _expert_group(spec: PlanSpec, amount: float, experts: int, repeats: int) -> GroupRun:
-    """`repeats` groups of so many of a rank's experts: of the pairs and launches their share, of
-    the links' tokens those that chose any of them."""
-    stages, me = spec.stages, spec.me(amount, 1)
-    part = experts / (spec.experts_per_rank or experts)
-    sent = me * spec.link_fraction(experts)
-    expert_ms = stages.expert.at(me) * part
-    return GroupRun(repeats, stages.a2e.at(sent), expert_ms, stages.e2a.at(sent))

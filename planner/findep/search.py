@@ -34,31 +34,28 @@ class Cut(NamedTuple):
     samples: int
 
 
-class Choices(NamedTuple):
-    """What to vary beside r2 and the paper's two orders."""
-
-    late_shared: bool = False
-    expert_wise: bool = False
-
-
 class _Candidate(NamedTuple):
     bound_ms_per_sample: float
     cut: int
-    expert_wise: bool
     r2: int
 
 
 def search(
-    spec: PlanSpec, cuts: Sequence[Cut], choices: Choices, start: PlannedBatch | None = None
+    spec: PlanSpec,
+    cuts: Sequence[Cut],
+    *,
+    late_shared: bool = False,
+    start: PlannedBatch | None = None,
 ) -> PlannedBatch:
-    """The plan of least time per sample over all cuts, values of r2 and orders; `start` where none
-    is better. ValueError where there is nothing to choose from."""
+    """The plan of least time per sample over all cuts, values of r2, the paper's two orders and,
+    with late_shared, lags of shared experts; `start` where none is better. ValueError where there
+    is nothing to choose from."""
     best = start
-    for candidate in sorted(_candidates(spec, cuts, choices)):
+    for candidate in sorted(_candidates(spec, cuts)):
         if best and candidate.bound_ms_per_sample * best.samples >= best.makespan_ms:
             break
         cut = cuts[candidate.cut]
-        for plan in _orders(spec, cut, candidate, choices):
+        for plan in _orders(spec, cut, candidate.r2, late_shared=late_shared):
             schedule = schedule_of_pieces(spec, plan, cut.pieces, cut.samples)
             planned = PlannedBatch(plan, makespan_ms(schedule), cut.samples)
             if best is None or planned.samples_per_s > best.samples_per_s * (1 + 1e-12):
@@ -68,40 +65,31 @@ def search(
     return best
 
 
-def _orders(spec: PlanSpec, cut: Cut, candidate: _Candidate, choices: Choices) -> Iterator[Plan]:
-    """The candidate under every order; `me` is that of the mean micro-batch."""
+def _orders(spec: PlanSpec, cut: Cut, r2: int, *, late_shared: bool) -> Iterator[Plan]:
+    """The cut with r2 token groups under every order; `me` is that of the mean micro-batch."""
     mean_amount = sum(piece.amount for piece in cut.pieces) / len(cut.pieces)
-    plan = msgspec.structs.replace(
-        cut.plan,
-        r2=candidate.r2,
-        me=spec.me(mean_amount, 1 if candidate.expert_wise else candidate.r2),
-        expert_wise=candidate.expert_wise,
-    )
+    plan = msgspec.structs.replace(cut.plan, r2=r2, me=spec.me(mean_amount, r2))
     yield plan
     if not spec.has_shared:
         return
     yield msgspec.structs.replace(plan, order=Order.AASS)
-    if choices.late_shared:
+    if late_shared:
         most = plan.r1 - 1
         for lag in sorted({lag for lag in (*_LAGS, most) if 1 <= lag <= most}):
             yield msgspec.structs.replace(plan, shared_lag=lag)
 
 
-def _candidates(spec: PlanSpec, cuts: Iterable[Cut], choices: Choices) -> Iterator[_Candidate]:
+def _candidates(spec: PlanSpec, cuts: Iterable[Cut]) -> Iterator[_Candidate]:
     for index, cut in enumerate(cuts):
-        for expert_wise in (False, True) if choices.expert_wise else (False,):
-            r2 = _group_counts(spec, cut, expert_wise)
-            bounds = batch_lower_bound(spec, cut.pieces, r2, expert_wise=expert_wise) / cut.samples
-            for bound, count in zip(bounds.tolist(), r2.tolist(), strict=True):
-                yield _Candidate(bound, index, expert_wise, count)
+        r2 = _group_counts(spec, cut)
+        bounds = batch_lower_bound(spec, cut.pieces, r2) / cut.samples
+        for bound, count in zip(bounds.tolist(), r2.tolist(), strict=True):
+            yield _Candidate(bound, index, count)
 
 
-def _group_counts(spec: PlanSpec, cut: Cut, expert_wise: bool) -> Array:
+def _group_counts(spec: PlanSpec, cut: Cut) -> Array:
     """Values of r2 to try: the smallest micro-batch keeps a token per expert in each group, as far
-    as it has one; expert-wise groups keep an expert each."""
-    if expert_wise:
-        most = min(spec.max_r2, spec.experts_per_rank or 1)
-        return np.arange(min(2, most), most + 1)
+    as it has one."""
     least = min(piece.amount for piece in cut.pieces) * spec.tokens_per_expert_per_sample
     most = max(1, min(spec.max_r2, int(least / LEAST_ME)))
     coarse = np.floor(_FINE * 2 ** np.arange(0, 13, 0.25)).astype(np.int64)
@@ -109,14 +97,12 @@ def _group_counts(spec: PlanSpec, cut: Cut, expert_wise: bool) -> Array:
     return np.unique(counts[counts <= most])
 
 
-def batch_lower_bound(
-    spec: PlanSpec, pieces: Sequence[Piece], r2: Array, *, expert_wise: bool
-) -> Array:
+def batch_lower_bound(spec: PlanSpec, pieces: Sequence[Piece], r2: Array) -> Array:
     """Times in ms [values of r2] that no order of the batch's tasks can beat: `lower_bound` of
     planner/findep/closed_forms.py for micro-batches that differ."""
     columns = np.array(pieces)
     attention, shared, amount = columns[:, 0, None], columns[:, 1, None], columns[:, 2, None]
-    least, total = _server_times(spec, amount, r2, expert_wise=expert_wise)
+    least, total = _server_times(spec, amount, r2)
     others = least.sum(axis=0) - least
     trip: Array = (others + total).max(axis=0)
     work = spec.num_layers * (attention + shared).sum()
@@ -130,19 +116,10 @@ def batch_lower_bound(
     return together
 
 
-def _server_times(
-    spec: PlanSpec, amount: Array, r2: Array, *, expert_wise: bool
-) -> tuple[Array, Array]:
+def _server_times(spec: PlanSpec, amount: Array, r2: Array) -> tuple[Array, Array]:
     """(least of one token group, total of all) in ms [A2E experts E2A, micro-batches, values]."""
     stages, me = spec.stages, amount * spec.tokens_per_expert_per_sample
-    part, launches = 1 / r2, np.ones_like(r2, dtype=np.float64)
-    if expert_wise:  # the smallest group has the fewest experts, and a launch only for them
-        experts = spec.experts_per_rank or 1
-        part = (experts // r2) / experts
-        launches = part
-    least, total = [], []
-    for model, fixed in ((stages.a2e, 1.0), (stages.expert, launches), (stages.e2a, 1.0)):
-        least.append(model.alpha_ms * fixed + model.beta_ms * me * part)
-        per_group = 1.0 if expert_wise and model is stages.expert else r2
-        total.append(model.alpha_ms * per_group + model.beta_ms * me + 0.0 * r2)
+    models = (stages.a2e, stages.expert, stages.e2a)
+    least = [model.alpha_ms + model.beta_ms * me * (1 / r2) for model in models]
+    total = [model.alpha_ms * r2 + model.beta_ms * me for model in models]
     return np.array(least), np.array(total)

@@ -9,8 +9,6 @@ from contracts.errors import ConfigError, ResourceError
 from planner.costs.cost_model import (
     Deployment,
     chunk_costs,
-    find_link,
-    link_fractions,
     stage_models,
     tokens_per_expert,
 )
@@ -71,12 +69,6 @@ def plan_spec(workload: Workload, deployment: Deployment, max_r2: int = DEFAULT_
             max_samples=samples,
             max_r2=max_r2,
             has_shared=shape.num_shared_experts > 0,
-            experts_per_rank=shape.experts_per_rank(deployment.expert_ranks),
-            link_fractions=link_fractions(
-                find_link(hardware, deployment, "a2e", workload.backend),
-                shape,
-                deployment.expert_ranks,
-            ),
             **chunk_costs(hardware.attention, shape, deployment),
         )
     except ValueError as error:  # what stages.py refuses; the fields are those of the file too

@@ -166,7 +166,7 @@ class _View(NamedTuple):
 def _replayed_ms(models: OnlineModels, plan: Plan, micro_batches: Sequence[Chunks]) -> float | None:
     """The makespan of a plan on these micro-batches; None while a stage is cold."""
     spec = models.spec()
-    if spec is None or plan.expert_wise:
+    if spec is None:
         return None
     chunk_ms = models.attention.chunk_time()
     pieces = []

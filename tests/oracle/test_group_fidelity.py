@@ -56,12 +56,10 @@ FEW_PLANS = [
 BEYOND = [
     Plan(r1=3, r2=2, shared_lag=1),
     Plan(r1=4, shared_lag=3),
-    Plan(r1=2, r2=2, expert_wise=True),
-    Plan(order=Order.AASS, r1=1, r2=4, expert_wise=True),
     Plan(r1=3, r2=2, micro_batch_samples=(1, 4, 2)),
     Plan(r1=3, micro_batch_samples=(1, 1, 1)),  # sizes of another batch: balanced instead
     Plan(r1=4, sequence_chunks=(0.3, 0.55, 0.8, 1.0)),
-    Plan(r1=6, r2=3, sequence_chunks=(0.5, 1.0), expert_wise=True, shared_lag=5),
+    Plan(r1=6, r2=3, sequence_chunks=(0.5, 1.0), shared_lag=5),
     Plan(order=Order.AASS, r1=6, r2=2, ma=3, sequence_chunks=(0.5, 1.0)),
 ]
 
@@ -159,7 +157,7 @@ def test_every_plan_gives_the_logits_of_the_single_process_path(
 def test_plans_beyond_the_paper_give_the_same_logits(
     tiny_checkpoint: Checkpoints, family: str, sharing: bool
 ) -> None:
-    """Late shared experts, expert-wise groups, uneven sizes and pieces of sequences, for prompts
+    """Late shared experts, uneven sizes and pieces of sequences, for prompts
     and the tokens after them, whether or not the prompts share blocks within the batch."""
     folder = tiny_checkpoint(family)
     local = LocalModel.load(folder, dtype="float32")

@@ -19,9 +19,6 @@ def specs(draw: st.DrawFn, *, max_samples: int = 8, max_r2: int = 8) -> PlanSpec
     # Betas per sample, so that no stage is always the slowest.
     per_x = {"attention": 1.0, "shared": 1.0, "expert": tokens, "a2e": tokens, "e2a": tokens}
     stages = {name: Linear(draw(_ALPHAS_MS), draw(_BETAS_MS) / x) for name, x in per_x.items()}
-    experts = draw(st.integers(1, 8))
-    power = draw(st.floats(0.1, 1.0))
-    parts = tuple((some / experts) ** power for some in range(1, experts + 1))
     return PlanSpec(
         stages=StageModels(**stages),
         tokens_per_expert_per_sample=tokens,
@@ -29,8 +26,6 @@ def specs(draw: st.DrawFn, *, max_samples: int = 8, max_r2: int = 8) -> PlanSpec
         max_samples=draw(st.integers(1, max_samples)),
         max_r2=draw(st.integers(1, max_r2)),
         has_shared=draw(st.booleans()),
-        experts_per_rank=experts,
-        link_fractions=draw(st.sampled_from([None, parts])),
         attention_quadratic_fraction=draw(st.floats(0.0, 1.0)),
         attention_chunk_ms=draw(_ALPHAS_MS),
         attention_context_ms=draw(_ALPHAS_MS),
@@ -56,14 +51,12 @@ def beyond_plans(draw: st.DrawFn, spec: PlanSpec) -> Plan:
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     cuts = draw(st.sets(st.sampled_from([0.25, 0.5, 0.6, 0.75]), max_size=2))
     chunks = (*sorted(cuts), 1.0) if cuts else ()
-    expert_wise = draw(st.booleans())
     r1 = len(sizes) * max(1, len(chunks))
     return Plan(
         order=Order.ASAS,
         r1=r1,
-        r2=draw(st.integers(1, (spec.experts_per_rank or 1) if expert_wise else 5)),
+        r2=draw(st.integers(1, 5)),
         shared_lag=draw(st.integers(0, r1 - 1)),
-        expert_wise=expert_wise,
         micro_batch_samples=tuple(sizes),
         sequence_chunks=chunks,
     )

@@ -24,7 +24,7 @@ from planner.findep.solver import solve
 from planner.findep.split import chunk_bounds
 from tests.property.planning import beyond_plans, specs
 
-KINDS = st.sampled_from([Beyond.UNEVEN, Beyond.CHUNKED, Beyond.LATE_SHARED, Beyond.EXPERT_WISE])
+KINDS = st.sampled_from([Beyond.UNEVEN, Beyond.CHUNKED, Beyond.LATE_SHARED])
 
 
 @given(specs(max_samples=40), KINDS)
@@ -73,7 +73,6 @@ def test_only_the_kinds_asked_for_are_used(spec: PlanSpec, kind: Beyond) -> None
         Beyond.UNEVEN: bool(plan.micro_batch_samples),
         Beyond.CHUNKED: bool(plan.sequence_chunks),
         Beyond.LATE_SHARED: bool(plan.shared_lag),
-        Beyond.EXPERT_WISE: plan.expert_wise,
     }
     assert [name for name, there in used.items() if there and name is not kind] == []
 
@@ -82,13 +81,10 @@ def test_only_the_kinds_asked_for_are_used(spec: PlanSpec, kind: Beyond) -> None
 def test_what_the_spec_has_no_numbers_for_is_left_out(spec: PlanSpec) -> None:
     bare = msgspec.structs.replace(
         spec,
-        experts_per_rank=None,
-        link_fractions=None,
         attention_quadratic_fraction=None,
         has_shared=False,
     )
     plan = solve_beyond(bare, EVERYTHING).plan
-    assert not plan.expert_wise
     assert not plan.sequence_chunks
     assert not plan.shared_lag
 
@@ -100,7 +96,7 @@ def test_no_order_of_uneven_micro_batches_beats_their_lower_bound(
     plan = data.draw(beyond_plans(spec))
     pieces = pieces_of(spec, plan, plan.micro_batch_samples)
     r2 = np.array([plan.r2])
-    bound_ms = batch_lower_bound(spec, pieces, r2, expert_wise=plan.expert_wise)[0]
+    bound_ms = batch_lower_bound(spec, pieces, r2)[0]
     choices = data.draw(st.randoms(use_true_random=False))
     schedule = schedule_of(spec, plan)
     for result in (
@@ -108,21 +104,6 @@ def test_no_order_of_uneven_micro_batches_beats_their_lower_bound(
         replay_ready_set(schedule, policy=lambda ready: choices.choice(list(ready))),
     ):
         assert result.makespan_ms >= bound_ms * (1 - 1e-9)
-
-
-def test_the_bound_counts_the_smaller_of_unequal_expert_groups_where_it_must() -> None:
-    """3 experts in 2 groups, the smaller first: a third of A2E, all experts, two thirds of E2A."""
-    spec = _token_spec(8)
-    stages = msgspec.structs.replace(
-        spec.stages, expert=Linear(0.0, 9.0), a2e=Linear(0.0, 3.0), e2a=Linear(0.0, 0.3)
-    )
-    spec = msgspec.structs.replace(
-        spec, stages=stages, experts_per_rank=3, link_fractions=None, num_layers=1
-    )
-    plan = Plan(ma=8, r2=2, expert_wise=True)
-    pieces = pieces_of(spec, plan, [8])
-    bound_ms = batch_lower_bound(spec, pieces, np.array([2]), expert_wise=True)[0]
-    assert bound_ms <= replay(schedule_of(spec, plan)).makespan_ms
 
 
 @given(specs(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
@@ -133,7 +114,7 @@ def test_the_bound_of_equal_micro_batches_is_the_one_in_closed_form(
     attention, shared = spec.stages.attention.at(ma), spec.shared.at(ma)
     times = layer_times(attention, shared, (group[0], group[1], group[2]), r2)
     pieces = pieces_of(spec, Plan(ma=ma, r1=r1), [ma] * r1)
-    bound_ms = batch_lower_bound(spec, pieces, np.array([r2]), expert_wise=False)[0]
+    bound_ms = batch_lower_bound(spec, pieces, np.array([r2]))[0]
     assert bound_ms == pytest.approx(lower_bound(times, r1, spec.num_layers))
 
 
@@ -194,7 +175,6 @@ def _token_spec(max_tokens: int) -> PlanSpec:
             "max_samples": max_tokens,
             "max_r2": 16,
             "has_shared": True,
-            "experts_per_rank": 8,
         },
         PlanSpec,
     )
@@ -259,7 +239,6 @@ def test_a_ragged_batch_takes_as_long_as_planned(sequences: list[NewTokens], bey
     assert planned.makespan_ms == pytest.approx(replayed.makespan_ms, rel=1e-9)
     if not beyond:
         assert not plan.sequence_chunks
-        assert not plan.expert_wise
         assert not plan.shared_lag
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.experts.dispatch import TokenGroups, plan_dispatch
+from actors.experts.dispatch import plan_dispatch
 from planner.findep.placement import ExpertPlacement
 from planner.findep.split import balanced_ranges, token_group_bounds
 
@@ -27,23 +27,15 @@ def routings(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int, ExpertPlacem
     return ids_TK, weights_TK, draw(st.integers(1, 5)), placement
 
 
-def groups_of(tokens: int, r2: int, placement: ExpertPlacement, expert_wise: bool) -> TokenGroups:
-    if expert_wise:
-        return TokenGroups([(0, tokens)] * r2, placement.expert_groups(r2))
-    return TokenGroups(token_group_bounds(tokens, r2))
-
-
-@given(routings(), st.booleans())
+@given(routings())
 def test_every_pair_travels_once_in_expert_order_and_every_token_once_per_rank(
-    routing: tuple[np.ndarray, np.ndarray, int, ExpertPlacement], expert_wise: bool
+    routing: tuple[np.ndarray, np.ndarray, int, ExpertPlacement],
 ) -> None:
     ids_TK, weights_TK, r2, placement = routing
     tokens = len(ids_TK)
-    groups = groups_of(tokens, r2, placement, expert_wise)
-    bounds = groups.bounds
+    bounds = token_group_bounds(tokens, r2)
     seen: dict[tuple[int, int], float] = {}
-    experts_of_group: dict[tuple[int, int], set[int]] = {}
-    for piece in plan_dispatch(ids_TK, weights_TK, groups, placement):
+    for piece in plan_dispatch(ids_TK, weights_TK, bounds, placement):
         assert (piece.start, piece.stop) == bounds[piece.token_group]
         rows = piece.rows_U
         if rows is None:
@@ -51,7 +43,6 @@ def test_every_pair_travels_once_in_expert_order_and_every_token_once_per_rank(
         assert len(set(rows.tolist())) == len(rows) == piece.num_rows
         assert set(rows[piece.index_N].tolist()) == set(rows.tolist())  # nothing padded
         experts = np.repeat(placement.experts_of(piece.rank), piece.counts_e)
-        experts_of_group[piece.rank, piece.token_group] = set(experts.tolist())
         for row, expert, weight in zip(rows[piece.index_N], experts, piece.weights_N, strict=True):
             assert (int(row), int(expert)) not in seen
             seen[int(row), int(expert)] = float(weight)
@@ -61,10 +52,6 @@ def test_every_pair_travels_once_in_expert_order_and_every_token_once_per_rank(
         for expert, weight in zip(ids_TK[token], weights_TK[token], strict=True)
     }
     assert seen == expected
-    if expert_wise:  # no expert of a rank is in two groups
-        for rank in range(placement.ranks):
-            served = [ids for (of, _), ids in experts_of_group.items() if of == rank]
-            assert sum(map(len, served)) == len(set().union(*served))
 
 
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=12), st.integers(1, 6))

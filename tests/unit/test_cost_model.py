@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.experts.dispatch import TokenGroups, plan_dispatch
+from actors.experts.dispatch import plan_dispatch
 from cluster.files.hardware import load_hardware
 from contracts.errors import ConfigError
 from contracts.hardware import AttentionCost, LinkCost
@@ -156,8 +156,7 @@ def test_link_bytes_are_those_of_the_packets_that_dispatch_cuts(
     ids = np.argsort(np.random.default_rng(seed).random((tokens, experts)), axis=1)[:, :4]
     placement = ExpertPlacement.contiguous(experts, eg)
     weights = np.ones(ids.shape, np.float32)
-    groups = TokenGroups([(0, tokens)])
-    slices = plan_dispatch(ids.astype(np.int64), weights, groups, placement)
+    slices = plan_dispatch(ids.astype(np.int64), weights, [(0, tokens)], placement)
     fullest = [piece for piece in slices if piece.rank == 0]
     num_bytes = sum(piece.num_rows * 64 * 2 + 8 * len(piece.index_N) for piece in fullest)
     me = tokens * ag * 4 / experts

@@ -12,11 +12,11 @@ from contracts.plan import Order, Plan
 
 def test_a_plan_beyond_the_paper_travels_as_json() -> None:
     plan = Plan(
-        r1=4, r2=2, ma=2, shared_lag=1, expert_wise=True,
+        r1=4, r2=2, ma=2, shared_lag=1,
         micro_batch_samples=(2, 1), sequence_chunks=(0.625, 1.0),
     )  # fmt: skip
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
-    assert plan.label == "asas ma=2+1 r1=4 r2=2 lag=1 expert-wise chunks=2"
+    assert plan.label == "asas ma=2+1 r1=4 r2=2 lag=1 chunks=2"
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,6 @@ def test_a_plan_beyond_the_paper_travels_as_json() -> None:
         ({}, False),
         ({"ma": 2, "r1": 3, "r2": 4, "order": Order.AASS}, False),
         ({"shared_lag": 1, "r1": 2}, True),
-        ({"expert_wise": True}, True),
         ({"r1": 2, "micro_batch_samples": (4, 3)}, True),
         ({"r1": 2, "sequence_chunks": (0.5, 1.0)}, True),
     ],
@@ -41,7 +40,7 @@ def test_a_plan_says_whether_the_paper_has_it(fields: dict[str, Any], beyond: bo
         ({"shared_lag": 2, "r1": 2}, "shared_lag=2 with order asas, r1=2"),
         ({"shared_lag": 1, "order": Order.AASS}, "shared_lag=1 with order aass"),
         ({"shared_lag": 1, "order": Order.PPPIPE}, "order pppipe takes none"),
-        ({"expert_wise": True, "order": Order.NAIVE}, "order naive takes none"),
+        ({"micro_batch_samples": (4,), "order": Order.NAIVE}, "order naive takes none"),
         ({"micro_batch_samples": (4, 3)}, "r1=1 with 2 sizes"),
         ({"micro_batch_samples": (4, 0), "r1": 2}, "sizes are at least 1"),
         ({"micro_batch_samples": (4, 3), "r1": 2, "ma": 3}, "ma the largest"),

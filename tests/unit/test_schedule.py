@@ -24,7 +24,6 @@ SPEC = PlanSpec(
     max_samples=8,
     max_r2=8,
     has_shared=True,
-    experts_per_rank=3,
     attention_quadratic_fraction=0.5,
 )
 
@@ -39,21 +38,6 @@ def test_the_last_micro_batch_may_be_short() -> None:
     schedule = schedule_of(SPEC, Plan(ma=3, r1=3), samples=7)
     assert [times.attention_ms for times in schedule.micro_batches] == [7.0, 7.0, 3.0]
     assert schedule.samples == 7
-
-
-def test_expert_wise_groups_share_the_launches_out() -> None:
-    (times,) = schedule_of(SPEC, Plan(ma=1, r2=2, expert_wise=True)).micro_batches
-    one, two = times.groups  # three experts in two groups
-    assert two.expert_ms == pytest.approx((0.6 + 0.1 * 12) * 2 / 3)
-    assert one.expert_ms == pytest.approx((0.6 + 0.1 * 12) / 3)
-    assert two.a2e_ms == pytest.approx(0.1 + 0.05 * 8)
-
-
-def test_links_that_send_a_token_once_gain_little_from_expert_wise_groups() -> None:
-    spec = msgspec.structs.replace(SPEC, link_fractions=(0.5, 0.9, 1.0))
-    (times,) = schedule_of(spec, Plan(ma=1, r2=2, expert_wise=True)).micro_batches
-    sent_ms = sorted(group.a2e_ms for group in times.groups)
-    assert sent_ms == [pytest.approx(0.1 + 0.05 * 12 * part) for part in (0.5, 0.9)]
 
 
 def test_later_chunks_of_a_sequence_attend_to_earlier_ones() -> None:
@@ -76,8 +60,6 @@ def test_a_chunk_behind_others_reads_them_back() -> None:
 
 
 def test_what_the_spec_lacks_is_named() -> None:
-    with pytest.raises(ValueError, match="experts_per_rank=3 with r2=4"):
-        schedule_of(SPEC, Plan(ma=1, r2=4, expert_wise=True))
     with pytest.raises(ValueError, match="ma is missing"):
         schedule_of(SPEC, Plan())
     with pytest.raises(ValueError, match="samples=9 do not fill r1=2 of ma=4"):
