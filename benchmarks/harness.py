@@ -8,7 +8,9 @@ import json
 import os
 import platform
 import re
+import statistics
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +21,14 @@ from benchmarks.random_checkpoint import MEDIUM
 
 RESULTS = Path(__file__).parent / "results"
 _NUMBERS = re.compile(r'[\[{]\n(\s+("[^"\n]*": )?[-+.\deE]+,?\n)+\s*[\]}]')
+MAX_SAMPLES_BYTES = 100_000  # of a file's samples, as JSON: beyond it quantiles stand for them
+_FEW = 12  # samples that quantiles would not make shorter
 PACKAGES = ("torch", "ray", "transformers", "msgspec", "numpy")
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """One run. `samples`: every raw measurement, by variant. `summary`: what the table shows."""
+    """One run. `samples`: every raw measurement, by variant, or quantiles of them where they would
+    be more than MAX_SAMPLES_BYTES. `summary`: what the table shows."""
 
     name: str
     kind: Literal["measured", "simulated", "modelled"]
@@ -59,8 +64,39 @@ def write_result(result: Result, path: Path | None) -> Path:
     """Writes the result as JSON (default: benchmarks/results/NAME.json); returns the path."""
     path = path or RESULTS / f"{result.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dump(msgspec.to_builtins(result)), encoding="utf-8")
+    body = msgspec.to_builtins(result)
+    if len(json.dumps(body["samples"])) > MAX_SAMPLES_BYTES:
+        body["samples"] = shortened(body["samples"])
+    path.write_text(dump(body), encoding="utf-8")
     return path
+
+
+def shortened(samples: Any) -> Any:
+    """The same with quantiles in the place of every list of more than a few numbers, or of records,
+    of which each field is a list."""
+    if isinstance(samples, dict):
+        return {name: shortened(some) for name, some in samples.items()}
+    if not isinstance(samples, list) or len(samples) <= _FEW:
+        return samples
+    if all(isinstance(one, int | float) for one in samples):
+        return quantiles(samples)
+    if all(isinstance(one, dict) and one.keys() == samples[0].keys() for one in samples):
+        return {name: shortened([one[name] for one in samples]) for name in samples[0]}
+    return [shortened(one) for one in samples]
+
+
+def quantiles(numbers: Sequence[float]) -> dict[str, float]:
+    """What stands for at least two numbers."""
+    deciles = statistics.quantiles(numbers, n=10, method="inclusive")
+    return {
+        "count": len(numbers),
+        "mean": statistics.fmean(numbers),
+        "min": min(numbers),
+        "p10": deciles[0],
+        "p50": deciles[4],
+        "p90": deciles[8],
+        "max": max(numbers),
+    }
 
 
 def dump(body: Any) -> str:

@@ -31,7 +31,7 @@ from models.weights.loading import total_bytes
 
 Level = Literal["ok", "warning", "error"]
 
-PACKAGES = ("ray", "torch", "msgspec", "starlette", "uvicorn", "tokenizers", "safetensors")
+PACKAGES = ("ray", "torch", "msgspec", "starlette", "uvicorn", "tokenizers")
 MIN_DESCRIPTORS = 4096
 NO_TOKENS = (
     "Ray listens on all interfaces and runs code for whoever may connect: RAY_AUTH_MODE=token "
