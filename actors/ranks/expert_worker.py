@@ -17,7 +17,7 @@ from actors.channels.handshake import Identity
 from actors.experts.expert_server import ExpertServer
 from actors.planning.planner_link import PlannerLink
 from actors.planning.stage_report import ExpertRecorder
-from actors.ranks.memory import keep_few_products, keep_freed_memory
+from actors.ranks.memory import bound_memory
 from actors.telemetry.rank_metrics import RankMetrics
 from actors.telemetry.timeline import Timeline
 from contracts.clock import monotonic_s
@@ -38,8 +38,7 @@ class ExpertWorker:
         started_s = monotonic_s()
         config, device, folder = spec.config, torch.device(spec.device), Path(spec.model_folder)
         torch.set_num_threads(config.groups.torch_threads)
-        keep_freed_memory()
-        keep_few_products()
+        bound_memory()
         self.spec = spec
         model = check_checkpoint(folder)
         placement = ExpertPlacement.contiguous(model.num_experts, spec.expert_ranks)

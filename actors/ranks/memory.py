@@ -23,14 +23,23 @@ _GIVE_BACK_EVERY_S = 60.0
 _COMPILED_PRODUCTS = "128"  # in the environment
 
 
-def keep_freed_memory() -> None:
-    """Makes malloc keep what is freed. A layer's temporaries are megabytes: given back to the
-    kernel and zeroed anew at every use, they cost more than the arithmetic. Call it before the
-    threads that compute are started. Does nothing where malloc is not glibc's.
+def bound_memory() -> None:
+    """Has malloc and oneDNN keep what helps, and no more. Call it before the threads that compute
+    are started, and before the first product.
 
-    Once a minute what lies idle is given back all the same, 20 ms of work: else holes between what
-    lives longer, and what the largest batch ever took, would stay for good.
+    malloc keeps what is freed: a layer's temporaries are megabytes, and given back to the kernel
+    and zeroed anew at every use they cost more than the arithmetic. Once a minute what lies idle is
+    given back all the same, 20 ms of work: else holes between what lives longer, and what the
+    largest batch ever took, would stay for good. Where malloc is not glibc's it is left as it is.
+
+    oneDNN compiles a product for each combination of sizes, of which attention over contexts of all
+    lengths has no end, and torch and oneDNN each keep the latest 1,024, at 0.4 MB apiece: 500
+    batches of random lengths made a process grow by 1.1 GB. With 128 a process that computes for
+    hours stops growing in its first minutes, and is no slower. What the environment says already
+    stays.
     """
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(name, _COMPILED_PRODUCTS)
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return
@@ -53,16 +62,6 @@ def _give_back_every_minute() -> threading.Thread:
     thread = threading.Thread(target=work, name="malloc-trim", daemon=True)
     thread.start()
     return thread
-
-
-def keep_few_products() -> None:
-    """Call it before the first product. oneDNN compiles a product for each combination of sizes, of
-    which attention over contexts of all lengths has no end, and torch and oneDNN each keep the
-    latest 1,024, at 0.4 MB apiece: 500 batches of random lengths made a process grow by 1.1 GB.
-    With 128 a process that computes for hours stops growing in its first minutes, and is no slower.
-    What the environment says already stays."""
-    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
-        os.environ.setdefault(name, _COMPILED_PRODUCTS)
 
 
 def kv_pool_blocks(

@@ -26,7 +26,7 @@ from actors.batching.sequence import Sequence
 from actors.batching.sequence_errors import failed, failed_by
 from actors.channels.loop_watch import LoopWatch
 from actors.kv.block_manager import BlockManager
-from actors.ranks.memory import keep_few_products, keep_freed_memory, kv_pool_blocks
+from actors.ranks.memory import bound_memory, kv_pool_blocks
 from actors.telemetry.rank_metrics import RankMetrics
 from actors.telemetry.timeline import Timeline
 from actors.wire.client_server import ClientServer, FromClient
@@ -84,8 +84,7 @@ class ServingWorker:
         started_s = monotonic_s()
         config = spec.config
         torch.set_num_threads(config.groups.torch_threads)
-        keep_freed_memory()
-        keep_few_products()
+        bound_memory()
         self.spec = spec
         self._stopping = threading.Event()
         self._loop_thread = threading.Thread(target=self._run, name=f"{spec.name}-loop")

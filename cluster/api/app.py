@@ -181,7 +181,7 @@ class _Counted:
             raise
         except Exception:
             log.exception("request_failed request_id=%s", session.request_id)
-            return bug_response()
+            return await bug_response()
         finally:
             if outcome is not Outcome.OK:
                 session.finish(outcome)

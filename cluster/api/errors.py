@@ -116,7 +116,7 @@ def outcome_of(error: TandemError) -> Outcome:
 def install_handlers(app: Starlette) -> None:
     """Unknown routes, wrong methods and our own bugs answer in the same form."""
     app.add_exception_handler(HTTPException, _on_routing_error)
-    app.add_exception_handler(Exception, _on_bug)
+    app.add_exception_handler(Exception, bug_response)
 
 
 async def _on_routing_error(request: Request, error: Exception) -> Response:
@@ -128,12 +128,8 @@ async def _on_routing_error(request: Request, error: Exception) -> Response:
     return _response(error.status_code, body, dict(error.headers or {}))
 
 
-async def _on_bug(request: Request, error: Exception) -> Response:
-    """The traceback goes to the log (Starlette raises it again), not to the client."""
-    return bug_response()
-
-
-def bug_response() -> Response:
+async def bug_response(*_: object) -> Response:
+    """Whatever it was: that goes to the log (Starlette raises it again), not to the client."""
     return _response(500, _body(500, "internal error", "internal_error", None), {})
 
 

@@ -14,7 +14,7 @@ import torch
 from actors.planning.link_probe import LinkTransfer, link_probe
 from actors.planning.model_shape import shape_of
 from actors.planning.stage_probe import PassTimes, StageProbe, pool_tokens_for, stage_probe
-from actors.ranks.memory import keep_few_products, keep_freed_memory
+from actors.ranks.memory import bound_memory
 from contracts import machine
 from contracts.clock import monotonic_s
 from contracts.errors import ConfigError
@@ -64,8 +64,7 @@ def profile(settings: ProfileSettings) -> Hardware:
         raise ConfigError(f"--seconds {settings.seconds:g}: give 5 to 3600")
     spec = check_checkpoint(settings.model_folder)
     dtype = resolve_dtype(spec, settings.dtype)
-    keep_freed_memory()  # as ranks do
-    keep_few_products()
+    bound_memory()  # as ranks do
     with _one_thread():
         stages = _measure_stages(settings, spec, dtype)
         links, link_fits = _measure_links(LINK_SHARE * settings.seconds)

@@ -12,7 +12,7 @@ import pytest
 PRODUCTS = """
 import ctypes, random, sys
 import torch
-from actors.ranks.memory import keep_few_products
+from actors.ranks.memory import bound_memory
 from kernels.linear import linear
 
 class Held(ctypes.Structure):
@@ -26,7 +26,7 @@ def held_bytes():
 libc = ctypes.CDLL(None)
 torch.set_num_threads(1)
 if sys.argv[1] == "few":
-    keep_few_products()
+    bound_memory()
 linear(torch.zeros(8, 32), torch.zeros(8, 32))
 before, sizes = held_bytes(), random.Random(1)
 for _ in range(700):
