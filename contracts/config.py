@@ -38,6 +38,10 @@ class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     max_context_tokens: Count | None = None  # None: what the checkpoint states
 
+    def context_tokens(self, stated: int) -> int:
+        """The longest sequence that is served of a checkpoint that states so many tokens."""
+        return min(stated, self.max_context_tokens or stated)
+
 
 class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes and placement of the attention and expert groups, and of the prefill workers. Either

@@ -17,6 +17,7 @@ from contracts.requests import Caller, Priority, Sampling, Usage
 from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
 
 MAX_FRAME_BYTES = 64 << 20
+STATE_PERIOD_S = 0.25  # of a rank: by this its clients know that it lives
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
@@ -120,15 +121,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
-    """What the dispatcher must know of a rank; sent on connecting and when it changes. stuck: its
-    loop hangs, so that nothing that waits there will be answered."""
+    """What the dispatcher must know of a rank; sent on connecting, when it changes, and every
+    STATE_PERIOD_S. stuck: its loop hangs, so that nothing that waits there will be answered."""
 
     rank: str
     healthy: bool
     reason: str = ""
-    waiting: int = 0
-    running: int = 0
-    free_blocks: int = 0
     total_blocks: int = 0
     stuck: bool = False
 

@@ -178,8 +178,10 @@ def shm_files() -> set[str]:
 
 
 def our_threads() -> set[threading.Thread]:
-    """All but the one of a progress bar, which a library starts with its first model."""
-    return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+    """All but those that stay for good: of a progress bar, which a library starts with its first
+    model, and of memory that is given back (actors/ranks/memory.py)."""
+    for_good = {"tqdm_monitor", "malloc-trim"}
+    return {thread for thread in threading.enumerate() if thread.name not in for_good}
 
 
 def is_foreign(fd: int, target: str) -> bool:

@@ -33,7 +33,7 @@ from contracts.worker import RankStatus
 from models.decoder.batch import SequenceSlice
 from models.decoder.kv_pool import KvPool
 from planner.routing.request_work import work_of
-from planner.routing.saturation import SaturationConfig, reference_prompts, threshold
+from planner.routing.saturation import saturation_of, threshold
 
 
 class PrefillWorker(ServingWorker):
@@ -79,11 +79,7 @@ class PrefillWorker(ServingWorker):
         spec, half = self.spec, self._half
         prefill = spec.config.prefill
         self._work = work_of(shape_of(half.spec, half.dtype))
-        self._saturation = SaturationConfig(
-            fallback_prompts=reference_prompts(prefill.max_batch_tokens, self._max_context_tokens),
-            margin_fraction=prefill.margin,
-            pinned=prefill.saturation,
-        )
+        self._saturation = saturation_of(prefill, self._max_context_tokens)
         self._log = WorkerLog(spec.rank, spec.epoch, self._work, self._kv.block_tokens)
         self._readers: set[int] = set()  # clients that have a snapshot
         self._computed_flops = 0
@@ -133,7 +129,7 @@ class PrefillWorker(ServingWorker):
 
     def _warm_up(self) -> None:
         """The reference pass, in the place of a first batch; then the first report."""
-        self._tell_state(force=True)
+        self._tell_state()
         half = self._half
         self._peak_flops_per_s = product_flops_per_s(half.dtype, half.device, monotonic_s)
         try:

@@ -45,7 +45,6 @@ from models.weights.loading import progress_line
 
 log = logging.getLogger("tandem.worker")
 
-STATE_PERIOD_S = 0.05
 IDLE_POLL_S = 0.1
 CHECK_AFTER_S = 10.0  # so long after the last request that none is likely to wait for it
 NOBODY = -1  # no client has this number
@@ -92,7 +91,6 @@ class ServingWorker:
         self._timeline = Timeline(config.trace.spans, self._observe)
         self._watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s)
         self._reason = ""  # why this rank cannot serve; empty: it can
-        self._last_state_s = 0.0
         self._busy_s: float | None = None  # when there was last a request, unless checked since
         self._started_s = 0.0
         self._computed_tokens = 0
@@ -233,8 +231,7 @@ class ServingWorker:
     def _load_half(self) -> AttentionHalf:
         spec, folder = self.spec, Path(self.spec.model_folder)
         model = check_checkpoint(folder)
-        limit = spec.config.model.max_context_tokens or model.max_context_tokens
-        self._max_context_tokens = min(model.max_context_tokens, limit)
+        self._max_context_tokens = spec.config.model.context_tokens(model.max_context_tokens)
         return AttentionHalf.load(
             Checkpoint(folder),
             model,
@@ -260,7 +257,7 @@ class ServingWorker:
         except BaseException as error:
             self._reason = f"{self.spec.name} failed: {type(error).__name__}: {error}"
             log.critical("rank_failed reason=%s", self._reason, exc_info=True)
-            self._tell_state(force=True)  # first: what fails here is not to be sent here again
+            self._tell_state()  # first: what fails here is not to be sent here again
             self._fail_everything(NotReadyError(self._reason))
             self._close()
             self._refuse_until_stopped()
@@ -342,7 +339,7 @@ class ServingWorker:
         """A peer is lost: every request on this rank ends with an error that names it."""
         self._reason = error.message
         event(log, "peer_lost", logging.ERROR, rank=self.spec.name, reason=error.message)
-        self._tell_state(force=True)  # first: what fails here is not to be sent here again
+        self._tell_state()  # first: what fails here is not to be sent here again
         self._fail_everything(error)
 
     def _fail_everything(self, error: TandemError) -> None:
@@ -369,21 +366,11 @@ class ServingWorker:
     def _send(self, client: int, events: list[Event]) -> None:
         self._clients.send(client, Events(events))
 
-    def _tell_state(self, *, force: bool = False) -> None:
-        now_s = monotonic_s()
-        if not force and now_s - self._last_state_s < STATE_PERIOD_S:
-            return
-        self._last_state_s = now_s
-        self._clients.publish(self._state())
-
-    def _state(self) -> RankState:
-        counts = self._blocks.counts
-        return RankState(
+    def _tell_state(self) -> None:
+        state = RankState(
             rank=self.spec.name,
             healthy=not self._reason,
             reason=self._reason,
-            waiting=self._scheduler.waiting,
-            running=self._scheduler.running,
-            free_blocks=counts["free"] + counts["cached"],
             total_blocks=self._blocks.num_blocks,
         )
+        self._clients.publish(state)

@@ -87,8 +87,8 @@ class StubWorker:
         started_s = monotonic_s()
         self.spec = spec
         self._model = check_checkpoint(Path(spec.model_folder))
-        limit = spec.config.model.max_context_tokens or self._model.max_context_tokens
-        self._max_context_tokens = min(limit, self._model.max_context_tokens)
+        stated_tokens = self._model.max_context_tokens
+        self._max_context_tokens = spec.config.model.context_tokens(stated_tokens)
         self._block_tokens = spec.config.kv.block_tokens
         work = work_of(shape_of(self._model, resolve_dtype(self._model, spec.config.model.dtype)))
         self._log = WorkerLog(spec.rank, spec.epoch, work, self._block_tokens)
@@ -260,15 +260,9 @@ class StubWorker:
             self._clients.send(client, Events([*reports, *answers[client]]))
 
     def _tell_state(self) -> None:
-        blocks = self._kv_blocks
+        total_blocks = self._cache.max_blocks
         self._clients.publish(
-            RankState(
-                rank=self.spec.name,
-                healthy=True,
-                waiting=len(self._waiting),
-                free_blocks=blocks["free"] + blocks["cached"],
-                total_blocks=self._cache.max_blocks,
-            )
+            RankState(rank=self.spec.name, healthy=True, total_blocks=total_blocks)
         )
 
 

@@ -23,12 +23,11 @@ from actors.wire.event_frames import event_frames
 from contracts.errors import ChannelError
 from contracts.frames import BAD_FRAME
 from contracts.logs import event
-from contracts.messages import MAX_FRAME_BYTES, Events, RankState, ToRank
+from contracts.messages import MAX_FRAME_BYTES, STATE_PERIOD_S, Events, RankState, ToRank
 
 log = logging.getLogger("tandem.client_server")
 
 STOP_DEADLINE_S = 2.0
-STATE_PERIOD_S = 0.25  # a client counts a rank that is silent for 2 s as hung
 MAX_BUFFERED_BYTES = 64 << 20  # a client that reads nothing is cut off beyond this
 
 

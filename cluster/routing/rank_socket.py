@@ -1,8 +1,8 @@
 """One connection to a rank, from its handshake until it is lost: frames both ways, and a watchdog.
 
-A rank says something at least every half second (a `RankState` if nothing else). One that is silent
-for longer than `silence_s` counts as hung (on this machine after four times as long, unless its
-process is stopped: it may wait for a core), one whose connection closed as dead.
+A rank says something every STATE_PERIOD_S (a `RankState` if nothing else). One that is silent for
+longer than `silence_s` counts as hung (on this machine after four times as long, unless its process
+is stopped: it may wait for a core), one whose connection closed as dead.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 from actors.channels.handshake import Identity, initiate_async
 from actors.channels.neighbour import Neighbour, found, is_hung
 from contracts.clock import Clock
+from contracts.config import ChannelConfig
 from contracts.errors import (
     ChannelError,
     PeerDeadError,
@@ -36,7 +37,7 @@ class RankClientConfig(msgspec.Struct, frozen=True, kw_only=True):
     a fresh silence_s, because it was we who did not listen."""
 
     connect_timeout_s: float = 10.0
-    silence_s: float = 2.0
+    silence_s: float = ChannelConfig().silence_s
     stall_s: float = 0.5
     check_every_s: float = 0.1
     backoff_s: float = 0.05

@@ -27,27 +27,26 @@ from cluster.routing.rank_socket import RankClientConfig
 from contracts.config import ChannelConfig, TandemConfig
 from contracts.garbage import spare_what_lives_on
 from contracts.logs import event
+from contracts.messages import STATE_PERIOD_S
 from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
-from planner.routing.request_work import RequestWork, work_of
-from planner.routing.saturation import SaturationConfig
+from planner.routing.request_work import work_of
+from planner.routing.saturation import saturation_of
 
 log = logging.getLogger("tandem.ingress")
 
 CONNECT_DEADLINE_S = 30.0
 PATIENCE_S = 10.0  # for the last of the ranks
-FALLBACK_PROMPT_TOKENS = 256
-LEAST_SILENCE_S = 1.0  # a rank says something every 0.25 s
+LEAST_SILENCE_S = 4 * STATE_PERIOD_S
 
 
 def served_model(config: TandemConfig) -> tuple[ServedModel, Tokenizer]:
     """What clients call the model and may ask of it. Raises CheckpointError."""
     folder = resolve_model_folder(config.model.path)
     spec = check_checkpoint(folder)
-    limit = config.model.max_context_tokens or spec.max_context_tokens
     model = ServedModel(
         name=config.model.name or folder.name,
-        max_context_tokens=min(limit, spec.max_context_tokens),
+        max_context_tokens=config.model.context_tokens(spec.max_context_tokens),
         vocab_size=spec.vocab_size,
         eos_token_ids=tuple(spec.eos_token_ids),
         created=int(time.time()),
@@ -84,36 +83,21 @@ def pipelines(config: TandemConfig, directory: Directory, find: Find | None = No
         clients = rank_clients(directory.client_addresses, directory.token, config.channel)
         dispatcher = Dispatcher(clients, settings)
     if directory.prefill_addresses:
+        spec = check_checkpoint(resolve_model_folder(config.model.path))
+        context_tokens = config.model.context_tokens(spec.max_context_tokens)
         prefill = PrefillRouter(
             rank_clients(directory.prefill_addresses, directory.token, config.channel),
             PrefillRouterConfig(
-                saturation=saturation(config),
+                saturation=saturation_of(config.prefill, context_tokens),
                 block_tokens=block_tokens,
                 max_waiting=waiting,
                 request_share=share,
                 alone_s=config.groups.ready_timeout_s,
             ),
-            request_work(config),
+            work_of(shape_of(spec, resolve_dtype(spec, config.model.dtype))),
             find,
         )
     return Pipelines(dispatcher, prefill)
-
-
-def saturation(config: TandemConfig) -> SaturationConfig:
-    """Until a worker has calibrated: a full batch of middling prompts."""
-    prefill = config.prefill
-    tokens = min(FALLBACK_PROMPT_TOKENS, prefill.max_batch_tokens)
-    return SaturationConfig(
-        fallback_prompts=(tokens,) * (prefill.max_batch_tokens // tokens),
-        margin_fraction=prefill.margin,
-        pinned=prefill.saturation,
-    )
-
-
-def request_work(config: TandemConfig) -> RequestWork:
-    """What requests are counted in: FLOPs of the served model."""
-    spec = check_checkpoint(resolve_model_folder(config.model.path))
-    return work_of(shape_of(spec, resolve_dtype(spec, config.model.dtype)))
 
 
 async def build_ingress_app(

@@ -10,6 +10,7 @@ import math
 
 import msgspec
 
+from contracts.config import PrefillConfig
 from contracts.routing import Calibration
 from planner.routing.request_work import RequestWork
 
@@ -39,6 +40,15 @@ class SaturationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ValueError(
                 f"saturation.fallback_prompts={self.fallback_prompts}: give at least one length"
             )
+
+
+def saturation_of(prefill: PrefillConfig, context_tokens: int) -> SaturationConfig:
+    """As configured; the same on the router and on its workers."""
+    return SaturationConfig(
+        fallback_prompts=reference_prompts(prefill.max_batch_tokens, context_tokens),
+        margin_fraction=prefill.margin,
+        pinned=prefill.saturation,
+    )
 
 
 def reference_prompts(max_tokens: int, context_tokens: int) -> tuple[int, ...]:

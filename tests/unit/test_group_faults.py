@@ -103,7 +103,14 @@ def clients_of(group: LocalGroup) -> list[RankConnection]:
     return [RankConnection(*item, group.token) for item in group.client_addresses.items()]
 
 
-def fill(client: RankConnection) -> list[int]:
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def fill(group: LocalGroup, rank: int, client: RankConnection) -> list[int]:
     """A generation and a long scoring in a batch that runs, one of each that waits for it."""
     running = client.submit(tokens(1, 20), sampling=greedy(4000))
     client.wait_begun(running)
@@ -111,17 +118,9 @@ def fill(client: RankConnection) -> list[int]:
     long = client.submit(tokens(2, LONG_TOKENS), candidates=[5])
     waiting = client.submit(tokens(3, 30), sampling=greedy(10), priority=Priority.BE)
     scoring = client.submit(tokens(4, 50), score_from=10)
-    client.read_until(
-        lambda: client.state is not None and (client.state.running, client.state.waiting) == (2, 2)
-    )
+    name = f"attention-{rank}"
+    until(lambda: (status_of(group, name).running, status_of(group, name).waiting) == (2, 2))
     return [running, long, waiting, scoring]
-
-
-def wait_until_free(client: RankConnection) -> None:
-    """Returns once no KV block of the rank is in use: it tells so with its state."""
-    client.read_until(
-        lambda: client.state is not None and client.state.free_blocks == client.state.total_blocks
-    )
 
 
 def read_to_the_end(client: RankConnection) -> None:
@@ -149,7 +148,7 @@ def test_every_request_fails_within_two_seconds_of_the_loss_of_an_expert_rank(
 ) -> None:
     with process_group(deep, backend, fault) as group:
         clients = clients_of(group)
-        requests = [fill(client) for client in clients]
+        requests = [fill(group, rank, client) for rank, client in enumerate(clients)]
         group.processes["expert-1"].send_signal(fault)
         start_s = time.monotonic()
         failures = [
@@ -171,9 +170,9 @@ def test_every_request_fails_within_two_seconds_of_the_loss_of_an_expert_rank(
             assert time.monotonic() - start_s < LIMIT_S
             assert (refused.code, refused.status) == ("not_ready", 503)
             assert "expert-1" in refused.message
-            wait_until_free(client)
 
         for name in ("attention-0", "attention-1"):
+            until(lambda name=name: status_of(group, name).kv_blocks["used"] == 0)
             status = status_of(group, name)
             assert not status.healthy
             assert "expert-1" in status.reason
@@ -249,7 +248,7 @@ def test_the_other_attention_rank_goes_on_with_right_answers_when_one_is_killed(
     expected = [local.greedy(prompt, 24) for prompt in prompts]
     with process_group(deep, "shm", signal.SIGKILL) as group:
         doomed, other = clients_of(group)
-        fill(doomed)
+        fill(group, 0, doomed)
         requests = [other.submit(prompt, sampling=greedy(24)) for prompt in prompts]
         other.wait_begun(requests[0])
         group.processes["attention-0"].send_signal(signal.SIGKILL)
@@ -299,7 +298,7 @@ def test_a_client_that_leaves_frees_its_blocks_and_changes_nobodys_answer(deep: 
         leaver.wait_begun(leaving[1])
         leaver.close()
         assert [stays.generated(request)[0] for request in requests] == expected
-        wait_until_free(stays)
+        until(lambda: group.attention[0].status().kv_blocks["used"] == 0)
         status = group.attention[0].status()
         assert (status.running, status.waiting, status.kv_blocks["used"]) == (0, 0, 0)
 
