@@ -25,6 +25,9 @@ class Stage(enum.StrEnum):
     HOST_COPY = "host_copy"
 
 
+TRANSFERS = (Stage.A2E, Stage.E2A)
+
+
 class TaskSpan(msgspec.Struct, frozen=True, array_like=True):
     """One task on one resource, from start_s to end_s (monotonic seconds).
 

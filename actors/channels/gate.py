@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import struct
 import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from actors.channels.neighbour import credentials
 from contracts.clock import Clock, monotonic_s
 from contracts.logs import event
 
@@ -28,7 +28,6 @@ FIRST_BYTE_S: Final = 2.0  # a peer speaks as soon as it is asked
 HANDSHAKE_S: Final = 5.0  # all of it
 ACCEPT_RETRY_S: Final = 0.2  # after an accept that failed: no descriptors, no memory
 _TELL_EVERY_S: Final = 10.0
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Cut = Callable[[], None]
 
@@ -112,8 +111,7 @@ def address_of(sock: socket.socket) -> str:
     """Whom to count a connection for: the host, or the process behind a Unix socket. Raises
     OSError."""
     if sock.family == socket.AF_UNIX:
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        return f"pid {_CREDENTIALS.unpack(raw)[0]}"
+        return f"pid {credentials(sock)[0]}"
     return str(sock.getpeername()[0])
 
 

@@ -11,7 +11,6 @@ import os
 import secrets
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Final
 from actors.channels import gate, handshake
 from actors.channels.gate import ACCEPT_RETRY_S, MAX_UNPROVEN, Gate, address_of, shut_down
 from actors.channels.handshake import Answer, Identity, Remote
+from actors.channels.neighbour import credentials
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, HandshakeError
 from contracts.logs import event
@@ -30,7 +30,6 @@ log = logging.getLogger(f"tandem.{__name__}")
 ALTERNATIVE: Final = ","  # between the addresses of one listener: the first that answers is meant
 _BACKLOG: Final = 128
 _BACKLOG_RETRY_S: Final = 0.005
-_CREDENTIALS = struct.Struct("3i")
 
 Accepted = Callable[[socket.socket, Remote], None]
 
@@ -237,7 +236,6 @@ def _check_user(sock: socket.socket) -> None:
     """Raises HandshakeError unless the process behind a Unix socket is ours or root's."""
     if sock.family != socket.AF_UNIX:
         return
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(raw)
+    _, uid = credentials(sock)
     if uid not in (os.getuid(), 0):
         raise HandshakeError(f"user {uid} is neither {os.getuid()} nor root")

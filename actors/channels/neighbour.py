@@ -71,12 +71,18 @@ def is_hung(silent_s: float, silence_s: float, neighbour: Neighbour | None) -> b
     return silent_s >= STARVED * silence_s or neighbour is None or not neighbour.runs
 
 
+def credentials(sock: socket.socket) -> tuple[int, int]:
+    """Process and user that made the other end of a Unix socket. Raises OSError."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
 def behind(sock: socket.socket) -> Neighbour | None:
     """Who made the other end of a Unix socket; None if that is not known."""
     if sock.family != socket.AF_UNIX:
         return None
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid = _CREDENTIALS.unpack(credentials)[0]
+    pid, _ = credentials(sock)
     try:
         return Neighbour(pid) if pid > 0 else None  # 0: of another namespace
     except OSError:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from contracts.events import Stage, TaskSpan
 from contracts.planning import ExpertReport, MicroBatchTimes, NewTokens, RowsTime
+from planner.online.buckets import step
 
 MAX_SPANS = 8192  # of one report
-_STEPS_PER_OCTAVE = 4  # times of about as many rows are told as one
 
 
 class SpanRecorder:
@@ -139,7 +138,7 @@ def _medians(times: Iterable[tuple[int, float]]) -> list[RowsTime]:
     by_size: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
     for rows, ms in times:
         if rows > 0 and ms > 0:
-            by_size[math.floor(_STEPS_PER_OCTAVE * math.log2(rows))].append((rows, ms))
+            by_size[step(rows)].append((rows, ms))
     return [
         RowsTime(
             round(statistics.median(rows for rows, _ in sized)),

@@ -7,10 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from contracts.events import Stage, TaskSpan
+from contracts.events import TRANSFERS, Stage, TaskSpan
 from planner.findep.exposure import length, union
-
-_COMMUNICATION = (Stage.A2E, Stage.E2A)
 
 
 class Timeline:
@@ -70,12 +68,12 @@ def write_chrome_trace(spans: Sequence[TaskSpan], path: Path) -> None:
 
 def _trace_events(span: TaskSpan, number: int, tid: int, zero_s: float) -> list[dict[str, object]]:
     name = f"{span.stage.value} L{span.layer} m{span.micro_batch}"
-    if span.stage in (*_COMMUNICATION, Stage.EXPERT):
+    if span.stage in (*TRANSFERS, Stage.EXPERT):
         name += f" g{span.token_group}"
     common: dict[str, object] = {"name": name, "cat": span.stage.value, "pid": 1, "tid": tid}
     start_us, end_us = (span.start_s - zero_s) * 1e6, (span.end_s - zero_s) * 1e6
     args = {"batch": span.batch, "layer": span.layer, "tokens": span.tokens}
-    if span.stage not in _COMMUNICATION:
+    if span.stage not in TRANSFERS:
         return [{**common, "ph": "X", "ts": start_us, "dur": end_us - start_us, "args": args}]
     common["cat"], common["id"] = span.resource, number
     return [

@@ -17,12 +17,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from actors.channels.link import ALIGNMENT_BYTES
 from actors.channels.segments import FLAG_BYTES, HostMemory, create_memfd
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
 from models.experts.expert_layout import ExpertLayout
 
-_ALIGNMENT_BYTES = 64
 _TOO_LARGE = "use more prefill workers, a larger prefill.resident_layers, or experts=hybrid"
 
 
@@ -51,8 +51,8 @@ class Slots:
 
     def __init__(self, part: Part, count: int) -> None:
         """Raises ChannelError where the memory does not suffice."""
-        self._stride = -(-part.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        self.payload_bytes = max(count * self._stride, _ALIGNMENT_BYTES)
+        self._stride = -(-part.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.payload_bytes = max(count * self._stride, ALIGNMENT_BYTES)
         self.fd = create_memfd(self.payload_bytes, advice=_TOO_LARGE)
         memory = HostMemory(self.fd, self.payload_bytes).views.memory
         self.pieces = [

@@ -14,14 +14,13 @@ from cluster.api.cost import decoded_bytes
 from cluster.api.errors import BodyTooLargeError, MediaTypeError, UnknownFieldError
 from cluster.api.open_requests import Account
 from cluster.api.schemas import NESTED
+from cluster.files.json_input import wrong_field
 from contracts.errors import ClientGoneError, RequestError
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 MAX_SHOWN_CHARACTERS = 64
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?([^`]*)`)?", re.DOTALL)
-_PATH = re.compile(r"`\$\.?([^`]*)`")
-_MISSING = re.compile(r"missing required field `([^`]+)`")
 
 
 async def read_body(request: Request, kind: type[Body], max_bytes: int, account: Account) -> Body:
@@ -74,12 +73,8 @@ def _wrong_field(message: str, kind: type[msgspec.Struct]) -> RequestError:
     unknown = _UNKNOWN.fullmatch(message)
     if unknown:
         return _unknown_field(unknown[1], unknown[2] or "", kind)
-    missing = _MISSING.search(message)
-    path = _PATH.search(message)
-    where = [path[1]] if path and path[1] else []
-    param = ".".join([*where, missing[1]] if missing else where) or None
-    text = "missing" if missing else message.partition(" - at ")[0]
-    return RequestError(f"{param}: {text}" if param else text, param)
+    param, text = wrong_field(message)
+    return RequestError(f"{param}: {text}" if param else text, param or None)
 
 
 def _unknown_field(name: str, path: str, kind: type[msgspec.Struct]) -> RequestError:

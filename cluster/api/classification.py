@@ -44,7 +44,6 @@ from contracts.requests import Priority
 
 CONCURRENT_ROWS = 256  # of one pass each, of one request; the rest wait their turn here
 ENCODED_AT_ONCE = 128
-MAX_LABELS = 256
 
 
 async def classify(services: Services, session: Session, request: Request) -> Response:
@@ -67,8 +66,6 @@ async def classify(services: Services, session: Session, request: Request) -> Re
 
 def _checked(services: Services, body: ClassifyBody) -> tuple[list[str], ClassifyTask]:
     check_model(body.model, services.model)
-    if len(body.labels) > MAX_LABELS:
-        raise RequestError(f"labels: {len(body.labels)} are more than {MAX_LABELS}", "labels")
     template = DEFAULT_TEMPLATE if body.template is None else body.template
     task = ClassifyTask(
         labels=tuple(body.labels),

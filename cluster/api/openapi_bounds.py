@@ -11,11 +11,11 @@ from typing import Any
 
 from cluster.api.callers import MAX_CACHE_SALT_CHARACTERS
 from cluster.api.checks import MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
-from cluster.api.classification import MAX_LABELS
 from cluster.api.cost import Bounds
 from cluster.api.guided import MAX_CHOICE_CHARACTERS
 from cluster.api.schemas import NEUTRAL, ServedModel
 from cluster.api.scoring import MAX_LABEL_TOKENS
+from cluster.classification.classify import MAX_LABELS
 from contracts.config import HttpConfig
 from contracts.requests import Priority
 from contracts.sampling_limits import (

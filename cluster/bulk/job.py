@@ -16,7 +16,6 @@ from cluster.classification.multilabel import check_questions
 from contracts.errors import ConfigError
 from contracts.requests import Priority
 
-MAX_LABELS = 256
 _HEAD_BYTES = 64 << 10
 _JOB_COPY = "working_dir_files"  # in the path of a Ray job's copy of its working directory
 
@@ -50,8 +49,6 @@ class BulkJob(msgspec.Struct, frozen=True, kw_only=True):
 def check_job(job: BulkJob, here: Path) -> None:
     """Raises RequestError or ConfigError for what no input can make right. here: the folder that
     relative paths start from."""
-    if len(job.labels) > MAX_LABELS:
-        raise ConfigError(f"--labels: {len(job.labels)} are more than {MAX_LABELS}")
     for text in (*job.labels, job.template):
         if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
             raise ConfigError("--labels and --template must be valid Unicode")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.capacity.pictures import check_format, pyplot, saved
-from contracts.events import Stage, TaskSpan
+from contracts.events import TRANSFERS, Stage, TaskSpan
 
 _COLOURS = ("#3b75af", "#ee8636", "#519d3e", "#8d69b8")  # by micro-batch; readable on white
 _ROWS = {
@@ -49,7 +49,7 @@ def draw_gantt(
 
 def _draw_span(axes: Any, span: TaskSpan, zero_s: float, whole_ms: float) -> None:
     start_ms, width_ms = (span.start_s - zero_s) * 1e3, (span.end_s - span.start_s) * 1e3
-    row, link = _ROWS[span.stage], span.stage in (Stage.A2E, Stage.E2A)
+    row, link = _ROWS[span.stage], span.stage in TRANSFERS
     height = 0.36 if link else 0.8
     bottom = row - 0.4 + (0.42 * (span.token_group % _GROUP_ROWS) if link else 0.0)
     axes.broken_barh(

@@ -19,8 +19,6 @@ from planner.findep.beyond import solve_beyond
 from planner.findep.solver import PlannedBatch, solve
 from planner.findep.split_search import Split, Verdict, judge, plan_spec, search
 
-GIB = float(1 << 30)
-
 
 class PlanAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One plan and what it brings. samples_per_s: of one attention rank, or of all of a split."""

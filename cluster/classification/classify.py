@@ -36,6 +36,7 @@ from models.text.steps import PIECE_CHARACTERS, PIECE_TEXTS, Steps, finish
 from models.text.tokenizer import Tokenizer
 
 DEFAULT_TEMPLATE = "{prefix}{text}"
+MAX_LABELS = 256
 OPTIONS = "{options}"
 SYMBOLS = string.ascii_uppercase
 TRIE_TOKENS = 8  # a node of a trie holds as much as so many tokens of a list
@@ -99,6 +100,8 @@ def check_task(task: ClassifyTask) -> None:
     """Raises RequestError for labels or a template that cannot be used."""
     if not task.labels:
         raise RequestError("labels: at least one is needed", "labels")
+    if len(task.labels) > MAX_LABELS:
+        raise RequestError(f"labels: {len(task.labels)} are more than {MAX_LABELS}", "labels")
     for index, label in enumerate(task.labels):
         if not label.strip():
             raise RequestError(f"labels[{index}] is empty", "labels")

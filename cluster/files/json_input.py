@@ -13,7 +13,7 @@ from contracts.errors import ConfigError
 MAX_BYTES = 8 << 20
 Body = TypeVar("Body", bound=msgspec.Struct)
 
-_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_PATH = re.compile(r"`\$\.?([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 
 
@@ -49,14 +49,16 @@ def struct_from(tree: object, kind: type[Body], where: str) -> Body:
         raise ConfigError(f"{where}: nested too deeply") from None
 
 
+def wrong_field(message: str) -> tuple[str, str]:
+    """ "Expected `int`, got `str` - at `$.n`" as ("n", "Expected `int`, got `str`")."""
+    path, missing = _PATH.search(message), _MISSING.search(message)
+    parts = (path[1] if path else "", missing[1] if missing else "")
+    text = "missing" if missing else message.partition(" - at ")[0]
+    return ".".join(filter(None, parts)), text
+
+
 def _named(message: str) -> str:
-    """ "Expected `int`, got `str` - at `$.n`" as "n: expected int, got str"."""
-    path = _PATH.search(message)
-    field = path[1] if path else ""
-    text = _PATH.sub("", message).replace("`", "")
-    missing = _MISSING.search(message)
-    if missing:
-        field, text = ".".join(filter(None, (field, missing[1]))), "missing"
-    if not field:
-        return text
-    return f"{field}: {text[0].lower()}{text[1:]}"
+    """ "n: expected int, got str"."""
+    field, text = wrong_field(message)
+    text = text.replace("`", "")
+    return f"{field}: {text[0].lower()}{text[1:]}" if field else text

@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 HUBER_WIDTH = 1.5  # in robust standard deviations; beyond, a sample's pull stops growing
 _ROUNDS = 40
 _SETTLED = 1e-4
-_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _LEAST_SIGMA = 1e-6  # of relative errors: below, everything is exact
 
 
@@ -101,7 +101,7 @@ def _nonnegative(scaled_NF: Floats, weights_N: Floats) -> Floats:
 
 
 def _huber_weights(errors_N: Floats) -> Floats:
-    sigma = max(_MAD_TO_SIGMA * float(np.median(np.abs(errors_N))), _LEAST_SIGMA)
+    sigma = max(MAD_TO_SIGMA * float(np.median(np.abs(errors_N))), _LEAST_SIGMA)
     return np.minimum(1.0, HUBER_WIDTH * sigma / np.maximum(np.abs(errors_N), 1e-300))
 
 

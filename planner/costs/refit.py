@@ -14,14 +14,13 @@ import math
 import statistics
 from collections import deque
 
-from planner.costs.fit import HUBER_WIDTH
+from planner.costs.fit import HUBER_WIDTH, MAD_TO_SIGMA
 from planner.costs.stages import MAX_MS, Linear
 
 _SCALE_SAMPLES = 16  # recent errors that say what is usual
 _LEAST_ERROR = 0.02  # relative: machines are never steadier
-_LEAST_MS = 1e-6  # a nanosecond: below, errors are taken relative to it
+LEAST_MS = 1e-6  # a nanosecond: below, errors are taken relative to it
 _DAMPING = 1e-6  # keeps directions that no sample tells anything about where they are
-_MAD_TO_SIGMA = 1.4826
 
 
 class OnlineLinear:
@@ -42,7 +41,7 @@ class OnlineLinear:
         self._w = self._wx = self._wxx = self._wy = self._wxy = 0.0
         for x in (typical_x / 2, 2 * typical_x):
             ms = prior.at(x)
-            self._add(x, ms, prior_samples / 2 / max(ms, _LEAST_MS) ** 2)
+            self._add(x, ms, prior_samples / 2 / max(ms, LEAST_MS) ** 2)
 
     @property
     def model(self) -> Linear:
@@ -53,10 +52,10 @@ class OnlineLinear:
         if not 0 <= x < math.inf or not 0 < ms < math.inf:
             raise ValueError(f"x={x}, ms={ms}: a size from 0 and a time above 0 ms are needed")
         predicted = self._alpha + self._beta * x
-        weight = 1.0 / max(predicted, _LEAST_MS) ** 2
+        weight = 1.0 / max(predicted, LEAST_MS) ** 2
         error = abs(ms - predicted) * math.sqrt(weight)
         self._errors.append(error)
-        sigma = max(_LEAST_ERROR, _MAD_TO_SIGMA * statistics.median(self._errors))
+        sigma = max(_LEAST_ERROR, MAD_TO_SIGMA * statistics.median(self._errors))
         weight *= min(1.0, HUBER_WIDTH * sigma / max(error, 1e-300))
         for name in ("_w", "_wx", "_wxx", "_wy", "_wxy"):
             setattr(self, name, self._keep * getattr(self, name))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from contracts.events import Stage, TaskSpan
+from contracts.events import TRANSFERS, Stage, TaskSpan
 
 _COMPUTE = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.FINISH)
-_COMMUNICATION = (Stage.A2E, Stage.E2A)
 
 
 def busy_seconds(spans: Iterable[TaskSpan], stages: Sequence[Stage]) -> float:
@@ -24,7 +23,7 @@ def exposed_communication(spans: Sequence[TaskSpan]) -> tuple[float, float]:
     if not spans:
         return 0.0, 0.0
     compute = [(s.start_s, s.end_s) for s in spans if s.stage in _COMPUTE]
-    communication = [(s.start_s, s.end_s) for s in spans if s.stage in _COMMUNICATION]
+    communication = [(s.start_s, s.end_s) for s in spans if s.stage in TRANSFERS]
     exposed_s = length(union(compute + communication)) - length(union(compute))
     makespan_s = max(s.end_s for s in spans) - min(s.start_s for s in spans)
     return exposed_s, exposed_s / makespan_s if makespan_s else 0.0

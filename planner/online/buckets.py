@@ -31,14 +31,15 @@ def bucket_of(batch: Sequence[tuple[int, int]]) -> Bucket:
     lengths = [stop - start for start, stop in prompts]
     pairs = sum((stop - start) * (start + stop + 1) // 2 for start, stop in prompts)
     return Bucket(
-        _step(len(contexts)),
-        _step(sum(contexts)),
-        _step(len(prompts)),
-        _step(sum(lengths)),
-        _step(pairs),
-        _step(max(lengths, default=0)),
+        step(len(contexts)),
+        step(sum(contexts)),
+        step(len(prompts)),
+        step(sum(lengths)),
+        step(pairs),
+        step(max(lengths, default=0)),
     )
 
 
-def _step(size: int) -> int:
+def step(size: int) -> int:
+    """On the ladder of sizes."""
     return 0 if size <= 0 else 1 + math.floor(STEPS_PER_OCTAVE * math.log2(size))

@@ -25,7 +25,7 @@ from planner.costs.model_shape import (
     hit_fraction,
     layer_mean_work,
 )
-from planner.costs.refit import OnlineLinear
+from planner.costs.refit import LEAST_MS, OnlineLinear
 from planner.costs.stages import Linear, PlanSpec, StageModels
 from planner.findep.batch_plan import ChunkTime
 from planner.online.buckets import Bucket, bucket_of
@@ -35,7 +35,6 @@ COLD_SIZES = 3  # of different size, and
 COLD_SAMPLES = 12  # times in all, before a stage that nobody has profiled has a model
 EXTRAPOLATION = 4.0  # plans for batches at most so many times as large as any measured
 TYPICAL_TOKENS = 256  # where a hardware file's line is held on to
-_LEAST_MS = 1e-6
 _PER_SIZE = 8  # times that are kept of each size
 _MORE_SIZES = 1.5  # so many times as many sizes as at the last fit: fit again
 _MAX_SIZES = 256
@@ -233,8 +232,8 @@ class OnlineModels:
         launch = Linear(self.attention.launch_ms(), 0.0)
         return PlanSpec(
             stages=StageModels(
-                attention=launch if not launch.is_free else Linear(_LEAST_MS, 0.0),
-                expert=expert if not expert.is_free else Linear(_LEAST_MS, 0.0),
+                attention=launch if not launch.is_free else Linear(LEAST_MS, 0.0),
+                expert=expert if not expert.is_free else Linear(LEAST_MS, 0.0),
                 a2e=a2e,
                 e2a=e2a,
                 shared=self._shared.model,

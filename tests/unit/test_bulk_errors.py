@@ -59,7 +59,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     [
         ({"labels": "no,,yes"}, "labels[1] is empty"),
         ({"labels": "no,yes,no"}, "'no' occurs more than once"),
-        ({"labels": ",".join(map(str, range(257)))}, "--labels: 257 are more than 256"),
+        ({"labels": ",".join(map(str, range(257)))}, "labels: 257 are more than 256"),
         ({"labels": "a\udcff,b"}, "valid Unicode"),
         ({"labels": 'a,"b'}, "as a line of CSV"),
         ({"template": "no place for it"}, "template: {text} does not occur"),
