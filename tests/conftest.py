@@ -14,8 +14,8 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.fork_server import fork_server
-from tests.tiny_models import make_tiny_checkpoint
+from tests.support.fork_server import fork_server
+from tests.support.tiny_models import make_tiny_checkpoint
 
 torch.set_num_threads(1)  # two cores, several workers; and sums that do not depend on the machine
 
@@ -59,7 +59,7 @@ def _wants_ray(nodeid: str) -> bool:
 
 @pytest.fixture(scope="session")
 def forked_processes() -> Iterator[None]:
-    """For tests that start processes with `tests.fork_server`."""
+    """For tests that start processes with `tests.support.fork_server`."""
     yield fork_server().start()
     fork_server().close()
 

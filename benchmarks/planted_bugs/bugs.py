@@ -19,15 +19,15 @@ class Bug(NamedTuple):
         return self.name.partition(":")[0]
 
 
-_SCHEDULER = ("tests/unit/test_scheduler.py",)
+_SCHEDULER = ("tests/unit/actors/batching/test_scheduler.py",)
 _BOOKS = ("tests/property/test_block_manager.py", "tests/property/test_block_contents.py")
-_SAMPLER = ("tests/property/test_sampler.py", "tests/unit/test_sampling_on_ranks.py")
-_EXECUTOR = ("tests/unit/test_executor.py",)
-_DISPATCH = ("tests/property/test_dispatch.py", "tests/unit/test_executor.py")
-_ROUTER = ("tests/property/test_router.py", "tests/unit/test_router.py")
+_SAMPLER = ("tests/property/test_sampler.py", "tests/unit/actors/ranks/test_sampling_on_ranks.py")
+_EXECUTOR = ("tests/unit/actors/engine/test_executor.py",)
+_DISPATCH = ("tests/property/test_dispatch.py", "tests/unit/actors/engine/test_executor.py")
+_ROUTER = ("tests/property/test_router.py", "tests/unit/planner/routing/test_router.py")
 _PROMISES = ("tests/property/test_promises.py", "tests/property/test_router.py")
-_JOURNAL = ("tests/unit/test_worker_log.py",)
-_HANDSHAKE = ("tests/unit/test_channels_handshake.py",)
+_JOURNAL = ("tests/unit/actors/ranks/test_worker_log.py",)
+_HANDSHAKE = ("tests/unit/actors/channels/test_handshake.py",)
 _BLOCKS, _ROUTES = "actors/kv/block_manager.py", "planner/routing/router.py"
 _STATE, _SHAKES = "planner/routing/worker_state.py", "actors/channels/handshake.py"
 
@@ -65,7 +65,7 @@ BUGS: tuple[Bug, ...] = (
         "actors/batching/scheduler.py",
         "        sequence.scored.clear()\n",
         "",
-        (*_SCHEDULER, "tests/unit/test_prefill_rows.py"),
+        (*_SCHEDULER, "tests/unit/benchmarks/test_prefill_rows.py"),
     ),
     Bug(
         "blocks: another batch's unfinished block is shared",
@@ -254,14 +254,14 @@ BUGS: tuple[Bug, ...] = (
         _STATE,
         "return epoch <= self._closed_epoch or (epoch, number) <= (self.epoch, self.number)",
         "return (epoch, number) <= (self.epoch, self.number)",
-        ("tests/unit/test_worker_state.py",),
+        ("tests/unit/planner/routing/test_worker_state.py",),
     ),
     Bug(
         "journal: a gap in the reports is not noticed",
         _STATE,
         "if (report.epoch, report.number) != (self.epoch, self.number + 1):",
         "if report.epoch != self.epoch:",
-        ("tests/unit/test_worker_state.py",),
+        ("tests/unit/planner/routing/test_worker_state.py",),
     ),
     Bug(
         "journal: evicted blocks stay committed",
@@ -324,6 +324,6 @@ BUGS: tuple[Bug, ...] = (
         "contracts/block_hash.py",
         "hashlib.blake2b(parent + block.tobytes()",
         "hashlib.blake2b(block.tobytes()",
-        ("tests/unit/test_block_hash.py",),
+        ("tests/unit/contracts/test_block_hash.py",),
     ),
 )

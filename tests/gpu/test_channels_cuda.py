@@ -9,7 +9,7 @@ from actors.channels.base import Part, PeerLost
 from actors.channels.cuda import require_cupy, require_nccl
 from actors.channels.nccl import transfer
 from contracts.errors import ChannelError, PeerDeadError
-from tests.channels_support import (
+from tests.support.channels_support import (
     first_packet,
     header,
     random_tensor,

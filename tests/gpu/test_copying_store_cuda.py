@@ -13,7 +13,7 @@ from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import open_host_source
 from models.experts.moe import ExpertHalf
 from models.weights.checkpoint import Checkpoint, check_checkpoint
-from tests.group_harness import PrefillThreads, prefill_config
+from tests.support.group_harness import PrefillThreads, prefill_config
 
 Checkpoints = Callable[..., Path]
 SHARED_MEMORY = Path("/dev/shm")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from contracts.errors import CheckpointError
 from models.spec.model import read_spec
 from models.weights.checkpoint import check_checkpoint
-from tests.config_changes import MISSING, Change, changed, outcome, pairs, single_changes
+from tests.support.config_changes import MISSING, Change, changed, outcome, pairs, single_changes
 
 Make = Callable[..., Path]
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")

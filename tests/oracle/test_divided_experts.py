@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.group_harness import PrefillThreads, RankConnection, prefill_config
+from tests.support.group_harness import PrefillThreads, RankConnection, prefill_config
 
 Checkpoints = Callable[..., Path]
 VOCABULARY = list(range(131))

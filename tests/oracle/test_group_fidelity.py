@@ -14,8 +14,8 @@ from actors.ranks.attention_worker import WARM_UP_IDS
 from contracts.events import Stage
 from contracts.plan import Order, Plan
 from models.decoder.local import LocalModel
-from tests.group_harness import ThreadGroup, greedy, group_config, meeting
 from tests.oracle.greedy_choices import greedy_choices
+from tests.support.group_harness import ThreadGroup, greedy, group_config, meeting
 
 Checkpoints = Callable[..., Path]
 VOCABULARY = list(range(131))

@@ -14,7 +14,7 @@ import transformers
 from cluster.classification.classify import ClassifyTask, Row, classify_row
 from cluster.classification.label_trie import label_trie
 from contracts.messages import Scored, Submit
-from tests.group_harness import PrefillThreads, RankConnection, group_config
+from tests.support.group_harness import PrefillThreads, RankConnection, group_config
 
 PROMPT = [(7 * position + 3) % 131 for position in range(21)]
 # one begins another one; common first tokens; a chain that only one label goes along; one token

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from models.decoder.local import LocalModel
-from tests.group_harness import (
+from tests.support.group_harness import (
     PrefillThreads,
     RankConnection,
     ThreadGroup,

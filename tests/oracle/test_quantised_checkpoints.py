@@ -17,8 +17,8 @@ from models.decoder.local import LocalModel
 from models.experts.moe import ExpertHalf
 from models.spec.safetensors_file import SafetensorsFile
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
-from tests.group_harness import ThreadGroup, group_config
-from tests.quantised_models import make_fp8, make_mxfp4
+from tests.support.group_harness import ThreadGroup, group_config
+from tests.support.quantised_models import make_fp8, make_mxfp4
 
 Make = Callable[..., Path]
 Pair = tuple[Path, Path]

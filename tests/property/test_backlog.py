@@ -10,7 +10,7 @@ from planner.routing.backlog import Backlog
 from planner.routing.line import Lane
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
-from tests.routing import BLOCK, LoggingWorker, prompt_of, quadratic_work, token_lists
+from tests.support.routing import BLOCK, LoggingWorker, prompt_of, quadratic_work, token_lists
 
 WORKERS = 3
 UNLIMITED = 1000

@@ -12,7 +12,7 @@ from planner.routing.block_heads import REMEMBERED, STEP_TOKENS, BlockHeads, hea
 from planner.routing.line import Lane
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
-from tests.routing import quadratic_work
+from tests.support.routing import quadratic_work
 
 WORKERS = 3
 BLOCK = 16

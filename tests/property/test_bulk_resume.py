@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cluster.bulk.output import part_name
 from cluster.bulk.rows import InputRow, Record, Reject
 from contracts.errors import ConfigError, JobError
-from tests.bulk_support import (
+from tests.support.bulk_support import (
     EchoRouter,
     Killed,
     final_files,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from actors.channels.allocator import FirstFit
 from actors.channels.link import Views
 from actors.channels.segments import FLAG_BYTES, IDLE_S, Arena, HostMemory, Memory, Place
-from tests.channels_support import nothing_leaks  # noqa: F401
+from tests.support.channels_support import nothing_leaks  # noqa: F401
 
 SIZE = 40
 # (True, size): allocate; (False, n): free the n-th oldest of what is allocated

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from contracts.routing import RequestKey
 from planner.routing.line import Held, Lane, Line
-from tests.routing import prompt_of
+from tests.support.routing import prompt_of
 
 few = settings(deadline=None, max_examples=100)
 lanes = st.lists(st.sampled_from(Lane), min_size=1, max_size=30)

@@ -16,8 +16,8 @@ from planner.findep.fit_plan import MORE_TOKENS, fit_plan
 from planner.online.buckets import STEPS_PER_OCTAVE, bucket_of
 from planner.online.models import AttentionStage, OnlineModels
 from planner.online.planner import LEAST_GAIN, REPORTS_BETWEEN, NoPlanError, OnlinePlanner
-from tests.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
-from tests.simulated_group import Chunks, SimulatedGroup, hardware, setup_of
+from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
+from tests.support.simulated_group import Chunks, SimulatedGroup, hardware, setup_of
 
 QWEN = shape(QWEN3_235B, hidden_size=512, num_hidden_layers=6, num_experts=16)
 WITH_SHARED = shape(DEEPSEEK_V2, hidden_size=512, num_hidden_layers=4, n_routed_experts=16)

@@ -12,7 +12,7 @@ from contracts.routing import Calibration, Prompt
 from planner.routing.router import Decision, Router, RouterConfig
 from planner.routing.saturation import SaturationConfig, threshold
 from planner.routing.worker_state import usable_tokens
-from tests.routing import (
+from tests.support.routing import (
     BLOCK,
     LoggingWorker,
     calibrations,

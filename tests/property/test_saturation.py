@@ -16,8 +16,8 @@ from planner.routing.saturation import (
     threshold,
     transfer_threshold_flops,
 )
-from tests.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, small_shapes
-from tests.routing import calibrations
+from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, small_shapes
+from tests.support.routing import calibrations
 
 some = settings(deadline=None, max_examples=60)
 rates = st.floats(1e9, 1e15)

@@ -16,8 +16,8 @@ from contracts.plan import Plan
 from contracts.planning import BatchReport, ExpertReport, MicroBatchTimes, RowsTime
 from planner.online.planner import OnlinePlanner
 from planner.online.trial import LEAST_DIFFERENCE, LEAST_GAIN, TRIAL_BATCHES, Trial
-from tests.model_shapes import QWEN3_235B, shape
-from tests.simulated_group import Chunks, SimulatedGroup, hardware, setup_of
+from tests.support.model_shapes import QWEN3_235B, shape
+from tests.support.simulated_group import Chunks, SimulatedGroup, hardware, setup_of
 
 QWEN = shape(QWEN3_235B, hidden_size=512, num_hidden_layers=6, num_experts=16)
 PROMPTS = (64, 256, 1024)

@@ -19,7 +19,7 @@ import pytest
 from cluster.files.model_folder import resolve_model_folder
 from cluster.serving.front import free_port
 from contracts.config import BUNDLED
-from tests.documented import Command, documented
+from tests.support.documented import Command, documented
 
 pytestmark = pytest.mark.ray
 

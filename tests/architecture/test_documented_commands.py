@@ -1,0 +1,142 @@
+"""Every command of README.md and docs/operations.md is tried, or named with the reason why not.
+
+Those that need no server are run here, from an empty folder; the others where the table says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.files.model_folder import resolve_model_folder
+from contracts.config import BUNDLED
+from contracts.loading import load_config
+from tests.support.documented import DOCUMENTS, ROOT, Command, commands_of, documented
+from tests.support.documented_table import TABLE, Left, Tried, how_tried, is_name
+from tests.support.model_shapes import QWEN3_235B
+
+COMMANDS = documented()
+BIN = Path(sys.executable).parent
+
+
+def texts(pattern: str) -> list[str]:
+    """Documented commands, each once."""
+    return sorted({command.text for command in COMMANDS if re.match(pattern, command.text)})
+
+
+def run(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """As a user's shell would, with the package's own folder of commands first."""
+    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    return subprocess.run(
+        ["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Empty, but for what the documents say the user has."""
+    (tmp_path / "DIR").symlink_to(resolve_model_folder(BUNDLED))
+    model = tmp_path / "Qwen3-235B-A22B"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(QWEN3_235B), encoding="utf-8")
+    (spec,) = re.findall(r"^\$ cat spec.json\n(.*)$", readme(), re.MULTILINE)
+    (tmp_path / "spec.json").write_text(spec, encoding="utf-8")
+    (config,) = (command.text for command in COMMANDS if command.language == "yaml")
+    (tmp_path / "tandem.yaml").write_text(config, encoding="utf-8")
+    return tmp_path
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_documented_command_is_in_the_table() -> None:
+    unknown = [
+        f"{command.document}:{command.line}: {command.text or command.language}"
+        for command in COMMANDS
+        if how_tried(command) is None
+    ]
+    assert not unknown, f"try them, or say in tests/support/documented_table.py why not: {unknown}"
+    for command in COMMANDS:
+        how = how_tried(command)
+        if isinstance(how, Left):
+            print(f"not tried: {command.text}: {how.reason}")  # noqa: T201
+
+
+def test_what_the_table_says_is_there() -> None:
+    files = {how.test for _, how in TABLE if isinstance(how, Tried)}
+    assert all((ROOT / name).is_file() for name in files), files
+    assert {command.document for command in COMMANDS} == set(DOCUMENTS)
+
+
+def test_a_documented_name_is_a_command(folder: Path) -> None:
+    listed = run("tandem --help", folder).stdout
+    for name in {command.text for command in COMMANDS if is_name(command.text)}:
+        assert re.search(rf"^ +{name.split()[1]}\b", listed, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("text", texts(r"tandem plan |cat "))
+def test_plans_are_made_as_documented(folder: Path, text: str) -> None:
+    text = "tandem plan spec.json --beyond" if text == "tandem plan --beyond" else text
+    done = run(text, folder)
+    assert done.returncode == 0, done.stderr
+    if text == "tandem plan spec.json":
+        assert done.stdout.split("\n")[0] in readme()  # the answer is the documented one
+    if text == "tandem plan --help":
+        assert all(option in done.stdout for option in ("--json", "--beyond", "--picture"))
+
+
+@pytest.mark.parametrize("text", texts("tandem doctor .+"))
+def test_doctor_is_run_as_documented(folder: Path, text: str) -> None:
+    done = run(text, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_configuration_is_shown_as_documented(folder: Path) -> None:
+    for text in texts("tandem config"):
+        done = run(text, folder)
+        assert done.returncode == 0, done.stderr
+        assert "max_batch_tokens" in done.stdout
+
+
+def test_the_documented_file_is_a_configuration(folder: Path) -> None:
+    config = load_config(folder / "tandem.yaml", ["schedule.r1=4"])
+    assert (config.model.path, config.schedule.r1) == (BUNDLED, 4)
+
+
+def test_documented_benchmarks_are_there() -> None:
+    for text in texts("python -m benchmarks"):
+        path = ROOT / text.split(" ")[2].replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), text
+
+
+def test_commands_are_found_in_blocks() -> None:
+    block = """tandem serve --model DIR      # a remark
+$ cat a.json
+{"a": 1}
+curl http://x -H 'a: b' \\
+  -d '{"a": [1,
+       2]}'
+output of tandem
+RAY_ADDRESS=a:1 tandem doctor --json
+serve run x &              (then)
+"""
+    assert commands_of(block) == [
+        "tandem serve --model DIR",
+        "cat a.json",
+        "curl http://x -H 'a: b' -d '{\"a\": [1, 2]}'",
+        "RAY_ADDRESS=a:1 tandem doctor --json",
+        "serve run x &",
+    ]
+
+
+def test_a_command_in_no_list_is_told() -> None:
+    assert how_tried(Command("README.md", 1, "tandem fly --away")) is None
+    assert how_tried(Command("README.md", 1, "", "rust")) is None

@@ -1,0 +1,479 @@
+"""Death, hangs, strangers and bad starts of an attention/expert group: real workers, real channels,
+real processes, without Ray. Every wait has a deadline; the faults come in the middle of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import actors.ranks.process
+from actors.channels.handshake import Identity, initiate
+from actors.channels.listener import dial
+from actors.ranks.local_group import LocalGroup
+from actors.ranks.process import RankProcess
+from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
+from contracts.config import ChannelConfig
+from contracts.errors import (
+    ChannelError,
+    CheckpointError,
+    HandshakeError,
+    LaunchError,
+    ResourceError,
+)
+from contracts.messages import Failed, Tokens
+from contracts.worker import RankStatus
+from models.decoder.local import LocalModel
+from models.experts.moe import ExpertHalf
+from tests.support.channels_support import nothing_leaks  # noqa: F401
+from tests.support.fork_server import start_forked
+from tests.support.group_harness import (
+    DEADLINE_S,
+    Priority,
+    RankConnection,
+    ThreadGroup,
+    greedy,
+    group_config,
+)
+
+Checkpoints = Callable[..., Path]
+BACKENDS = ["shm", "tcp"]
+LIMIT_S = 2.0  # from a fault to the last error that it causes
+LONG_TOKENS = 3500  # one batch of this lasts longer than LIMIT_S
+
+
+@pytest.fixture(scope="session")
+def deep(tiny_checkpoint: Checkpoints) -> Path:
+    """Many thin layers: a batch takes long, and can be met by a fault at any of them."""
+    return tiny_checkpoint(
+        "qwen3_moe", num_hidden_layers=24, num_experts=8, max_position_embeddings=8192
+    )
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_forked(forked_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_forked(monkeypatch, actors.ranks.process)
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 131, (count,), generator=generator).tolist()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def process_group(folder: Path, backend: str, fault: signal.Signals) -> Iterator[LocalGroup]:
+    """Two attention and two expert ranks; afterwards no process and no socket of them is left."""
+    config = group_config(
+        2,
+        2,
+        kv={"pool_tokens": 16 * 1024},
+        schedule={"max_batch_sequences": 2},  # so that others wait
+        # As in production, where silence is all there is to see.
+        channel={"silence_s": ChannelConfig().silence_s} if fault is signal.SIGSTOP else {},
+    )
+    with LocalGroup(str(folder), config, backend=backend) as group:
+        pids = [process.pid for process in group.processes.values()]
+        yield group
+    assert all(is_gone(pid) for pid in pids)
+    names = Path("/proc/net/unix").read_text()
+    for ready in group.ready:
+        assert not ready.channel_address or ready.channel_address[5:] not in names
+
+
+def clients_of(group: LocalGroup) -> list[RankConnection]:
+    return [RankConnection(*item, group.token) for item in group.client_addresses.items()]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def fill(group: LocalGroup, rank: int, client: RankConnection) -> list[int]:
+    """A generation and a long scoring in a batch that runs, one of each that waits for it."""
+    running = client.submit(tokens(1, 20), sampling=greedy(4000))
+    client.wait_begun(running)
+    assert isinstance(client.events[running][0], Tokens)
+    long = client.submit(tokens(2, LONG_TOKENS), candidates=[5])
+    waiting = client.submit(tokens(3, 30), sampling=greedy(10), priority=Priority.BE)
+    scoring = client.submit(tokens(4, 50), score_from=10)
+    name = f"attention-{rank}"
+    until(lambda: (status_of(group, name).running, status_of(group, name).waiting) == (2, 2))
+    return [running, long, waiting, scoring]
+
+
+def read_to_the_end(client: RankConnection) -> None:
+    """Returns once the rank (or the kernel for it) has ended the connection."""
+    end_s = time.monotonic() + DEADLINE_S
+    with contextlib.suppress(EOFError, ConnectionError):
+        while time.monotonic() < end_s:
+            client.read()
+        pytest.fail("the connection is still open")
+
+
+def status_of(group: LocalGroup, name: str) -> RankStatus:
+    status = group.processes[name].call("status").result(5.0)
+    assert isinstance(status, RankStatus)
+    return status
+
+
+# --- an expert rank is lost
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_every_request_fails_within_two_seconds_of_the_loss_of_an_expert_rank(
+    deep: Path, fault: signal.Signals, backend: str, record_property: Callable[[str, object], None]
+) -> None:
+    with process_group(deep, backend, fault) as group:
+        clients = clients_of(group)
+        requests = [fill(group, rank, client) for rank, client in enumerate(clients)]
+        group.processes["expert-1"].send_signal(fault)
+        start_s = time.monotonic()
+        failures = [
+            client.failed(request)
+            for client, ids in zip(clients, requests, strict=True)
+            for request in ids
+        ]
+        detected_s = time.monotonic() - start_s
+        record_property("detected_s", detected_s)
+        print(f"{fault.name} {backend}: {detected_s:.3f} s")  # noqa: T201
+        assert detected_s < LIMIT_S
+        assert all("expert-1" in failed.message for failed in failures)
+        code = "peer_dead" if fault is signal.SIGKILL else "peer_hung"
+        assert {(failed.code, failed.status) for failed in failures} == {(code, 503)}
+
+        for client in clients:
+            start_s = time.monotonic()
+            refused = client.failed(client.submit(tokens(5, 9), candidates=[1]))
+            assert time.monotonic() - start_s < LIMIT_S
+            assert (refused.code, refused.status) == ("not_ready", 503)
+            assert "expert-1" in refused.message
+
+        for name in ("attention-0", "attention-1"):
+            until(lambda name=name: status_of(group, name).kv_blocks["used"] == 0)
+            status = status_of(group, name)
+            assert not status.healthy
+            assert "expert-1" in status.reason
+            assert (status.running, status.waiting, status.kv_blocks["used"]) == (0, 0, 0)
+        assert status_of(group, "expert-0").healthy
+        if (fault, backend) == (signal.SIGSTOP, "tcp"):
+            group.processes["expert-1"].send_signal(signal.SIGCONT)
+            assert status_of(group, "expert-1").healthy
+        elif fault is signal.SIGSTOP:
+            assert group.processes["expert-1"].close(timeout_s=1.0) == -signal.SIGKILL
+        for client in clients:
+            client.close()
+
+
+def test_an_expert_rank_that_ends_takes_no_thread_and_no_descriptor_with_it(deep: Path) -> None:
+    config = group_config(2, 2)
+    with ThreadGroup(deep, config) as group, group.client(0) as first, group.client(1) as second:
+        running = [
+            (client, client.submit(tokens(1, 60), sampling=greedy(400)))
+            for client in (first, second)
+        ]
+        for client, request in running:
+            client.wait_begun(request)
+        group.experts[1].stop()
+        for client, request in running:
+            assert "expert-1" in client.failed(request).message
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_unforeseen_error_in_an_expert_rank_is_told_by_its_name(
+    deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> torch.Tensor:
+        raise ArithmeticError("planted")
+
+    with ThreadGroup(deep, group_config(1, 2)) as group, group.client() as client:
+        monkeypatch.setattr(group.experts[1]._half, "run", broken)
+        request = client.submit(tokens(1, 40), candidates=[1])
+        assert "expert-1" in client.failed(request).message
+        status = group.experts[1].status()
+        assert not status.healthy
+        assert "ArithmeticError: planted" in status.reason
+
+
+def test_an_expert_rank_whose_loop_hangs_is_told_by_its_name_though_its_threads_live(
+    deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = group_config(1, 2, channel={"stuck_s": 2.0, "silence_s": 1.5})
+    with ThreadGroup(deep, config) as group, group.client() as client:
+        half, released = group.experts[1]._half, threading.Event()
+
+        def hang(*arguments: Any) -> torch.Tensor:
+            released.wait(DEADLINE_S)
+            return ExpertHalf.run(half, *arguments)
+
+        monkeypatch.setattr(half, "run", hang)
+        try:
+            request = client.submit(tokens(1, 40), candidates=[1])
+            assert "expert-1 has been silent" in client.failed(request).message
+            status = group.experts[1].status()
+            assert not status.healthy
+            assert "expert-1 has been stuck in one step" in status.reason
+        finally:
+            released.set()
+
+
+# --- an attention rank is lost
+
+
+def test_the_other_attention_rank_goes_on_with_right_answers_when_one_is_killed(deep: Path) -> None:
+    prompts = [tokens(seed, 30 + seed) for seed in range(3)]
+    local = LocalModel.load(deep, dtype="float32")
+    expected = [local.greedy(prompt, 24) for prompt in prompts]
+    with process_group(deep, "shm", signal.SIGKILL) as group:
+        doomed, other = clients_of(group)
+        fill(group, 0, doomed)
+        requests = [other.submit(prompt, sampling=greedy(24)) for prompt in prompts]
+        other.wait_begun(requests[0])
+        group.processes["attention-0"].send_signal(signal.SIGKILL)
+        assert [other.generated(request)[0] for request in requests] == expected
+        again = [other.submit(prompt, sampling=greedy(24)) for prompt in prompts]
+        assert [other.generated(request)[0] for request in again] == expected
+        read_to_the_end(doomed)
+        for name in ("attention-1", "expert-0", "expert-1"):
+            assert status_of(group, name).healthy
+        doomed.close()
+        other.close()
+
+
+def test_an_unforeseen_error_in_an_attention_rank_fails_its_requests_by_its_name(
+    deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> torch.Tensor:
+        raise ArithmeticError("planted")
+
+    config = group_config(2, 1)
+    with ThreadGroup(deep, config) as group, group.client(0) as client, group.client(1) as other:
+        monkeypatch.setattr(group.attention[0]._half, "attend", broken)  # a layer: nobody's alone
+        requests = [
+            client.submit(tokens(1, 40), sampling=greedy(4)),
+            client.submit(tokens(2, 20), candidates=[1]),
+        ]
+        for request in requests:
+            failed = client.failed(request)
+            assert "attention-0 failed: ArithmeticError: planted" in failed.message
+        assert not group.attention[0].status().healthy
+        late = client.submit(tokens(3, 10), candidates=[1])
+        assert "attention-0 failed" in client.failed(late).message
+        assert len(other.generated(other.submit(tokens(1, 40), sampling=greedy(4)))[0]) == 4
+
+
+# --- clients
+
+
+def test_a_client_that_leaves_frees_its_blocks_and_changes_nobodys_answer(deep: Path) -> None:
+    prompts = [tokens(seed, 45) for seed in (7, 8)]
+    local = LocalModel.load(deep, dtype="float32")
+    expected = [local.greedy(prompt, 20) for prompt in prompts]
+    with ThreadGroup(deep, group_config(1, 2)) as group, group.client() as stays:
+        leaver = group.client()
+        requests = [stays.submit(prompt, sampling=greedy(20)) for prompt in prompts]
+        leaving = [leaver.submit(prompt, sampling=greedy(5000)) for prompt in prompts]
+        leaver.wait_begun(leaving[1])
+        leaver.close()
+        assert [stays.generated(request)[0] for request in requests] == expected
+        until(lambda: group.attention[0].status().kv_blocks["used"] == 0)
+        status = group.attention[0].status()
+        assert (status.running, status.waiting, status.kv_blocks["used"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("token_ids", {"token_ids": [5, 131], "candidates": [0]}),
+        ("token_ids", {"token_ids": [-1, 5], "candidates": [0]}),
+        ("candidates", {"token_ids": [5], "candidates": [0, 131]}),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused_and_the_rank_lives_on(
+    tiny_checkpoint: Checkpoints, field: str, fields: dict[str, list[int]]
+) -> None:
+    with ThreadGroup(tiny_checkpoint(), group_config()) as group, group.client() as client:
+        failed = client.failed(client.submit(**fields))
+        assert (failed.status, field in failed.message) == (400, True)
+        assert client.scored(client.submit([5, 6], candidates=[0])).candidate_logits is not None
+
+
+def test_the_same_request_id_twice_is_refused_and_the_rank_lives_on(deep: Path) -> None:
+    config = group_config(1, 1)
+    with ThreadGroup(deep, config) as group, group.client() as client, group.client() as other:
+        first = client.submit(tokens(1, 400), sampling=greedy(5000))
+        client.wait_begun(first)
+        client._next_id -= 1
+        again = client.submit(tokens(2, 400), sampling=greedy(5000))
+        assert again == first
+        client.read_until(lambda: any(isinstance(one, Failed) for one in client.events[first]))
+        (failed,) = [event for event in client.events[first] if isinstance(event, Failed)]
+        assert failed.status == 400
+        assert "request_id" in failed.message
+        expected = LocalModel.load(deep, dtype="float32").greedy(tokens(3, 9), 4)
+        assert other.generated(other.submit(tokens(3, 9), sampling=greedy(4)))[0] == expected
+
+
+def test_strangers_on_either_port_are_refused_while_requests_go_on(deep: Path) -> None:
+    local = LocalModel.load(deep, dtype="float32")
+    prompt = tokens(9, 33)
+    with ThreadGroup(deep, group_config(1, 1), backend="tcp") as group, group.client() as client:
+        ports = [
+            (group.attention[0].ready.client_address, "attention-0", None),
+            (group.experts[0].ready.channel_address, "expert-0", 1),
+        ]
+        request = client.submit(prompt, sampling=greedy(80))
+        silent = [dial(address, 5.0) for address, _, _ in ports]
+        for address, name, epoch in ports:
+            wrong_token(address, name, epoch)
+            for garbage in (secrets.token_bytes(64), b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000):
+                send_garbage(address, garbage)
+        for sock in silent:
+            until_closed(sock)
+        assert client.generated(request)[0] == local.greedy(prompt, 80)
+
+
+def wrong_token(address: str, name: str, epoch: int | None) -> None:
+    stranger = Identity(name="attention-0", token=secrets.token_bytes(32), epoch=epoch)
+    with dial(address, 5.0) as sock, pytest.raises(HandshakeError):
+        initiate(sock, stranger, purpose="client", to=name, deadline_s=5.0)
+
+
+def send_garbage(address: str, garbage: bytes) -> None:
+    sock = dial(address, 5.0)
+    with contextlib.suppress(OSError):  # refused, and closed, before all of it was sent
+        sock.sendall(garbage)
+        sock.shutdown(socket.SHUT_WR)
+    until_closed(sock)
+
+
+def until_closed(sock: socket.socket) -> None:
+    """Returns once the other side has ended the connection."""
+    with sock, contextlib.suppress(ConnectionError):
+        sock.settimeout(DEADLINE_S)
+        while sock.recv(4096):
+            pass
+
+
+def test_a_proven_client_that_sends_garbage_is_cut_off_alone(deep: Path) -> None:
+    with ThreadGroup(deep, group_config(1, 1)) as group, group.client() as client:
+        request = client.submit(tokens(1, 20), sampling=greedy(30))
+        mad = group.client()
+        mad._socket.sendall((5).to_bytes(4, "little") + b"\xc1\xc1\xc1\xc1\xc1")
+        read_to_the_end(mad)
+        mad.close()
+        assert len(client.generated(request)[0]) == 30
+
+
+# --- starts that fail
+
+
+def test_weights_that_cannot_load_are_named_and_nothing_is_left(
+    tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    """Whichever rank is the first to find out."""
+    folder = shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "model")
+    shard = folder / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    group = LocalGroup(str(folder), group_config(2, 2))
+    with pytest.raises(
+        CheckpointError, match=r"^(attention|expert)-[01]: [^\n]*model\.safetensors"
+    ):
+        group.__enter__()
+    assert all(is_gone(process.pid) for process in group.processes.values())
+
+
+def test_a_pool_larger_than_memory_is_named_and_nothing_is_left(
+    deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ranks that are started as everywhere but in these tests."""
+    monkeypatch.undo()
+    config = group_config(1, 1, kv={"pool_tokens": 1 << 40})
+    group = LocalGroup(str(deep), config)
+    with pytest.raises(ResourceError, match=r"attention-0.*kv\.pool_tokens"):
+        group.__enter__()
+    assert all(is_gone(process.pid) for process in group.processes.values())
+
+
+@contextlib.contextmanager
+def loaded(folder: Path, backend: str) -> Iterator[tuple[dict[str, RankProcess], dict[str, str]]]:
+    """Processes of 1 + 2 ranks that have loaded and listen, and the expert ranks' addresses."""
+    config = group_config(1, 2, channel={"deadline_s": 1.0})
+    formation = Formation(config, str(folder), secrets.token_bytes(32), 1, backend)
+    specs = make_specs(formation, [Seat("cpu", "127.0.0.1", 1)], [Seat("cpu", "127.0.0.1", 1)] * 2)
+    processes = {spec.name: RankProcess(spec.name) for spec in specs}
+    try:
+        ready = [processes[spec.name].call("prepare", spec) for spec in specs]
+        addresses = {
+            answer.name: answer.channel_address
+            for answer in (future.result(DEADLINE_S) for future in ready)
+            if answer.channel_address
+        }
+        yield processes, addresses
+    finally:
+        for process in processes.values():
+            process.send_signal(signal.SIGKILL)
+            process.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_expert_rank_that_is_gone_or_hung_before_the_others_connect_is_named(
+    tiny_checkpoint: Checkpoints, backend: str
+) -> None:
+    with loaded(tiny_checkpoint("qwen3_moe"), backend) as (processes, addresses):
+        for fault in (signal.SIGSTOP, signal.SIGKILL):
+            processes["expert-1"].send_signal(fault)
+            if fault is signal.SIGKILL:
+                processes["expert-1"]._process.wait(10.0)
+            only = {"expert-1": addresses["expert-1"]}
+            start_s = time.monotonic()
+            with pytest.raises(ChannelError, match="expert-1"):
+                processes["attention-0"].call("connect", only).result(DEADLINE_S)
+            assert time.monotonic() - start_s < 1.0 + LIMIT_S  # deadline_s, and some
+
+
+def test_a_process_that_dies_while_loading_is_named(tiny_checkpoint: Checkpoints) -> None:
+    config = group_config(1, 1)
+    formation = Formation(config, str(tiny_checkpoint("qwen3_moe")), bytes(32), 1, "shm")
+    seats = [Seat("cpu", "127.0.0.1", 1)]
+    specs = make_specs(formation, seats, seats)
+    processes = [RankProcess(spec.name) for spec in specs]
+    processes[1].send_signal(signal.SIGKILL)
+    with pytest.raises(LaunchError, match="expert-0: its process"):
+        form_group(specs, processes, timeout_s=DEADLINE_S)
+    for process in processes:
+        process.close()
+        assert is_gone(process.pid)
+
+
+def test_failures_are_events_too(deep: Path) -> None:
+    """A rank that stops says so to everyone who waits."""
+    with ThreadGroup(deep, group_config(1, 1)) as group, group.client() as client:
+        request = client.submit(tokens(1, 20), sampling=greedy(5000))
+        client.wait_begun(request)
+        group.attention[0].stop()
+        failed = client.failed(request)
+        assert isinstance(failed, Failed)
+        assert "attention-0 is shutting down" in failed.message

@@ -1,0 +1,114 @@
+"""The planner as a process: it plans for a running group; killed or stopped, requests go on."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import actors.ranks.process
+from actors.ranks.local_group import LocalGroup
+from contracts.clock import monotonic_s
+from contracts.errors import CheckpointError, LaunchError, TandemError
+from contracts.worker import RankStatus
+from tests.support.fork_server import start_forked
+from tests.support.group_harness import DEADLINE_S, RankConnection, greedy, group_config
+from tests.support.simulated_group import hardware
+
+Checkpoints = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_forked(forked_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_forked(monkeypatch, actors.ranks.process)
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 131, (tokens,), generator=generator).tolist()
+
+
+class Traffic:
+    """The same prompts again and again: their answers must not change."""
+
+    def __init__(self, group: LocalGroup, client: RankConnection) -> None:
+        self.group = group
+        self.client = client
+        self.expected = self._answers()
+
+    def goes_on_until(self, condition: Callable[[RankStatus], bool]) -> RankStatus:
+        end_s = monotonic_s() + DEADLINE_S
+        while True:
+            assert self._answers() == self.expected
+            status = self.group.status()[0]
+            assert status.healthy
+            if condition(status):
+                return status
+            assert monotonic_s() < end_s, status
+
+    def _answers(self) -> list[list[int]]:
+        requests = [
+            self.client.submit(prompt(seed, 10 + 20 * seed), sampling=greedy(6))
+            for seed in range(4)
+        ]
+        return [self.client.generated(request)[0] for request in requests]
+
+
+@pytest.mark.parametrize(("fault", "state"), [(signal.SIGKILL, "lost"), (signal.SIGSTOP, "slow")])
+def test_requests_go_on_by_default_when_the_planner_dies_or_hangs(
+    tiny_checkpoint: Checkpoints, fault: signal.Signals, state: str
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    config = group_config(
+        planner={"report_s": 0.0, "answer_deadline_s": 0.2}, channel={"silence_s": 5.0}
+    )
+    with (
+        LocalGroup(str(folder), config, planner=True, hardware=hardware()) as group,
+        RankConnection("attention-0", group.client_addresses["attention-0"], group.token) as client,
+    ):
+        traffic = Traffic(group, client)
+        traffic.goes_on_until(lambda status: status.chosen.get("planner", 0) > 0)
+        planner = group.processes["planner-0"]
+        planner.send_signal(fault)
+        try:
+            client.submit(prompt(9, 300), sampling=greedy(2))  # of a shape that nobody knows
+            traffic.goes_on_until(lambda status: status.planner == state)
+            if fault is signal.SIGKILL:
+                traffic.goes_on_until(lambda status: status.chosen.get("default lost", 0) > 3)
+        finally:
+            if fault is signal.SIGSTOP:
+                planner.send_signal(signal.SIGCONT)
+        if fault is signal.SIGSTOP:
+            traffic.goes_on_until(lambda status: status.planner == "ready")
+
+
+def test_a_group_without_a_hardware_file_comes_to_plan_by_itself(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    folder = tiny_checkpoint("deepseek_v2")
+    config = group_config(planner={"report_s": 0.0}, channel={"silence_s": 5.0})
+    with (
+        LocalGroup(str(folder), config, planner=True) as group,
+        RankConnection("attention-0", group.client_addresses["attention-0"], group.token) as client,
+    ):
+        traffic = Traffic(group, client)
+        traffic.goes_on_until(lambda status: status.chosen.get("planner", 0) > 0)
+        text = group.metrics()["planner-0"]
+        assert "tandem_plan_predicted_seconds" in text
+        assert "tandem_plan_measured_seconds" in text
+        ranks = group.metrics()["attention-0"]
+        assert 'chosen_by="planner"' in ranks
+        assert [status.name for status in group.status()] == ["attention-0", "expert-0"]
+
+
+def test_a_planner_that_cannot_start_is_told_at_the_start(tmp_path: Path) -> None:
+    with (
+        pytest.raises(TandemError) as caught,
+        LocalGroup(str(tmp_path), group_config(), planner=True),
+    ):
+        time.sleep(0)
+    assert isinstance(caught.value, CheckpointError | LaunchError)

@@ -1,0 +1,253 @@
+"""What silent, slow and noisy strangers can do to every socket that a rank listens on, before they
+have proven anything: nothing to anybody else (FINDINGS A8)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from actors.channels import gate, handshake
+from actors.channels.handshake import Identity
+from actors.channels.listener import dial
+from actors.channels.loop_watch import LoopWatch
+from actors.weights.weight_wire import PURPOSE
+from actors.wire.client_server import ClientServer
+from contracts.clock import monotonic_s
+from contracts.planning import PLANNER_PURPOSE
+from tests.support.channels_support import (
+    TOKEN,
+    endpoint,
+    nothing_leaks,  # noqa: F401
+    open_fds,
+)
+from tests.support.fake_planner import TOKEN as PLANNER_TOKEN
+from tests.support.fake_planner import real_planner
+from tests.support.group_harness import group_config
+from tests.support.prefill_workers import TOKEN as WEIGHTS_TOKEN
+from tests.support.prefill_workers import make_source, worker_spec
+
+Checkpoints = Callable[..., Path]
+CROWD = 100
+PATIENCE_S = 20.0
+NESTED = b"\x82\xa4type\xa5hello\xa1x" + b"\x91" * 4000 + b"\xc0"
+
+
+class Listening(NamedTuple):
+    """A socket that a rank has opened, and what a peer that may come in says."""
+
+    address: str
+    me: Identity
+    purpose: str
+    extra: bytes = b""
+
+    def prove(self, deadline_s: float) -> None:
+        """Comes in as a peer does, and leaves. Raises ChannelError."""
+        with dial(self.address, deadline_s) as sock:
+            handshake.initiate(
+                sock,
+                self.me,
+                purpose=self.purpose,
+                to=None,
+                extra=self.extra,
+                deadline_s=deadline_s,
+            )
+
+
+@contextlib.contextmanager
+def channel(backend: str) -> Iterator[Listening]:
+    end = endpoint("right", backend)
+    try:
+        extra = msgspec.msgpack.encode((backend, os.urandom(16)))
+        me = Identity(name="left", token=TOKEN, epoch=1)
+        yield Listening(end.listen(), me, "channel-data", extra)
+    finally:
+        end.close()
+
+
+@contextlib.contextmanager
+def clients() -> Iterator[Listening]:
+    watch = LoopWatch("right", 60.0, monotonic_s)
+    server = ClientServer("right", token=TOKEN, wake=lambda: None, watch=watch)
+    try:
+        address = server.listen("127.0.0.1", deadline_s=5.0)
+        yield Listening(address, Identity(name="ingress", token=TOKEN, epoch=None), "requests")
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def weights(folder: Path, backend: str) -> Iterator[Listening]:
+    source = make_source(worker_spec(folder, 1, 2, backend=backend))
+    try:
+        me = Identity(name="prefill-0", token=WEIGHTS_TOKEN, epoch=None)
+        address = source.listen("127.0.0.1")
+        yield Listening(address, me, PURPOSE, msgspec.msgpack.encode(source._terms))
+    finally:
+        source.close()
+
+
+@contextlib.contextmanager
+def planner(folder: Path) -> Iterator[Listening]:
+    with real_planner(folder, group_config(), None) as made:
+        me = Identity(name="attention-0", token=PLANNER_TOKEN, epoch=None)
+        yield Listening(made.ready.channel_address, me, PLANNER_PURPOSE)
+
+
+@pytest.fixture(params=["channel-shm", "channel-tcp", "weights-shm", "weights-tcp", "clients",
+                        "planner"])  # fmt: skip
+def listening(request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints) -> Iterator[Listening]:
+    kind, _, backend = request.param.partition("-")
+    with contextlib.ExitStack() as stack:
+        if kind == "channel":
+            yield stack.enter_context(channel(backend))
+        elif kind == "clients":
+            yield stack.enter_context(clients())
+        elif kind == "weights":
+            yield stack.enter_context(weights(tiny_checkpoint("qwen3_moe"), backend))
+        else:
+            yield stack.enter_context(planner(tiny_checkpoint("qwen3_moe")))
+
+
+@pytest.fixture(autouse=True)
+def errors(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fails a test in which a thread or a task died of what a stranger had sent."""
+    died: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: died.append(args.exc_value))
+    yield
+    assert not died
+    assert not [r for r in caplog.records if r.name == "asyncio" and r.levelno >= logging.ERROR]
+
+
+@contextlib.contextmanager
+def strangers(address: str, count: int) -> Iterator[list[socket.socket]]:
+    """Connections that say nothing."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(dial(address, 5.0)) for _ in range(count)]
+
+
+def sockets() -> int:
+    return sum(target.startswith("socket:") for target in open_fds().values())
+
+
+def ended(sock: socket.socket) -> bool:
+    """Whether the other side has closed it, once it has. Takes what comes before."""
+    sock.settimeout(PATIENCE_S)
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_a_peer_gets_in_past_any_number_of_silent_strangers(listening: Listening) -> None:
+    """FINDINGS A8: they had all places for five seconds at a time."""
+    with strangers(listening.address, CROWD):
+        listening.prove(3.0)
+
+
+def test_strangers_hold_no_more_descriptors_than_there_are_places(listening: Listening) -> None:
+    """FINDINGS A8: each had one, up to the process's last."""
+    before = sockets()
+    with strangers(listening.address, CROWD):
+        end_s = time.monotonic() + gate.HANDSHAKE_S / 2
+        while (held := sockets() - before - CROWD) > gate.MAX_PER_ADDRESS:
+            assert time.monotonic() < end_s, f"{held} descriptors for strangers"
+            time.sleep(0.02)
+
+
+def test_one_that_says_nothing_is_gone_before_the_whole_deadline(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FINDINGS A8."""
+    monkeypatch.setattr(gate, "FIRST_BYTE_S", 0.2)
+    monkeypatch.setattr(gate, "HANDSHAKE_S", 10 * PATIENCE_S)
+    with dial(listening.address, 5.0) as stranger:
+        assert ended(stranger)
+
+
+def test_one_that_says_a_byte_now_and_then_has_no_more_time(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FINDINGS A8."""
+    monkeypatch.setattr(gate, "FIRST_BYTE_S", 0.3)
+    monkeypatch.setattr(gate, "HANDSHAKE_S", 0.6)
+    with dial(listening.address, 5.0) as stranger:
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(b"\xff")  # of a length that is allowed: ff 00 00 00
+            for _ in range(int(PATIENCE_S / 0.1)):
+                stranger.settimeout(0.1)
+                with contextlib.suppress(TimeoutError):
+                    if not stranger.recv(1 << 16):
+                        break
+                stranger.sendall(b"\x00")
+            else:
+                pytest.fail("it may go on for ever")
+        listening.prove(5.0)
+
+
+def test_megabytes_of_nonsense_are_not_taken(listening: Listening) -> None:
+    """FINDINGS A8: what is no handshake ends the connection at its first four bytes."""
+    with dial(listening.address, 5.0) as stranger:
+        stranger.settimeout(PATIENCE_S)
+        with pytest.raises(ConnectionError):
+            stranger.sendall(b"nonsense" * (8 << 20))
+        listening.prove(5.0)
+
+
+def test_a_deeply_nested_hello_is_refused_like_any_other(listening: Listening) -> None:
+    """FINDINGS A8: msgspec gives up on it with RecursionError."""
+    with dial(listening.address, 5.0) as stranger:
+        stranger.sendall(len(NESTED).to_bytes(4, "little") + NESTED)
+        assert ended(stranger)
+        listening.prove(5.0)
+
+
+def test_an_accept_without_descriptors_is_tried_again_without_spinning(
+    listening: Listening, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FINDINGS A8."""
+    tries: list[str] = []
+    tell = gate.Gate.tell
+
+    def count(self: gate.Gate, event: str, reason: str) -> None:
+        tries.append(event)
+        tell(self, event, reason)
+
+    monkeypatch.setattr(gate.Gate, "tell", count)
+    _, rest = listening.address.split(":", 1)
+    unix = listening.address.startswith("unix")
+    target = "\0" + rest[1:] if unix else ("127.0.0.1", int(rest.rpartition(":")[2]))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        family = socket.AF_UNIX if unix else socket.AF_INET
+        waiting = [stack.enter_context(socket.socket(family)) for _ in range(3)]
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        for sock in waiting:
+            sock.connect(target)
+        start_s = time.monotonic()
+        end_s = start_s + PATIENCE_S
+        while len(tries) < 3:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        assert time.monotonic() - start_s >= 2 * gate.ACCEPT_RETRY_S
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        listening.prove(10.0)
+    assert set(tries[:3]) == {"accept_failed"}
+    assert len([r for r in caplog.records if "accept_failed" in r.getMessage()]) == 1

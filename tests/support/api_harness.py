@@ -1,0 +1,167 @@
+"""The real API on a real port, before fake ranks on real sockets, all on one background loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+import openai
+from starlette.applications import Starlette
+
+from actors.channels.handshake import Identity
+from cluster.api.app import build_app
+from cluster.api.schemas import ServedModel
+from cluster.routing.dispatcher import Dispatcher, DispatcherConfig
+from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_socket import RankClientConfig
+from cluster.serving.front import DirectFront
+from contracts.config import HttpConfig, LimitsConfig
+from models.text.tokenizer import Tokenizer
+from tests.support.fake_rank import TOKEN, FakeRank
+from tests.support.tiny_tokenizer import EOS
+
+Result = TypeVar("Result")
+MODEL = "tiny"
+CONTEXT_TOKENS = 256
+TIMEOUT_S = 20.0
+ME = Identity(name="ingress-0", token=TOKEN, epoch=None)
+QUICK = RankClientConfig(silence_s=0.6, check_every_s=0.05, max_backoff_s=0.05)
+
+
+class Loop:
+    """An event loop in a thread."""
+
+    def __init__(
+        self, make: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    ) -> None:
+        self._loop = make()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)
+
+    def start(self, work: Coroutine[Any, Any, object]) -> Future[object]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Returns once the loop has called it."""
+        done = threading.Event()
+        self._loop.call_soon_threadsafe(lambda: (function(), done.set()))
+        assert done.wait(TIMEOUT_S)
+
+    def close(self) -> None:
+        self.run(_cancel_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Api:
+    """A running server, clients for it, and the fake ranks behind it."""
+
+    def __init__(self, loop: Loop, url: str, ranks: Sequence[FakeRank], tokenizer: Tokenizer):
+        self.loop = loop
+        self.url = url
+        self.ranks = ranks
+        self.tokenizer = tokenizer
+        self.http = httpx.Client(base_url=url, timeout=TIMEOUT_S)
+        self.openai = openai.OpenAI(
+            base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=TIMEOUT_S
+        )
+        self.dispatcher: Dispatcher
+        self.app: Starlette
+        self.eos: list[int]
+        self.folder: Path
+
+    @property
+    def rank(self) -> FakeRank:
+        return self.ranks[0]
+
+    def wait_ready(self) -> None:
+        self.loop.run(self.dispatcher.wait_ready())
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Returns once `condition` holds; asked with every change at rank 0's client."""
+        client = self.dispatcher.clients[0]
+        self.loop.run(client.wait_until(lambda _: condition()))
+
+    async def send(self, request: httpx.Request) -> httpx.Response:
+        """From the loop, so that it can be left waiting."""
+        async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+            return await client.send(request)
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        return self.http.post(path, json={"model": MODEL, **body})
+
+    def close(self) -> None:
+        self.http.close()
+        self.openai.close()
+
+
+@contextlib.contextmanager
+def serve_api(
+    folder: Path,
+    ranks: Sequence[FakeRank],
+    http: HttpConfig | None = None,
+    *,
+    eos_text: str = EOS,
+    config: LimitsConfig | None = None,
+    **limits: int,
+) -> Iterator[Api]:
+    """The API in front of `ranks`; config: its section `limits`; limits: fields of
+    DispatcherConfig."""
+    tokenizer = Tokenizer.load(folder)
+    loop = Loop()
+    settings = msgspec.structs.replace(http or HttpConfig(), port=0)
+
+    async def start() -> tuple[Dispatcher, Starlette, DirectFront]:
+        clients = [RankClient(rank.name, await rank.listen(), ME, QUICK) for rank in ranks]
+        dispatcher = Dispatcher(clients, DispatcherConfig(**limits))
+        dispatcher.start()
+        await dispatcher.wait_ready()
+        eos = tokenizer.encode(eos_text, add_special_tokens=False)
+        model = ServedModel(
+            name=MODEL,
+            max_context_tokens=CONTEXT_TOKENS,
+            vocab_size=tokenizer.vocab_size,
+            eos_token_ids=tuple(eos),
+        )
+        app = build_app(dispatcher, tokenizer, model, settings, limits=config or LimitsConfig())
+        front = DirectFront(app, settings)
+        await front.start()
+        return dispatcher, app, front
+
+    dispatcher, app, front = loop.run(start())
+
+    async def stop() -> None:
+        await front.close()
+        await dispatcher.close()
+        for rank in ranks:
+            await rank.close()
+
+    api = Api(loop, f"http://127.0.0.1:{front.port}", ranks, tokenizer)
+    api.dispatcher = dispatcher
+    api.app = app
+    api.eos = tokenizer.encode(eos_text, add_special_tokens=False)
+    api.folder = folder
+    try:
+        yield api
+    finally:
+        api.close()
+        loop.run(stop())
+        loop.close()

@@ -1,0 +1,98 @@
+"""How each documented command is tried. Patterns as of fnmatch, the first that fits counts; a
+command that fits none fails `tests/architecture/test_documented_commands.py`."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from tests.support.documented import Command
+
+HERE = "tests/architecture/test_documented_commands.py"
+SERVED = "tests/ray/test_documented_commands.py"
+
+
+class Tried(NamedTuple):
+    """test: the file that really runs it, from an empty folder unless `how` says otherwise."""
+
+    test: str
+    how: str = "as it is"
+
+
+class Left(NamedTuple):
+    reason: str
+
+
+DIR = "DIR is the bundled model's folder"
+CLUSTER = "needs a Ray cluster of several machines, or ends one that others use"
+MENTION = "another tool's command by its name"
+
+TABLE: list[tuple[str, Tried | Left]] = [
+    ("tandem serve --model DIR --attention-ranks 2 *", Tried(SERVED, f"{DIR}; a free port")),
+    ("tandem serve --attention-ranks 0 *", Tried(SERVED, "a free port")),
+    ("curl http://127.0.0.1:8000/*", Tried(SERVED, "the server's port")),
+    ("tandem bulk --model bundled --input reviews.jsonl *", Tried(SERVED, "a file of three rows")),
+    ("tandem serve --config tandem.yaml*", Tried(HERE, "`tandem doctor` reads the same file")),
+    ("tandem serve --model DIR*", Tried(SERVED, f"with ranks; {DIR}")),
+    ("tandem serve --prefill-ranks 2", Tried("tests/ray/test_prefill_serving.py", "by its keys")),
+    ("tandem stop --name NAME", Tried("tests/ray/test_existing_cluster.py")),
+    ("tandem bulk --address … *", Tried("tests/ray/test_existing_cluster.py")),
+    ("tandem doctor --model DIR", Tried(HERE, DIR)),
+    ("cat spec.json", Tried(HERE, "writes what the document shows")),
+    ("tandem plan spec.json*", Tried(HERE, "Qwen3-235B-A22B is a folder with a config.json")),
+    ("tandem plan --beyond", Tried(HERE, "of the same file")),
+    ("tandem plan --help", Tried(HERE)),
+    ("tandem config*", Tried(HERE)),
+    (
+        "tandem profile --output here.json*",
+        Tried("tests/unit/cluster/capacity/test_profile.py", "for 5 s"),
+    ),
+    ("tandem demo --trace FILE", Tried(SERVED, "slow")),
+    ("make demo", Tried(SERVED, "slow, and as `tandem demo`: make installs")),
+    ("python -m cluster.bulk", Tried("tests/ray/test_bulk.py", "as a job")),
+    ("make test", Left("runs this")),
+    ("make lint", Left("ruff, mypy and import rules of the clone, run beside the tests")),
+    ("RAY_ADDRESS=HEAD:6379 tandem serve *", Tried("tests/ray/test_existing_cluster.py")),
+    ("serve run deploy/serve.yaml*", Left(CLUSTER)),
+    ("ray job submit --working-dir . -- python -m cluster.bulk *", Left("needs s3://bucket")),
+    ("ray job submit*", Tried("tests/ray/test_bulk.py", "with a job of its own")),
+    ("ray start --head *", Tried("tests/ray/test_existing_cluster.py", "by benchmarks.ray_head")),
+    ("export RAY_*", Tried("tests/ray/test_existing_cluster.py", "by benchmarks.ray_head")),
+    ("serve *", Left(MENTION)),
+    ("ray *", Left(MENTION)),
+    ("lm_eval run *", Left("needs lm-eval and a task's data")),
+    ("python -m benchmarks.lm_eval_check *", Left("needs lm-eval and a task's data")),
+    ("pip install *", Left("needs a network")),
+    ("python -m benchmarks.*", Left("a measurement of minutes: its --help is tried")),
+    ("sysctl *", Left("a setting of the machine")),
+    ("ip *", Left("a setting of the machine")),
+    ("ethtool *", Left("a setting of the machine")),
+    ("systemd-run *", Left("a setting of the machine")),
+    ("kubectl *", Left("needs Kubernetes")),
+    ("helm *", Left("needs Kubernetes")),
+    ("docker *", Left("needs Docker")),
+    ("promtool *", Left("needs Prometheus")),
+    ("prometheus *", Left("needs Prometheus")),
+]
+BLOCKS = {
+    "python": Tried(SERVED, "the server's port"),
+    "yaml": Tried(HERE, "as tandem.yaml"),
+}
+
+
+def how_tried(command: Command) -> Tried | Left | None:
+    """None: in no list."""
+    if command.language:
+        return BLOCKS.get(command.language)
+    if is_name(command.text):
+        return Tried(HERE, "is a command by that name")
+    for pattern, how in TABLE:
+        if fnmatchcase(command.text, pattern):
+            return how
+    return None
+
+
+def is_name(text: str) -> bool:
+    """Whether it only names one of our commands: `tandem serve`."""
+    words = text.split(" ")
+    return words[0] == "tandem" and len(words) == 2 and words[1].isalpha()

@@ -1,0 +1,137 @@
+"""A fake prefill worker: FakeRank's sockets, with a log that a router can fold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from actors.ranks.worker_log import WorkerLog
+from cluster.routing.prefill_peer import Find
+from cluster.routing.prefill_router import PrefillRouter, PrefillRouterConfig
+from cluster.routing.rank_client import RankClient
+from contracts.messages import Cancel, Failed, Submit, Tokens, ToRank
+from contracts.routing import Prompt, RequestKey, WorkerReport
+from planner.routing.request_work import token_work
+from planner.routing.saturation import SaturationConfig
+from tests.support.api_harness import ME, QUICK
+from tests.support.fake_rank import FakeRank, scored
+
+BLOCK = 4
+UNLIMITED = 1_000_000  # tokens
+
+Held = tuple[asyncio.StreamWriter, Submit]
+
+
+class FakePrefill(FakeRank):
+    """hold: accepts requests and answers none until `release`. refuse: answers with that.
+    one_token: a generation gets a token and then nothing."""
+
+    def __init__(self, rank: int, *, epoch: int = 1) -> None:
+        super().__init__(f"prefill-{rank}", lambda _: [1, 2, 3])
+        self.rank, self.epoch = rank, epoch
+        self.hold = False
+        self.one_token = False
+        self.refuse: Failed | None = None
+        self.held: list[Held] = []
+        self.taken: list[Submit] = []
+        self._address: str | None = None
+        self.log = WorkerLog(rank, epoch, token_work, BLOCK)
+
+    def lie(self) -> None:
+        """Reports the end of a request that never was."""
+        snapshot = self.log.snapshot()
+        ended = (RequestKey(0, 99),)
+        self._tell(
+            WorkerReport(
+                worker=self.rank, epoch=self.epoch, number=snapshot.number + 1, ended=ended
+            )
+        )
+
+    async def listen(self, path: str | None = None) -> str:
+        """One address, however many ask for it."""
+        if self._address is None:
+            self._address = await super().listen(path)
+        return self._address
+
+    def release(self, count: int | None = None) -> None:
+        """Answers what is held, oldest first."""
+        count = len(self.held) if count is None else count
+        ready, self.held = self.held[:count], self.held[count:]
+        for _, submit in ready:
+            self._end(submit)
+        self._publish()
+        for writer, submit in ready:
+            frames = [[scored(submit)]] if submit.sampling is None else self.generated(submit)
+            for frame in frames:
+                self.send(writer, frame)
+
+    def fail_held(self) -> None:
+        """Answers what is held with `refuse`, which its log does not mention."""
+        assert self.refuse is not None
+        why, held = self.refuse, self.held
+        self.held = []
+        for writer, submit in held:
+            self.send(writer, [Failed(submit.request_id, why.code, why.message, why.status)])
+
+    def _greet(self, writer: asyncio.StreamWriter) -> None:
+        self.send(writer, [self.log.snapshot()])
+
+    def _take(self, writer: asyncio.StreamWriter, message: ToRank) -> None:
+        if isinstance(message, Cancel):
+            self.cancels.put(message.request_id)
+            for held in [each for each in self.held if each[1].request_id == message.request_id]:
+                self.held.remove(held)
+                self._end(held[1])
+            self._publish()
+            return
+        self.taken.append(message)
+        if self.refuse is not None:
+            why = self.refuse
+            self.send(writer, [Failed(message.request_id, why.code, why.message, why.status)])
+            return
+        assert message.key is not None
+        hashes = tuple(message.block_hashes(BLOCK))
+        self.log.accepted(Prompt(message.key, len(message.token_ids), hashes))
+        self._publish()
+        self.held.append((writer, message))
+        if self.one_token:
+            self.send(writer, [Tokens(message.request_id, [7])])
+        elif not self.hold:
+            self.release()
+
+    def _end(self, submit: Submit) -> None:
+        assert submit.key is not None
+        self.log.ended(submit.key)
+
+    def _publish(self) -> None:
+        report = self.log.report()
+        if report is not None:
+            self._tell(report)
+
+    def _tell(self, report: WorkerReport) -> None:
+        for writer in list(self._writers):
+            self.send(writer, [report])
+
+
+@contextlib.asynccontextmanager
+async def routing(
+    workers: Sequence[FakePrefill],
+    *,
+    tau: int = UNLIMITED,
+    find: Find | None = None,
+    **limits: float,
+) -> AsyncIterator[PrefillRouter]:
+    """A router in front of `workers`, which listen from now on."""
+    clients = [RankClient(w.name, await w.listen(), ME, QUICK) for w in workers]
+    saturation = SaturationConfig(fallback_prompts=(1,), pinned=tau)
+    config = PrefillRouterConfig(saturation=saturation, block_tokens=BLOCK, **limits)  # type: ignore[arg-type]
+    router = PrefillRouter(clients, config, token_work, find)
+    router.start()
+    try:
+        await router.wait_ready()
+        yield router
+    finally:
+        await router.close()
+        for worker in workers:
+            await worker.close()

@@ -1,0 +1,103 @@
+"""Workers that gather experts from each other, in the test's own process: real servers and sockets,
+no compute around them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.weights.weight_shard import HeldShard, PartSource, Shard, ShardWindow
+from actors.weights.weight_source import PeerSource, own_part
+from contracts.worker import Group, WorkerSpec
+from models.experts.checkpoint_part import CheckpointParts
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_store import ExpertBuffer
+from models.weights.checkpoint import Checkpoint, check_checkpoint
+from tests.support.group_harness import group_config
+
+TOKEN = secrets.token_bytes(32)
+
+
+def worker_spec(
+    folder: Path, rank: int, workers: int, *, backend: str, token: bytes = TOKEN, **fields: Any
+) -> WorkerSpec:
+    fields.setdefault("config", group_config(prefill={"experts": "gathered"}))
+    return WorkerSpec(
+        group=Group.PREFILL,
+        rank=rank,
+        attention_ranks=0,
+        expert_ranks=0,
+        prefill_ranks=workers,
+        model_folder=str(folder),
+        token=token,
+        epoch=fields.pop("epoch", 1),
+        device=fields.pop("device", "cpu"),
+        backend=backend,
+        **fields,
+    )
+
+
+def layout_of(folder: Path, *, packed: bool = True) -> ExpertLayout:
+    """In float32."""
+    return ExpertLayout(check_checkpoint(folder), torch.float32, torch.device("cpu"), packed=packed)
+
+
+def make_source(
+    spec: WorkerSpec,
+    *,
+    window: int | None = None,
+    host: PartSource | None = None,
+    layout: ExpertLayout | None = None,
+) -> PeerSource:
+    """window: of a shard that comes from `host`, as many layers at a time."""
+    folder = Path(spec.model_folder)
+    layout = layout or layout_of(folder)
+    checkpoint = CheckpointParts(Checkpoint(folder), layout)
+    host = host or checkpoint
+    part = own_part(spec, layout)
+    layers = layout.spec.moe_layers[1:]
+    shard: Shard
+    shard = ShardWindow(layers, part, host, window) if window else HeldShard(layers, part, host)
+    return PeerSource(spec, part, shard, checkpoint)
+
+
+def join_all(sources: Sequence[PeerSource]) -> dict[str, str]:
+    """Everybody's address, which everybody has been told."""
+    addresses = {source.name: source.listen("127.0.0.1") for source in sources}
+    for source in sources:
+        source.connect(addresses)
+    return addresses
+
+
+@contextmanager
+def gathering(
+    folder: Path, workers: int, *, backend: str, window: int | None = None, **fields: Any
+) -> Iterator[list[PeerSource]]:
+    specs = [worker_spec(folder, r, workers, backend=backend, **fields) for r in range(workers)]
+    sources = [make_source(spec, window=window) for spec in specs]
+    try:
+        join_all(sources)
+        yield sources
+    finally:
+        for source in sources:
+            source.close()
+
+
+def new_buffer(folder: Path, *, packed: bool = True) -> ExpertBuffer:
+    buffer = ExpertBuffer(layout_of(folder, packed=packed))
+    for piece in buffer.pieces:
+        piece.fill_(torch.nan)
+    return buffer
+
+
+def assert_layer(folder: Path, buffer: ExpertBuffer, layer: int, *, packed: bool = True) -> None:
+    layout, expected = layout_of(folder, packed=packed), new_buffer(folder, packed=packed)
+    parts = CheckpointParts(Checkpoint(folder), layout)
+    parts.copy_part(layer, 0, layout.spec.num_experts, expected.pieces)
+    for got, wanted in zip(buffer.pieces, expected.pieces, strict=True):
+        assert torch.equal(got, wanted)

@@ -1,0 +1,327 @@
+"""The parts of the GPU backends that need no GPU: order of events, frames, flags, memory.
+
+CUDA and NCCL are stood in for by objects of this process whose events are reached when told so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import mmap
+import queue
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from actors.channels import cuda, ipc, nccl
+from actors.channels.base import Endpoint, Packet, Part, PeerJoined, PeerLost
+from actors.channels.endpoint import BaseEndpoint
+from actors.channels.ipc import IpcEndpoint
+from actors.channels.link import Views
+from actors.channels.nccl import NcclEndpoint, UniqueId, open_lanes
+from actors.channels.segments import FLAG_BYTES
+from contracts.clock import monotonic_s
+from contracts.config import ChannelConfig
+from contracts.errors import ChannelError, PeerDeadError, PeerHungError
+from tests.support.channels_support import (
+    TOKEN,
+    first_packet,
+    header,
+    nothing_leaks,  # noqa: F401
+    random_tensor,
+    raw_bytes,
+    send,
+    wait_for,
+)
+
+
+class FakeStream:
+    cuda_stream = 7
+    device = torch.device("cpu")
+
+    def __init__(self, *_: object) -> None:
+        self.waited: list[object] = []
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+    def wait_stream(self, stream: object) -> None:
+        self.waited.append(stream)
+
+
+class FakeEvent:
+    made: ClassVar[list[FakeEvent]] = []
+    reached = True  # whether events are reached at once
+
+    def __init__(self, interprocess: bool = False) -> None:
+        self.number = len(self.made)
+        self.interprocess = interprocess
+        self.recorded = 0
+        self.made.append(self)
+
+    def record(self, stream: object) -> None:
+        self.recorded += 1
+
+    def query(self) -> bool:
+        return FakeEvent.reached
+
+    def synchronize(self) -> None: ...
+
+    def ipc_handle(self) -> bytes:
+        assert self.recorded, "a handle of an event that was never recorded"
+        return self.number.to_bytes(4, "little")
+
+    @classmethod
+    def from_ipc_handle(cls, device: torch.device, handle: bytes) -> FakeEvent:
+        return cls.made[int.from_bytes(handle, "little")]
+
+
+STREAM = FakeStream()
+
+
+@pytest.fixture(autouse=True)
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    yield
+    FakeEvent.made.clear()
+    FakeEvent.reached = True
+    STREAM.waited.clear()
+
+
+class FakeRuntime:
+    """Device memory as blocks of this process."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, torch.Tensor] = {}
+
+    def malloc(self, num_bytes: int) -> int:
+        block = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.blocks[block.data_ptr()] = block
+        return block.data_ptr()
+
+    def ipcGetMemHandle(self, pointer: int) -> bytes:
+        return pointer.to_bytes(8, "little")
+
+    def ipcOpenMemHandle(self, handle: bytes) -> int:
+        return int.from_bytes(handle, "little")
+
+    def free(self, pointer: int) -> None: ...
+
+    def ipcCloseMemHandle(self, pointer: int) -> None: ...
+
+
+class FakeNcclError(RuntimeError):
+    pass
+
+
+class FakeNccl:
+    """Communicators whose sends wait in queues."""
+
+    NCCL_UINT8 = 1
+
+    def __init__(self, id_type: type) -> None:
+        self.id_type = id_type
+        self.queues: dict[UniqueId, queue.Queue[bytes]] = {}
+        self.aborted = 0
+        self.broken = False
+
+    def get_unique_id(self) -> UniqueId:
+        id_: UniqueId = self.id_type([len(self.queues) + 100] * 128)
+        self.queues[id_] = queue.Queue()
+        return id_
+
+    def groupStart(self) -> None: ...
+
+    def groupEnd(self) -> None: ...
+
+    def NcclCommunicator(self, ranks: int, id_: UniqueId, rank: int) -> FakeCommunicator:
+        assert isinstance(id_, self.id_type)
+        return FakeCommunicator(self, self.queues[id_])
+
+
+class FakeCommunicator:
+    def __init__(self, nccl: FakeNccl, bytes_: queue.Queue[bytes]) -> None:
+        self._nccl = nccl
+        self._bytes = bytes_
+
+    def send(self, pointer: int, count: int, dtype: int, rank: int, stream: int) -> None:
+        self._bytes.put(ctypes.string_at(pointer, count))
+
+    def recv(self, pointer: int, count: int, dtype: int, rank: int, stream: int) -> None:
+        data = self._bytes.get(timeout=10)
+        assert len(data) == count, "sizes differ on the two sides"
+        ctypes.memmove(pointer, data, count)
+
+    def check_async_error(self) -> None:
+        if self._nccl.broken:
+            raise FakeNcclError("unhandled system error")
+
+    def abort(self) -> None:
+        self._nccl.aborted += 1
+
+
+@contextlib.contextmanager
+def joined(kind: type[BaseEndpoint]) -> Iterator[tuple[Endpoint, Endpoint]]:
+    left, right = (
+        kind(
+            name=name,
+            token=TOKEN,
+            epoch=1,
+            config=ChannelConfig(segment_bytes=64 << 10),
+            clock=monotonic_s,
+            device=torch.device("cpu"),
+        )
+        for name in ("left", "right")
+    )
+    try:
+        left.connect("right", right.listen())
+        wait_for(right, PeerJoined)
+        yield left, right
+    finally:
+        left.close()
+        right.close()
+
+
+@pytest.fixture
+def ipc_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Endpoint, Endpoint]]:
+    runtime = FakeRuntime()
+
+    class HostBlock:
+        def __init__(self, fd: int, pointer: int, num_bytes: int, free: object) -> None:
+            self.flags = mmap.mmap(fd, FLAG_BYTES)
+            self.views = Views(runtime.blocks[pointer])
+
+        def close(self) -> None: ...
+
+    class FakeCupy:
+        class cuda:  # noqa: N801
+            pass
+
+    FakeCupy.cuda.runtime = runtime  # type: ignore[attr-defined]
+    monkeypatch.setattr(ipc, "require_cupy", lambda backend: FakeCupy)
+    monkeypatch.setattr(ipc, "DeviceMemory", HostBlock)
+    with joined(IpcEndpoint) as pair:
+        yield pair
+
+
+@pytest.fixture(params=[bytes, tuple])
+def fake_nccl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
+    fake = FakeNccl(request.param)
+    monkeypatch.setattr(nccl, "require_nccl", lambda: fake)
+    return fake
+
+
+PAYLOAD = [("bfloat16", (33, 8)), ("int32", (0, 4)), ("float32", (5,))]
+
+
+def payload(seed: int) -> list[torch.Tensor]:
+    return [random_tensor(dtype, shape, seed) for dtype, shape in PAYLOAD]
+
+
+def test_ipc_packets_cross_in_shared_device_memory(ipc_pair: tuple[Endpoint, Endpoint]) -> None:
+    left, right = ipc_pair
+    for number in range(50):
+        sent = payload(number)
+        send(left, "right", sent, header(number))
+        packet = first_packet(right)
+        assert [raw_bytes(t) for t in packet.tensors] == [raw_bytes(t) for t in sent]
+        packet.release()
+    events = [event for event in FakeEvent.made if event.interprocess]
+    assert len(events) == 1  # one slot, used again
+    assert events[0].recorded == 50
+    assert STREAM.waited == events * 50
+
+
+def test_ipc_memory_is_not_reused_before_the_readers_event(
+    ipc_pair: tuple[Endpoint, Endpoint],
+) -> None:
+    left, right = ipc_pair
+    FakeEvent.reached = False
+    seen = []
+    for number in range(3):
+        send(left, "right", [torch.full((100,), float(number))], header(number))
+        packet = first_packet(right)
+        seen.append(packet.tensors[0])
+        packet.release()
+    assert [float(t[0]) for t in seen] == [0.0, 1.0, 2.0]
+    assert len({t.data_ptr() for t in seen}) == 3
+    FakeEvent.reached = True
+    send(right, "left", [torch.ones(1)], header())  # any call of the receiver sets the flags
+    first_packet(left).release()
+    send(left, "right", [torch.full((100,), 9.0)], header(9))
+    packet = first_packet(right)
+    assert packet.tensors[0].data_ptr() == seen[0].data_ptr()
+    packet.release()
+
+
+def test_nccl_packets_cross_in_exact_sizes(fake_nccl: FakeNccl) -> None:
+    with joined(NcclEndpoint) as (left, right):
+        for number in range(10):
+            for source, target in ((left, right), (right, left)):
+                sent = payload(number)
+                send(source, target.name, sent, header(number))
+                packet = first_packet(target)
+                assert [raw_bytes(t) for t in packet.tensors] == [raw_bytes(t) for t in sent]
+                packet.release()
+        assert left.bytes_moved() == right.bytes_moved()
+    assert fake_nccl.aborted == 4
+
+
+def test_nccl_memory_is_kept_until_it_was_sent(fake_nccl: FakeNccl) -> None:
+    with joined(NcclEndpoint) as (left, right):
+        FakeEvent.reached = False
+        for number in range(3):
+            send(left, "right", payload(number), header(number))
+        wait_for(right, Packet, 3)
+        sending = left._links["right"]._sending  # type: ignore[attr-defined]
+        assert len(sending) == 3
+        FakeEvent.reached = True
+        left.reserve("right", [Part("int8", (1,))])
+        assert not sending
+
+
+def test_an_nccl_failure_on_the_device_is_a_lost_peer(fake_nccl: FakeNccl) -> None:
+    with joined(NcclEndpoint) as (left, _):
+        fake_nccl.broken = True
+        left._tended_s = float("-inf")  # type: ignore[attr-defined]
+        (lost,) = left.poll(0)
+        assert isinstance(lost, PeerLost)
+        assert "unhandled system error" in str(lost.error)
+        assert lost.peer == "right"
+
+
+def test_a_lost_peer_aborts_its_communicators(fake_nccl: FakeNccl) -> None:
+    with joined(NcclEndpoint) as (left, right):
+        left.close()
+        assert fake_nccl.aborted == 2
+        lost = wait_for(right, PeerLost)[0]
+        assert isinstance(lost.error, PeerDeadError)
+        assert fake_nccl.aborted == 4
+
+
+def test_a_communicator_that_does_not_come_up_is_an_error_with_the_peers_name() -> None:
+    def fail() -> Any:
+        raise FakeNcclError("no route")
+
+    with pytest.raises(ChannelError, match="expert-1: no NCCL communicator: no route"):
+        open_lanes(fail, "expert-1", 5.0)
+    gate: queue.Queue[Any] = queue.Queue()
+    with pytest.raises(PeerHungError, match=r"expert-1: no NCCL communicator within 0\.05 s"):
+        open_lanes(gate.get, "expert-1", 0.05)
+    gate.put(None)
+
+
+def test_a_machine_without_cupy_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    for require in (cuda.require_nccl, lambda: cuda.require_cupy("ipc")):
+        with pytest.raises(ChannelError, match=r"pip install -e '\.\[cuda\]'"):
+            require()

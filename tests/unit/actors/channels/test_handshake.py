@@ -1,0 +1,343 @@
+"""The mutual challenge, on sockets and on asyncio streams, and what strangers get from it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from actors.channels import gate, handshake
+from actors.channels.base import Endpoint, PeerJoined
+from actors.channels.factory import make_endpoint
+from actors.channels.handshake import Identity, Remote
+from actors.channels.listener import dial
+from contracts.clock import monotonic_s
+from contracts.config import ChannelConfig
+from contracts.errors import ChannelError, HandshakeError
+from tests.support.channels_support import (
+    BACKENDS,
+    TOKEN,
+    endpoint,
+    first_packet,
+    header,
+    nothing_leaks,  # noqa: F401
+    send,
+    wait_for,
+)
+
+LEFT = Identity(name="left", token=TOKEN, epoch=3)
+RIGHT = Identity(name="right", token=TOKEN, epoch=3)
+
+
+def greet(
+    left: Identity = LEFT,
+    right: Identity = RIGHT,
+    *,
+    to: str | None = "right",
+    answer: handshake.Answer | None = None,
+) -> tuple[Remote | HandshakeError, Remote | HandshakeError]:
+    """What the initiator and the acceptor got."""
+    a, b = socket.socketpair()
+    with a, b:
+        got: list[Remote | HandshakeError] = []
+
+        def accept() -> None:
+            got.append(outcome(lambda: handshake.accept(b, right, answer=answer, deadline_s=5.0)))
+            b.close()
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        mine = outcome(
+            lambda: handshake.initiate(
+                a, left, purpose="test", to=to, extra=b"\x00more", deadline_s=5.0
+            )
+        )
+        a.close()
+        thread.join(10)
+        return mine, got[0]
+
+
+def outcome(call: Callable[[], Remote]) -> Remote | HandshakeError:
+    try:
+        return call()
+    except HandshakeError as error:
+        return error
+
+
+def test_both_sides_learn_who_the_other_is_and_what_it_brought() -> None:
+    mine, theirs = greet(answer=lambda remote: b"for " + remote.name.encode())
+    assert mine == Remote(name="right", epoch=3, purpose="test", extra=b"for left")
+    assert theirs == Remote(name="left", epoch=3, purpose="test", extra=b"\x00more")
+
+
+def test_a_wrong_token_is_refused_by_both_sides() -> None:
+    mine, theirs = greet(Identity(name="left", token=b"guess", epoch=3))
+    assert isinstance(mine, HandshakeError)
+    assert isinstance(theirs, HandshakeError)
+    assert "wrong token" in str(theirs)
+
+
+@pytest.mark.parametrize("epoch", [2, 4, None])
+def test_another_epoch_is_refused_with_both_numbers(epoch: int | None) -> None:
+    mine, theirs = greet(Identity(name="left", token=TOKEN, epoch=epoch))
+    assert f"epoch {epoch}, right is at epoch 3" in str(mine)
+    assert isinstance(theirs, HandshakeError)
+
+
+def test_connections_without_an_epoch_join_each_other() -> None:
+    mine, theirs = greet(
+        Identity(name="ingress", token=TOKEN, epoch=None),
+        Identity(name="right", token=TOKEN, epoch=None),
+        to=None,
+    )
+    assert isinstance(mine, Remote)
+    assert isinstance(theirs, Remote)
+
+
+def test_reaching_someone_else_than_expected_is_refused() -> None:
+    mine, theirs = greet(to="attention-7")
+    assert "looks for attention-7, this is right" in str(mine)
+    assert isinstance(theirs, HandshakeError)
+
+
+def test_the_acceptor_may_refuse_with_a_reason() -> None:
+    def full(remote: Remote) -> bytes:
+        raise HandshakeError(f"no room for {remote.name}")
+
+    mine, theirs = greet(answer=full)
+    assert "no room for left" in str(mine)
+    assert "no room for left" in str(theirs)
+
+
+def test_an_acceptor_without_the_token_cannot_pose_as_one() -> None:
+    """It may skip its own check, but it cannot make the proof that the initiator asks for."""
+    a, b = socket.socketpair()
+    with a, b:
+        fake = Identity(name="right", token=b"other", epoch=3)
+        frames = [
+            handshake._frame(handshake._Challenge(handshake.PROTOCOL, bytes(32))),
+            handshake._frame(handshake._Welcome("right", b"", handshake._proof(fake, "acceptor"))),
+        ]
+        b.sendall(b"".join(frames))
+        with pytest.raises(HandshakeError, match="does not hold this cluster's token"):
+            handshake.initiate(a, LEFT, purpose="test", to="right", deadline_s=5.0)
+
+
+def test_an_initiator_cannot_be_answered_with_its_own_proof() -> None:
+    a, b = socket.socketpair()
+    with a, b:
+        b.sendall(handshake._frame(handshake._Challenge(handshake.PROTOCOL, bytes(32))))
+        thread = threading.Thread(target=_reflect, args=(b,))
+        thread.start()
+        with pytest.raises(HandshakeError, match="does not hold"):
+            handshake.initiate(a, LEFT, purpose="test", to="right", deadline_s=5.0)
+        thread.join(5)
+
+
+def _reflect(sock: socket.socket) -> None:
+    hello = handshake._decode(sock.recv(4096)[4:])
+    assert isinstance(hello, handshake._Hello)
+    sock.sendall(handshake._frame(handshake._Welcome("right", b"", hello.proof)))
+
+
+FIRST_FRAMES = {
+    "garbage": b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",
+    "oversized": struct.pack("<I", 1 << 30) + b"x" * 64,
+    "empty": struct.pack("<I", 0),
+    "not a message": struct.pack("<I", 5) + b"\xc1\xc1\xc1\xc1\xc1",
+    "nested": struct.pack("<I", 4015) + b"\x82\xa4type\xa5hello\xa1x" + b"\x91" * 4000 + b"\xc0",
+    "wrong message": handshake._frame(handshake._Refused("no")),
+}
+
+
+@pytest.mark.parametrize("first", FIRST_FRAMES.values(), ids=FIRST_FRAMES.keys())
+def test_a_first_frame_that_is_no_handshake_is_refused(first: bytes) -> None:
+    sides: list[Callable[[socket.socket], Remote]] = [
+        lambda s: handshake.accept(s, RIGHT, deadline_s=5.0),
+        lambda s: handshake.initiate(s, LEFT, purpose="test", to=None, deadline_s=5.0),
+    ]
+    for side in sides:
+        a, b = socket.socketpair()
+        with a, b:
+            a.sendall(first)
+            with pytest.raises(HandshakeError):
+                side(b)
+
+
+def test_silence_and_hanging_up_are_refused_within_the_deadline() -> None:
+    a, b = socket.socketpair()
+    with a, b:
+        with pytest.raises(HandshakeError, match=r"no handshake within 0\.05 s"):
+            handshake.accept(b, RIGHT, deadline_s=0.05)
+        a.close()
+        with pytest.raises(HandshakeError):
+            handshake.accept(b, RIGHT, deadline_s=5.0)
+
+
+def test_a_hello_is_bound_to_one_challenge() -> None:
+    """A recorded hello does not work a second time."""
+    a, b = socket.socketpair()
+    c, d = socket.socketpair()
+    with a, b, c, d:
+        thread = threading.Thread(
+            target=lambda: outcome(lambda: handshake.accept(b, RIGHT, deadline_s=5.0))
+        )
+        thread.start()
+        steps = handshake._initiator(LEFT, purpose="test", to="right", extra=b"")
+        next(steps)
+        hello = steps.send(a.recv(4096)[4:])
+        a.sendall(hello)
+        thread.join(5)
+        c.sendall(hello)
+        with pytest.raises(HandshakeError, match="wrong token"):
+            handshake.accept(d, RIGHT, deadline_s=5.0)
+
+
+def test_the_asyncio_sides_speak_the_same_handshake() -> None:
+    async def run() -> tuple[Remote, Remote]:
+        a, b = socket.socketpair()
+        left = await asyncio.open_connection(sock=a)
+        right = await asyncio.open_connection(sock=b)
+        try:
+            return await asyncio.gather(
+                handshake.initiate_async(
+                    *left, LEFT, purpose="requests", to="right", deadline_s=5.0
+                ),
+                handshake.accept_async(*right, RIGHT, deadline_s=5.0),
+            )
+        finally:
+            for _, writer in (left, right):
+                writer.close()
+                await writer.wait_closed()
+
+    mine, theirs = asyncio.run(run())
+    assert (mine.name, theirs.name, theirs.purpose) == ("right", "left", "requests")
+
+
+@pytest.mark.parametrize("first", [*FIRST_FRAMES.values(), b""], ids=[*FIRST_FRAMES, "silence"])
+def test_the_asyncio_acceptor_refuses_strangers(first: bytes) -> None:
+    async def run() -> None:
+        a, b = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=b)
+        try:
+            a.sendall(first)
+            with pytest.raises(HandshakeError):
+                await handshake.accept_async(reader, writer, RIGHT, deadline_s=0.2)
+        finally:
+            writer.close()
+            a.close()
+
+    asyncio.run(run())
+
+
+@contextmanager
+def strangers(address: str, first: bytes, count: int) -> Iterator[list[socket.socket]]:
+    """Connections that say `first` and stay."""
+    sockets = []
+    try:
+        for _ in range(count):
+            sockets.append(dial(address, 5.0))
+            sockets[-1].sendall(first)
+        yield sockets
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("first", [*FIRST_FRAMES.values(), b""], ids=[*FIRST_FRAMES, "silence"])
+def test_strangers_neither_get_in_nor_get_in_the_way(backend: str, first: bytes) -> None:
+    right, left = endpoint("right", backend), endpoint("left", backend)
+    try:
+        address = right.listen()
+        with strangers(address, first, 10):
+            left.connect("right", address)
+            wait_for(right, PeerJoined)
+            exchange(left, right)
+            assert right.peers() == ("left",)
+    finally:
+        left.close()
+        right.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_silent_strangers_than_handshakes_only_delay_a_peer(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "HANDSHAKE_S", 0.3)
+    right, left = endpoint("right", backend), endpoint("left", backend)
+    try:
+        address = right.listen()
+        with strangers(address, b"", gate.MAX_UNPROVEN + 8):
+            left.connect("right", address)
+            wait_for(right, PeerJoined)
+            exchange(left, right)
+    finally:
+        left.close()
+        right.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_peer_with_the_wrong_token_is_refused_while_work_goes_on(backend: str) -> None:
+    right, left = endpoint("right", backend), endpoint("left", backend)
+    stranger = endpoint("stranger", backend, token=b"not the token")
+    try:
+        address = right.listen()
+        left.connect("right", address)
+        wait_for(right, PeerJoined)
+        with pytest.raises(HandshakeError):
+            stranger.connect("right", address)
+        exchange(left, right)
+        assert right.peers() == ("left",)
+    finally:
+        for end in (left, right, stranger):
+            end.close()
+
+
+def test_a_peer_with_another_backend_is_told_so() -> None:
+    right, left = endpoint("right", "tcp"), endpoint("left", "shm")
+    try:
+        with pytest.raises(HandshakeError, match="backend shm, right uses tcp"):
+            left.connect("right", right.listen())
+    finally:
+        left.close()
+        right.close()
+
+
+def test_closing_does_not_wait_for_silent_strangers() -> None:
+    right = endpoint("right", "tcp")
+    with strangers(right.listen(), b"", 5):
+        started_s = monotonic_s()
+        right.close()
+        assert monotonic_s() - started_s < gate.HANDSHAKE_S
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "message"),
+    [
+        ("auto", "cpu", "choose shm, tcp, nccl or ipc"),
+        ("shm", "cuda", "use nccl or ipc"),
+        ("nccl", "cpu", "use shm or tcp"),
+    ],
+)
+def test_a_backend_that_does_not_fit_is_one_line(backend: str, device: str, message: str) -> None:
+    with pytest.raises(ChannelError, match=message):
+        make_endpoint(
+            name="one",
+            token=TOKEN,
+            epoch=1,
+            config=ChannelConfig(backend=backend),  # type: ignore[arg-type]
+            clock=monotonic_s,
+            device=torch.device(device),
+        )
+
+
+def exchange(left: Endpoint, right: Endpoint) -> None:
+    send(left, "right", [torch.ones(3)], header())
+    first_packet(right).release()

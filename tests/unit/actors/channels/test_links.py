@@ -1,0 +1,382 @@
+"""What every CPU backend must do, between two endpoints and between two processes."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+
+import msgspec
+import pytest
+import torch
+
+from actors.channels.base import (
+    Endpoint,
+    Happening,
+    Header,
+    Kind,
+    Packet,
+    Part,
+    PeerJoined,
+    PeerLost,
+)
+from contracts.clock import monotonic_s
+from contracts.errors import (
+    ChannelError,
+    HandshakeError,
+    PeerDeadError,
+    PeerHungError,
+)
+from contracts.requests import Priority
+from tests.support.channels_support import (
+    ALL_DTYPES,
+    BACKENDS,
+    endpoint,
+    first_packet,
+    header,
+    linked,
+    nothing_leaks,  # noqa: F401
+    random_tensor,
+    raw_bytes,
+    send,
+    wait_for,
+    with_peer,
+)
+
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def test_every_dtype_and_shape_arrives_bit_for_bit(backend: str) -> None:
+    shapes = [(3, 5), (0, 7), (1,), (), (2, 3, 4), (0,), (129, 3)]
+    tensors = [
+        random_tensor(dtype, shape, seed)
+        for seed, (dtype, shape) in enumerate((d, s) for d in ALL_DTYPES for s in shapes)
+    ]
+    with linked(backend) as (left, right):
+        send(left, "right", tensors, header())
+        packet = first_packet(right)
+        assert [t.dtype for t in packet.tensors] == [t.dtype for t in tensors]
+        assert [t.shape for t in packet.tensors] == [t.shape for t in tensors]
+        assert [raw_bytes(t) for t in packet.tensors] == [raw_bytes(t) for t in tensors]
+        packet.release()
+
+
+def test_a_payload_without_any_token_is_still_a_packet(backend: str) -> None:
+    with linked(backend) as (left, right):
+        send(left, "right", [torch.empty(0, 64), torch.empty(0, 2, dtype=torch.int32)], header(7))
+        send(left, "right", [], header(8))
+        empty, bare = wait_for(right, Packet, 2)
+        assert [tuple(t.shape) for t in empty.tensors] == [(0, 64), (0, 2)]
+        assert (empty.header.batch, bare.header.batch, len(bare.tensors)) == (7, 8, 0)
+        empty.release()
+        bare.release()
+
+
+def test_a_header_arrives_as_it_was_sent(backend: str) -> None:
+    head = Header(Kind.E2A, 1, 2**40, 61, 3, 5, Priority.BE, 123.25)
+    with linked(backend) as (left, right):
+        send(left, "right", [torch.ones(2)], head)
+        packet = first_packet(right)
+        assert (packet.peer, packet.header) == ("left", head)
+        packet.release()
+
+
+def test_packets_keep_their_bytes_while_others_are_released_in_any_order(backend: str) -> None:
+    order = random.Random(3)
+    with linked(backend, segment_bytes=64 << 10) as (left, right):
+        held: list[tuple[Packet, torch.Tensor]] = []
+        for number in range(300):
+            sent = random_tensor("int32", (order.randrange(1, 4000),), number)
+            send(left, "right", [sent], header(number))
+            held.append((first_packet(right), sent))
+            order.shuffle(held)
+            while len(held) > 12:
+                packet, expected = held.pop()
+                assert torch.equal(packet.tensors[0], expected)
+                packet.release()
+        for packet, expected in held:
+            assert torch.equal(packet.tensors[0], expected)
+            packet.release()
+        assert left.bytes_moved()[0] == right.bytes_moved()[1] > 0
+
+
+def test_a_packet_may_be_released_on_another_thread(backend: str) -> None:
+    with linked(backend) as (left, right):
+        for number in range(20):
+            send(left, "right", [torch.full((1000,), float(number))], header(number))
+            packet = first_packet(right)
+            thread = threading.Thread(target=packet.release)
+            thread.start()
+            thread.join(5)
+            assert packet.tensors == ()
+
+
+def test_a_packet_stays_readable_after_its_endpoint_was_closed(backend: str) -> None:
+    with linked(backend) as (left, right):
+        send(left, "right", [torch.arange(1000)], header())
+        packet = first_packet(right)
+        left.close()
+        right.close()
+        assert torch.equal(packet.tensors[0], torch.arange(1000))
+        packet.release()
+
+
+def test_another_process_echoes_packets_of_all_sizes(backend: str) -> None:
+    with with_peer(backend, "echo") as (main, _):
+        for number, rows in enumerate((1, 0, 17, 512, 5000)):
+            sent = [
+                random_tensor("bfloat16", (rows, 512), number),
+                random_tensor("int32", (rows, 4), number),
+            ]
+            send(main, "peer", sent, header(number))
+            packet = first_packet(main)
+            assert (packet.header.kind, packet.header.batch) == (Kind.E2A, number)
+            assert [raw_bytes(t) for t in packet.tensors] == [raw_bytes(t) for t in sent]
+            packet.release()
+
+
+def test_both_directions_saturated_at_once_end_without_a_deadlock(backend: str) -> None:
+    packets, elements = 40, 1 << 19  # 80 MiB each way before anybody looks
+    options = {"packets": packets, "elements": elements, "silence_s": 20.0}
+    with with_peer(backend, "flood", options=options, silence_s=20.0) as (main, peer):
+        for index in range(packets):
+            reservation = main.reserve("peer", [Part("int32", (elements,))])
+            reservation.tensors[0].fill_(index)
+            main.commit(reservation, header(index))
+        for packet in wait_for(main, Packet, packets, deadline_s=60.0):
+            assert bool((packet.tensors[0] == packet.header.batch).all())
+            packet.release()
+        assert peer.line() == f"sound {packets}"
+
+
+def test_many_small_packets_to_a_peer_that_does_not_read_do_not_block(backend: str) -> None:
+    with linked(backend) as (left, right):
+        for number in range(3000):
+            send(left, "right", [torch.tensor([number])], header(number))
+        received = 0
+        while received < 3000:
+            left.poll(0)
+            for packet in right.poll(1.0):
+                assert isinstance(packet, Packet)
+                assert packet.header.batch == int(packet.tensors[0]) == received
+                packet.release()
+                received += 1
+
+
+def test_a_killed_peer_is_dead_by_name(backend: str) -> None:
+    with with_peer(backend, "hold", options={"elements": 1 << 20}) as (main, peer):
+        send(main, "peer", [torch.ones(1 << 20)], header())
+        packet = first_packet(main)
+        assert peer.line() == "holding"
+        peer.signal(signal.SIGKILL)
+        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
+        assert (lost.peer, type(lost.error), lost.error.peer) == ("peer", PeerDeadError, "peer")
+        assert packet.tensors[0].numel() == 1 << 20
+        packet.release()
+        assert main.peers() == ()
+        with pytest.raises(PeerDeadError, match="peer"):
+            main.reserve("peer", [Part("int32", (1,))])
+
+
+def test_a_stopped_peer_is_hung_by_name(backend: str) -> None:
+    with with_peer(backend, "hold", options={"elements": 4}) as (main, peer):
+        peer.signal(signal.SIGSTOP)
+        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
+        assert (lost.peer, type(lost.error), lost.error.peer) == ("peer", PeerHungError, "peer")
+        assert main.poll(0) == []  # told once
+        with pytest.raises(PeerHungError):
+            main.reserve("peer", [])
+
+
+def test_a_stopped_peer_is_hung_even_while_payload_is_sent_to_it(backend: str) -> None:
+    with with_peer(backend, "hold", options={"elements": 4}) as (main, peer):
+        peer.signal(signal.SIGSTOP)
+        for number in range(4):
+            send(main, "peer", [torch.ones(4 << 20)], header(number))
+        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
+        assert (lost.peer, type(lost.error)) == ("peer", PeerHungError)
+
+
+def test_a_receiver_that_computes_for_long_accuses_no_healthy_peer(backend: str) -> None:
+    with with_peer(backend, "echo", silence_s=2.0, heartbeat_s=0.1) as (main, _):
+        end_s = monotonic_s() + 4.0
+        matrix = torch.rand(400, 400)
+        while monotonic_s() < end_s:
+            matrix = torch.mm(matrix, matrix).clamp(0, 1)
+        send(main, "peer", [torch.ones(4)], header(5))
+        packet = first_packet(main)
+        assert packet.header.batch == 5
+        packet.release()
+
+
+def test_a_process_that_was_stopped_itself_accuses_nobody(backend: str) -> None:
+    options = {"silence_s": 1.5, "heartbeat_s": 0.1}
+    with with_peer(backend, "echo", options=options, silence_s=30.0) as (main, peer):
+        peer.signal(signal.SIGSTOP)
+        assert main.poll(3.0) == []
+        peer.signal(signal.SIGCONT)
+        send(main, "peer", [torch.ones(4)], header(9))
+        packet = first_packet(main)
+        assert packet.header.batch == 9
+        packet.release()
+
+
+def test_a_peer_that_closes_is_lost_after_its_last_packet(backend: str) -> None:
+    with linked(backend) as (left, right):
+        for number in range(10):
+            send(left, "right", [torch.full((100,), number)], header(number))
+        left.close()
+        happenings: list[Happening] = []
+        while not happenings or not isinstance(happenings[-1], PeerLost):
+            happenings += right.poll(5.0)
+        *packets, lost = happenings
+        assert [p.header.batch for p in packets if isinstance(p, Packet)] == list(range(10))
+        assert isinstance(lost, PeerLost)
+        assert isinstance(lost.error, PeerDeadError)
+
+
+def test_messages_of_an_older_epoch_are_dropped(backend: str) -> None:
+    with linked(backend, epoch=4) as (left, right):
+        send(left, "right", [torch.ones(3)], header(1, epoch=3))
+        send(left, "right", [torch.ones(3)], header(2, epoch=4))
+        packet = first_packet(right)
+        assert packet.header.batch == 2
+        packet.release()
+
+
+def test_peers_of_different_epochs_do_not_join(backend: str) -> None:
+    left, right = endpoint("left", backend, epoch=1), endpoint("right", backend, epoch=2)
+    try:
+        with pytest.raises(HandshakeError, match="epoch 1, right is at epoch 2"):
+            left.connect("right", right.listen())
+        assert right.poll(0) == []
+    finally:
+        left.close()
+        right.close()
+
+
+def test_a_name_that_is_linked_already_is_refused(backend: str) -> None:
+    with linked(backend) as (left, right):
+        impostor = endpoint("left", backend)
+        try:
+            with pytest.raises(HandshakeError, match="linked to right already"):
+                impostor.connect("right", _address(right))
+        finally:
+            impostor.close()
+        send(left, "right", [torch.ones(1)], header())
+        first_packet(right).release()
+
+
+def test_a_lost_peer_may_join_again(backend: str) -> None:
+    right = endpoint("right", backend)
+    address = right.listen()
+    try:
+        for number in range(3):
+            left = endpoint("left", backend)
+            left.connect("right", address)
+            assert wait_for(right, PeerJoined)[0].peer == "left"
+            send(left, "right", [torch.ones(5)], header(number))
+            first_packet(right).release()
+            left.close()
+            assert wait_for(right, PeerLost)[0].peer == "left"
+    finally:
+        right.close()
+
+
+def test_connecting_to_nobody_is_an_error_within_the_deadline(backend: str) -> None:
+    gone = endpoint("gone", backend)
+    address = gone.listen()
+    gone.close()
+    left = endpoint("left", backend, deadline_s=2.0)
+    try:
+        with pytest.raises(ChannelError, match="cannot connect"):
+            left.connect("gone", address)
+        with pytest.raises(ChannelError, match="has no link to gone"):
+            left.reserve("gone", [])
+        with pytest.raises(ChannelError, match="expected unix:"):
+            left.connect("gone", "nonsense")
+    finally:
+        left.close()
+
+
+def test_wake_ends_a_poll_in_another_thread(backend: str) -> None:
+    end = endpoint("one", backend)
+    thread = threading.Thread(target=end.poll, args=(30.0,))
+    thread.start()
+    end.wake()
+    thread.join(10)
+    assert not thread.is_alive()
+    end.close()
+    end.wake()  # harmless
+
+
+def test_close_may_be_called_twice_and_before_anything_else(backend: str) -> None:
+    unused = endpoint("unused", backend)
+    unused.close()
+    unused.close()
+    with linked(backend) as (left, right):
+        left.close()
+        left.close()
+        wait_for(right, PeerLost)
+
+
+def test_eight_ranks_talk_to_one_without_mixing_their_packets(backend: str) -> None:
+    hub = endpoint("hub", backend)
+    address = hub.listen()
+    spokes: list[Endpoint] = []
+    try:
+        for number in range(8):
+            spokes.append(endpoint(f"spoke-{number}", backend))
+            spokes[-1].connect("hub", address)
+        wait_for(hub, PeerJoined, 8)
+        for number, spoke in enumerate(spokes):
+            send(spoke, "hub", [torch.full((64,), number)], header(number))
+        for packet in wait_for(hub, Packet, 8):
+            assert packet.peer == f"spoke-{packet.header.batch}"
+            assert bool((packet.tensors[0] == packet.header.batch).all())
+            send(hub, packet.peer, [packet.tensors[0] + 100], packet.header)
+            packet.release()
+        for number, spoke in enumerate(spokes):
+            packet = first_packet(spoke)
+            assert bool((packet.tensors[0] == number + 100).all())
+            packet.release()
+    finally:
+        for spoke in (*spokes, hub):
+            spoke.close()
+
+
+def test_a_frame_that_makes_no_sense_loses_that_peer_only(backend: str) -> None:
+    with linked(backend) as (left, right):
+        third = endpoint("third", backend)
+        third.connect("right", _address(right))
+        wait_for(right, PeerJoined)
+        socket_of(left).sendall(b"\x05\x00\x00\x00hello")
+        lost = wait_for(right, PeerLost)[0]
+        assert lost.peer == "left"
+        assert "bad" in str(lost.error)
+        send(third, "right", [torch.ones(2)], header())
+        first_packet(right).release()
+        third.close()
+
+
+def test_an_unknown_dtype_from_a_peer_is_its_loss_not_ours(backend: str) -> None:
+    with linked(backend) as (left, right):
+        reservation = left.reserve("right", [Part("int32", (4,))])
+        parts = tuple(msgspec.structs.replace(p, dtype="Tensor") for p in reservation.parts)  # type: ignore[attr-defined]
+        reservation.parts = parts  # type: ignore[attr-defined]
+        left.commit(reservation, header())
+        assert "not a dtype" in str(wait_for(right, PeerLost)[0].error)
+
+
+def _address(end: Endpoint) -> str:
+    """Of an endpoint that listens already."""
+    listener = end._joiner._listener  # type: ignore[attr-defined]
+    name = listener._sock.getsockname()
+    if isinstance(name, bytes):
+        return "unix:@" + name[1:].decode()
+    return f"tcp:{name[0]}:{name[1]}"
+
+
+def socket_of(end: Endpoint):  # type: ignore[no-untyped-def]
+    (link,) = end._links.values()  # type: ignore[attr-defined]
+    return link._sock if hasattr(link, "_sock") else link._header_link.sock

@@ -1,0 +1,170 @@
+"""Shared memory: no copies, growth, idle segments, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+
+import pytest
+import torch
+
+from actors.channels.base import Packet, Part, PeerLost
+from actors.channels.segments import IDLE_S, check_memfd, create_memfd
+from contracts.clock import ManualClock
+from contracts.errors import ChannelError
+from tests.support.channels_support import (
+    endpoint,
+    first_packet,
+    header,
+    linked,
+    nothing_leaks,  # noqa: F401
+    send,
+    wait_for,
+    with_peer,
+)
+
+SEGMENT_BYTES = 64 << 10
+
+
+def segments() -> int:
+    """Mappings of segments in this process."""
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:tandem-segment" in line for line in maps)
+
+
+def test_sender_and_receiver_see_the_same_pages() -> None:
+    with linked("shm") as (left, right):
+        reservation = left.reserve("right", [Part("int64", (1000,))])
+        written = reservation.tensors[0]
+        written.fill_(1)
+        left.commit(reservation, header())
+        packet = first_packet(right)
+        written[0] = 77  # not for users: shows that nothing was copied
+        assert packet.tensors[0][:2].tolist() == [77, 1]
+        packet.release()
+
+
+def test_every_tensor_starts_at_a_cache_line() -> None:
+    with linked("shm") as (left, right):
+        parts = [Part("uint8", (n,)) for n in (1, 63, 64, 65, 7)]
+        left.commit(left.reserve("right", parts), header())
+        packet = first_packet(right)
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in packet.tensors)
+        packet.release()
+
+
+def test_a_full_segment_adds_another_and_a_large_payload_gets_its_own() -> None:
+    before = segments()
+    with linked("shm", segment_bytes=SEGMENT_BYTES) as (left, right):
+        for number in range(10):  # nobody releases: 10 x 40 KiB in segments of 64 KiB
+            send(left, "right", [torch.full((10 << 10,), float(number))], header(number))
+        send(left, "right", [torch.ones(1 << 20)], header(10))
+        packets = wait_for(right, Packet, 11)
+        assert segments() - before == 2 * 11  # both ends of the link are in this process
+        for packet in packets[:10]:
+            assert bool((packet.tensors[0] == packet.header.batch).all())
+        for packet in reversed(packets):
+            packet.release()
+
+
+def test_an_empty_tensor_may_follow_one_that_ends_with_the_segment() -> None:
+    with linked("shm", segment_bytes=5000) as (left, right):
+        send(left, "right", [torch.ones(79 * 64 // 8, dtype=torch.int64), torch.ones(0)], header())
+        packet = first_packet(right)
+        assert [t.numel() for t in packet.tensors] == [632, 0]
+        packet.release()
+
+
+def test_released_memory_is_used_again_instead_of_more() -> None:
+    before = segments()
+    with linked("shm", segment_bytes=SEGMENT_BYTES) as (left, right):
+        for number in range(200):
+            send(left, "right", [torch.full((8 << 10,), float(number))], header(number))
+            packet = first_packet(right)
+            assert bool((packet.tensors[0] == number).all())
+            packet.release()
+        assert segments() - before == 2
+
+
+def test_a_packet_that_is_parked_holds_its_own_bytes_only() -> None:
+    before = segments()
+    with linked("shm", segment_bytes=SEGMENT_BYTES) as (left, right):
+        send(left, "right", [torch.full((1 << 10,), 5.0)], header(0))
+        parked = first_packet(right)
+        for number in range(100):
+            send(left, "right", [torch.full((12 << 10,), float(number))], header(number))
+            first_packet(right).release()
+        assert segments() - before == 2
+        assert bool((parked.tensors[0] == 5.0).all())
+        parked.release()
+
+
+def test_idle_segments_are_given_back_by_both_sides() -> None:
+    before, clock = segments(), ManualClock()
+    with linked("shm", segment_bytes=SEGMENT_BYTES, clock=clock) as (left, right):
+        for number in range(5):
+            send(left, "right", [torch.ones(1 << 18)], header(number))
+        for packet in wait_for(right, Packet, 5):
+            packet.release()
+        del packet
+        clock.advance(1.5)
+        assert left.poll(0) == []
+        clock.advance(IDLE_S)
+        assert left.poll(0) == []
+        assert right.poll(1.0) == []
+        assert segments() - before == 2
+        send(left, "right", [torch.full((1 << 18,), 3.0)], header(9))
+        packet = first_packet(right)
+        assert bool((packet.tensors[0] == 3.0).all())
+        packet.release()
+
+
+def test_memory_that_the_machine_does_not_have_is_an_error_with_numbers() -> None:
+    with (
+        linked("shm") as (left, _),
+        pytest.raises(ChannelError, match=r"segment of \d+ bytes exceeds .*segment_bytes"),
+    ):
+        left.reserve("right", [Part("uint8", (1 << 50,))])
+
+
+def test_a_segment_cannot_shrink_under_the_other_side() -> None:
+    fd = create_memfd(4096)
+    try:
+        assert check_memfd(fd, 4096)
+        assert not check_memfd(fd, 8192)
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
+    plain = os.memfd_create("plain", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(plain, 8192)
+        assert not check_memfd(plain, 4096)
+    finally:
+        os.close(plain)
+
+
+def test_nothing_is_left_on_the_machine_after_a_peer_was_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    segments = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory() as folder:  # ours alone; its name fits a socket's address
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with with_peer("shm", "echo") as (main, peer):
+            send(main, "peer", [torch.ones(1 << 20)], header())
+            first_packet(main).release()
+            peer.signal(signal.SIGKILL)
+            wait_for(main, PeerLost)
+        assert os.listdir(folder) == []
+    assert not [name for name in set(os.listdir("/dev/shm")) - segments if "tandem" in name]
+
+
+def test_an_address_is_free_for_the_next_endpoint_of_that_name() -> None:
+    addresses = set()
+    for _ in range(3):
+        end = endpoint("one", "shm")
+        addresses.add(end.listen())
+        end.close()
+    assert len(addresses) == 3

@@ -1,0 +1,189 @@
+"""The planner's socket: answers, strangers, broken frames, news of changed models."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from actors.channels.listener import dial
+from actors.ranks.planner_worker import PlannerWorker
+from contracts.errors import HandshakeError
+from contracts.plan import Order, Plan
+from contracts.planning import (
+    MAX_PLANNER_FRAME_BYTES,
+    BatchReport,
+    ExpertReport,
+    MicroBatchTimes,
+    ModelsChanged,
+    PlanAnswer,
+    PlanQuery,
+    RowsTime,
+)
+from tests.support.fake_planner import DEADLINE_S, PlannerConnection, real_planner
+from tests.support.group_harness import group_config
+from tests.support.simulated_group import hardware
+
+NESTED = b"\xaf\x0f\x00\x00\x82\xa4type\xa5query\xa1x" + b"\x91" * 4000 + b"\xc0"  # FINDINGS A8
+Checkpoints = Callable[..., Path]
+
+
+@pytest.fixture
+def planner(tiny_checkpoint: Checkpoints) -> Iterator[PlannerWorker]:
+    with real_planner(tiny_checkpoint("qwen3_moe"), group_config(), hardware()) as made:
+        yield made
+
+
+@pytest.fixture
+def cold_planner(tiny_checkpoint: Checkpoints) -> Iterator[PlannerWorker]:
+    with real_planner(tiny_checkpoint("qwen3_moe"), group_config(), None) as made:
+        yield made
+
+
+def address_of(planner: PlannerWorker) -> str:
+    return planner.ready.channel_address
+
+
+def report(tokens: int, ms: float = 1.0) -> BatchReport:
+    return BatchReport(
+        rank="attention-0",
+        plan=Plan(order=Order.ASAS),
+        measured_ms=5 * ms,
+        micro_batches=[MicroBatchTimes([(0, tokens)], ms)],
+        e2a=[RowsTime(tokens, ms / 10)],
+    )
+
+
+def test_a_question_is_answered_with_a_plan_and_its_makespan(planner: PlannerWorker) -> None:
+    with PlannerConnection(address_of(planner)) as rank:
+        answer = rank.answer(PlanQuery(7, [(0, 300), (0, 100)]))
+    assert answer.number == 7
+    assert answer.plan is not None
+    assert answer.predicted_ms > 0
+    assert answer.solve_ms > 0
+
+
+def test_a_batch_of_the_same_shape_is_not_solved_twice(planner: PlannerWorker) -> None:
+    with PlannerConnection(address_of(planner)) as rank:
+        first = rank.answer(PlanQuery(1, [(0, 300)]))
+        second = rank.answer(PlanQuery(2, [(0, 301)]))
+    assert (second.plan, second.solve_ms) == (first.plan, 0.0)
+
+
+def test_a_cold_planner_says_why_it_has_no_plan(cold_planner: PlannerWorker) -> None:
+    with PlannerConnection(address_of(cold_planner)) as rank:
+        answer = rank.answer(PlanQuery(1, [(0, 300)]))
+    assert answer.plan is None
+    assert "too few measured times" in answer.reason
+
+
+def test_all_ranks_hear_that_the_models_have_changed(cold_planner: PlannerWorker) -> None:
+    address = address_of(cold_planner)
+    with PlannerConnection(address) as rank, PlannerConnection(address) as other:
+        assert rank.read() == other.read() == ModelsChanged(1)
+        for tokens in (8, 16, 32, 64, 128) * 4:
+            rank.send(report(tokens, 0.1 * tokens))
+            times = [RowsTime(tokens, 0.1 * tokens)]
+            rank.send(ExpertReport(rank="expert-0", experts=times, a2e=times))
+        assert rank.read() == other.read() == ModelsChanged(2)
+
+
+def test_the_latest_batch_is_in_the_metrics(planner: PlannerWorker) -> None:
+    with PlannerConnection(address_of(planner)) as rank:
+        rank.send(report(64, 2.0))
+        rank.answer(PlanQuery(1, [(0, 300)]))  # so the report has been taken
+    text = planner.metrics()
+    assert "tandem_plan_measured_seconds 0.01\n" in text
+    assert "tandem_plan_predicted_seconds" in text
+    assert 'tandem_plan{field="r1"} 1.0' in text
+    assert 'tandem_plan_info{order="asas"} 1.0' in text
+
+
+def test_a_stranger_is_refused(planner: PlannerWorker) -> None:
+    with pytest.raises(HandshakeError, match="wrong token"):
+        PlannerConnection(address_of(planner), token=b"another token of 32 bytes.......")
+
+
+def test_a_client_of_another_kind_is_refused(planner: PlannerWorker) -> None:
+    with pytest.raises(HandshakeError, match="purpose 'requests'"):
+        PlannerConnection(address_of(planner), purpose="requests")
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\x03\x00\x00\x00abc",
+        b"\xff\xff\xff\xff",
+        (MAX_PLANNER_FRAME_BYTES + 1).to_bytes(4, "little"),
+        b"\x00\x00\x00\x00",
+        pytest.param(NESTED, id="nested"),
+    ],
+)
+def test_a_broken_frame_ends_its_connection_only(planner: PlannerWorker, frame: bytes) -> None:
+    with (
+        PlannerConnection(address_of(planner)) as good,
+        PlannerConnection(address_of(planner)) as bad,
+    ):
+        assert isinstance(bad.read(), ModelsChanged)
+        bad.socket.sendall(frame)
+        with pytest.raises(EOFError):
+            bad.read()
+        assert good.answer(PlanQuery(1, [(0, 10)])).plan is not None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "query", "number": 1, "batch": []},
+        {"type": "query", "number": 1, "batch": [[-1, 4]]},
+        {"type": "query", "number": 1},
+        {
+            "type": "batch",
+            "rank": "attention-0",
+            "plan": {},
+            "measured_ms": -1,
+            "micro_batches": [],
+        },
+        {"type": "experts", "rank": "expert-0", "experts": [[0, 1.0]]},
+        {"type": "unknown"},
+    ],
+)
+def test_a_message_with_impossible_values_ends_its_connection(
+    planner: PlannerWorker, message: object
+) -> None:
+    with PlannerConnection(address_of(planner)) as bad:
+        assert isinstance(bad.read(), ModelsChanged)
+        bad.send(message)
+        with pytest.raises(EOFError):
+            bad.read()
+
+
+@pytest.mark.parametrize("batch", [[(5, 5)], [(9, 3)], [(0, 1 << 30)]])
+def test_a_batch_that_cannot_be_planned_is_told_so(
+    planner: PlannerWorker, batch: list[tuple[int, int]]
+) -> None:
+    with PlannerConnection(address_of(planner)) as rank:
+        answer = rank.answer(PlanQuery(1, batch))
+        assert (answer.plan, bool(answer.reason)) == (None, True)
+        assert isinstance(rank.answer(PlanQuery(2, [(0, 9)])), PlanAnswer)
+
+
+def test_a_rank_that_is_silent_in_the_handshake_keeps_nobody_waiting(
+    planner: PlannerWorker,
+) -> None:
+    with dial(address_of(planner), DEADLINE_S), PlannerConnection(address_of(planner)) as rank:
+        assert rank.answer(PlanQuery(1, [(0, 10)])).plan is not None
+
+
+def test_stopping_ends_connections_and_the_listener(tiny_checkpoint: Checkpoints) -> None:
+    with real_planner(tiny_checkpoint("qwen3_moe"), group_config(), None) as planner:
+        address = address_of(planner)
+        rank = PlannerConnection(address)
+    assert isinstance(rank.read(), ModelsChanged)
+    with pytest.raises(EOFError):
+        rank.read()
+    host, _, port = address.removeprefix("tcp:").rpartition(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=DEADLINE_S)

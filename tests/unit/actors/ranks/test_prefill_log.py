@@ -1,0 +1,192 @@
+"""The log of a real prefill worker: what its clients hear, and what routers make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts.messages import Cancel
+from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
+from planner.routing.router import Router, RouterConfig
+from planner.routing.saturation import SaturationConfig
+from tests.support.group_harness import PrefillThreads, RankConnection, greedy, prefill_config
+
+Checkpoints = Callable[..., Path]
+
+
+def tokens_work(done_tokens: int, prompt_tokens: int) -> int:
+    return prompt_tokens - done_tokens
+
+
+def router_of(connection: RankConnection) -> Router:
+    """A router that has folded all that the connection heard."""
+    saturation = SaturationConfig(fallback_prompts=(64,))
+    router = Router(RouterConfig(workers=1, saturation=saturation), tokens_work)
+    for entry in connection.log:
+        if isinstance(entry, WorkerSnapshot):
+            router.restore(entry)
+        else:
+            router.apply(entry)
+    return router
+
+
+def heard(connection: RankConnection, number: int) -> None:
+    """Reads up to that report."""
+    connection.read_until(lambda: bool(connection.log) and connection.log[-1].number >= number)
+
+
+def test_all_clients_hear_every_report_and_a_late_one_begins_with_a_snapshot(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    with (
+        PrefillThreads(folder, prefill_config()) as group,
+        group.client() as first,
+        group.client() as second,
+    ):
+        key = RequestKey(7, 0)
+        first.scored(first.submit(range(3, 53), candidates=[0], key=key))
+        heard(second, first.log[-1].number)
+        assert first.log[1:] == second.log[-len(first.log) + 1 :]
+        assert isinstance(first.log[0], WorkerSnapshot)
+        reports = [entry for entry in first.log if isinstance(entry, WorkerReport)]
+        assert [prompt.key for report in reports for prompt in report.accepted] == [key]
+        told = [progress for report in reports for progress in report.progress]
+        assert [progress.done_tokens for progress in told] == [0], (
+            "it ends in the batch in which it starts"
+        )
+        assert sum(len(report.stored) for report in reports) == 3
+        with group.client() as late:
+            heard(late, first.log[-1].number)
+            (snapshot,) = late.log
+            assert isinstance(snapshot, WorkerSnapshot)
+            assert len(snapshot.committed) == 3
+            assert snapshot.requests == ()
+
+
+def test_routers_that_fold_the_log_end_with_no_load_and_the_caches_blocks(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    """A pool of few blocks: sequences wait, are put back, evict others' blocks, are cancelled."""
+    config = prefill_config(kv={"pool_tokens": 16 * 12}, prefill={"max_batch_tokens": 48})
+    with PrefillThreads(tiny_checkpoint("qwen3_moe"), config) as group, group.client() as client:
+        ids = []
+        for number in range(40):
+            base = 3 + number % 5
+            prompt = [base] * 33 + [4 + number] * (number % 50)
+            if number % 7 == 3:
+                ids.append(client.submit(prompt, sampling=greedy(20)))
+            else:
+                ids.append(client.submit(prompt, candidates=[0], key=RequestKey(0, number)))
+            if number % 9 == 8:
+                client.send(Cancel(ids.pop()))
+        client.wait(*ids)
+        blocks = group.workers[0]._blocks
+        with group.client() as late:
+            heard(late, client.log[-1].number)
+            routers = [router_of(client), router_of(late)]
+        assert blocks.evicted_total > 0, "the pool was meant to be too small"
+        assert routers[0].snapshot(0) == routers[1].snapshot(0)
+        for router in routers:
+            assert router.load(0) == 0
+            assert set(router.snapshot(0).committed) == set(blocks._block_of)
+
+
+def test_a_key_that_is_open_or_no_routers_is_refused(tiny_checkpoint: Checkpoints) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    with PrefillThreads(folder, prefill_config()) as group, group.client() as client:
+        key = RequestKey(1, 1)
+        first = client.submit(range(3, 103), sampling=greedy(100), key=key)
+        again = client.submit([5], candidates=[0], key=key)
+        assert "in use" in client.failed(again).message
+        assert "0 or more" in client.failed(client.submit([5], key=RequestKey(-1, 1))).message
+        client.generated(first)
+        client.scored(client.submit([5], candidates=[0], key=key))
+
+
+def test_a_reference_pass_is_told_with_the_first_report(tiny_checkpoint: Checkpoints) -> None:
+    config = prefill_config(prefill={"saturation": None, "max_batch_tokens": 200})
+    with PrefillThreads(tiny_checkpoint("qwen3_moe"), config) as group, group.client() as client:
+        client.scored(client.submit([3, 4], candidates=[0]))
+        snapshot = client.log[0]
+        assert isinstance(snapshot, WorkerSnapshot)
+        assert snapshot.number == 0
+        assert snapshot.calibration is not None
+        assert sum(snapshot.calibration.reference_prompts) == 200
+        status = group.workers[0].status()
+        assert status.saturation > 0
+        assert status.computed_flops > 0
+        text = group.workers[0].metrics()
+        assert 'tandem_saturation_flops{rank="prefill-0"}' in text
+        assert 'tandem_model_flops_utilization{rank="prefill-0"}' in text
+
+
+class Script(NamedTuple):
+    """A request of a prompt: its length, which of a few beginnings, whether it generates, and
+    whether it is cancelled."""
+
+    tokens: int
+    beginning: int
+    generates: bool
+    cancelled: bool
+
+
+scripts = st.lists(
+    st.builds(Script, st.integers(1, 70), st.integers(3, 6), st.booleans(), st.booleans()),
+    min_size=1,
+    max_size=12,
+)
+
+
+@pytest.fixture(scope="module")
+def crowded(tiny_checkpoint: Checkpoints) -> Iterator[PrefillThreads]:
+    config = prefill_config(kv={"pool_tokens": 16 * 8}, prefill={"max_batch_tokens": 40})
+    with PrefillThreads(tiny_checkpoint("qwen3_moe"), config) as group:
+        yield group
+
+
+@settings(deadline=None, max_examples=25)
+@given(scripts)
+def test_whatever_requests_do_the_log_ends_with_no_load_and_the_caches_blocks(
+    crowded: PrefillThreads, script: list[Script]
+) -> None:
+    with crowded.client() as client:
+        ids = []
+        for number, (tokens, beginning, generates, cancelled) in enumerate(script):
+            sampling = greedy(5) if generates else None
+            prompt = [beginning] * (tokens // 2) + [7 + number] * (tokens - tokens // 2)
+            request = client.submit(prompt, sampling=sampling, key=RequestKey(0, number))
+            if cancelled:
+                client.send(Cancel(request))
+            else:
+                ids.append(request)
+        ids.append(client.submit([3], candidates=[0]))  # the cancelled ones have gone before it
+        client.wait(*ids)
+        router = router_of(client)
+        assert router.load(0) == 0
+        assert set(router.snapshot(0).committed) == set(crowded.workers[0]._blocks._block_of)
+
+
+def test_a_worker_that_fails_says_so_before_it_fails_its_requests(
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FINDINGS B1: else they are sent to it again, as their prefix is there."""
+    with PrefillThreads(tiny_checkpoint(), prefill_config()) as group, group.client() as connection:
+        executor = group.workers[0]._executor
+        step = executor.step
+
+        def broken(timeout_s: float) -> object:
+            if executor.in_flight:
+                raise RuntimeError("out of memory")
+            return step(timeout_s)
+
+        monkeypatch.setattr(executor, "step", broken)
+        failed = connection.failed(connection.submit([1, 2, 3], candidates=[1]))
+        assert "out of memory" in failed.message
+        assert connection.state is not None
+        assert not connection.state.healthy

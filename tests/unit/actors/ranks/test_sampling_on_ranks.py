@@ -1,0 +1,204 @@
+"""Sampling by ranks of both kinds: what they refuse, what a requeue changes, where choices end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.batching.scheduler import Scheduler
+from actors.batching.sequence import Sequence
+from actors.kv.block_manager import BlockManager
+from contracts.config import ScheduleConfig
+from contracts.messages import Submit
+from contracts.requests import Priority, Sampling
+from tests.support.group_harness import (
+    PrefillThreads,
+    RankConnection,
+    ThreadGroup,
+    greedy,
+    group_config,
+    prefill_config,
+)
+
+Checkpoints = Callable[..., Path]
+PROMPT = [5, 6, 7, 8]
+EOS = 2
+
+
+@pytest.fixture(scope="module", params=["attention", "prefill"])
+def client(
+    request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints
+) -> Iterator[RankConnection]:
+    """Of a rank of either kind; the prefill worker keeps no KV cache."""
+    folder = tiny_checkpoint("qwen3_moe")
+    if request.param == "attention":
+        with ThreadGroup(folder, group_config()) as group, group.client() as connection:
+            yield connection
+    else:
+        config = prefill_config(prefill={"kv_free": True})
+        with PrefillThreads(folder, config) as workers, workers.client() as connection:
+            yield connection
+
+
+ABSURD: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": math.nan}, "temperature"),
+    ({"temperature": -1.0}, "temperature"),
+    ({"temperature": 1e300}, "temperature"),
+    ({"top_p": math.nan}, "top_p"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"top_k": -5}, "top_k"),
+    ({"min_p": 2.0}, "min_p"),
+    ({"seed": 2**64 - 1}, "seed"),
+    ({"presence_penalty": math.inf}, "presence_penalty"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    ({"logit_bias": {500: 1.0}}, "logit_bias"),
+    ({"logit_bias": {1: math.nan}}, "logit_bias"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [1] * 1000}, "stop_token_ids"),
+    ({"min_tokens": 9}, "min_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -7}, "max_tokens"),
+    ({"logprobs": 10**9}, "logprobs"),
+    ({"choices": []}, "choices"),
+    ({"choices": [[]]}, "choices"),
+    ({"choices": [[500]]}, "choices"),
+    ({"choices": [[1]] * 300}, "choices"),
+    ({"choices": [[1, 2, 3]]}, "max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("fields", "named"), ABSURD, ids=[str(f)[:40] for f, _ in ABSURD])
+def test_an_absurd_value_at_the_ranks_own_socket_is_that_requests_error(
+    client: RankConnection, fields: dict[str, Any], named: str
+) -> None:
+    """FINDINGS A1: the API checks them too, but a rank's admission is the second line."""
+    failed = client.failed(client.submit(PROMPT, sampling=Sampling(**{"max_tokens": 1, **fields})))
+    assert (failed.code, failed.status) == ("invalid_value", 400)
+    assert named in failed.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"score_from": 0}, {"score_from": -9}, {"score_from": 1, "score_top": 10**9}],
+    ids=str,
+)
+def test_an_absurd_scoring_at_the_ranks_own_socket_is_that_requests_error(
+    client: RankConnection, fields: dict[str, Any]
+) -> None:
+    """FINDINGS A1."""
+    failed = client.failed(client.submit(PROMPT, **fields))
+    assert (failed.code, failed.status) == ("invalid_value", 400)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_a_choice_of_one_token_is_read_from_one_pass(
+    client: RankConnection, temperature: float
+) -> None:
+    sampling = Sampling(max_tokens=1, temperature=temperature, choices=[[40], [41], [42]], seed=1)
+    ids, last = client.generated(client.submit(PROMPT, sampling=sampling, eos_token_ids=[EOS]))
+    assert ids[0] in (40, 41, 42)
+    assert (len(ids), last.reason) == (1, "stop")
+
+
+CHOICES = [[40, 41], [40, 41, 42, 43], [50]]
+
+
+def test_a_choice_that_another_one_continues_ends_with_an_eos(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    """Also where eos is ignored: nothing else could end it."""
+    folder, ends = tiny_checkpoint("qwen3_moe"), set()
+    with ThreadGroup(folder, group_config()) as group, group.client() as client:
+        for seed in range(30):
+            sampling = Sampling(
+                max_tokens=4, temperature=2.0, seed=seed, choices=CHOICES, ignore_eos=seed > 15
+            )
+            request = client.submit(PROMPT, sampling=sampling, eos_token_ids=[EOS])
+            ids, last = client.generated(request)
+            assert last.reason == "stop"
+            ends.add(tuple(ids))
+    assert ends == {(40, 41, EOS), (40, 41, 42, 43), (50,)}
+
+
+def test_a_requeue_changes_no_token(tiny_checkpoint: Checkpoints) -> None:
+    """FINDINGS B18: seeds, penalties and choices, in a pool that holds half of what runs."""
+    settings = [
+        Sampling(
+            max_tokens=40,
+            seed=seed,
+            ignore_eos=True,
+            top_p=0.95,
+            presence_penalty=0.7,
+            frequency_penalty=0.3,
+            repetition_penalty=1.2,
+            min_tokens=seed,
+            choices=None if seed else [[3 + i for i in range(40)], [3, 90, *range(4, 40)]],
+        )
+        for seed in range(6)
+    ]
+    prompts = [[10 + seed, *range(20, 50)] for seed in range(6)]
+    folder = tiny_checkpoint("qwen3_moe")
+    answers = []
+    for pool_tokens in (16 * 512, 16 * 14):
+        config = group_config(kv={"pool_tokens": pool_tokens})
+        with ThreadGroup(folder, config) as group, group.client() as client:
+            requests = [
+                client.submit(prompt, sampling=sampling, eos_token_ids=[EOS])
+                for prompt, sampling in zip(prompts, settings, strict=True)
+            ]
+            answers.append([client.generated(request)[0] for request in requests])
+            requeued = group.attention[0].status().requeued
+    assert requeued > 0
+    assert answers[0] == answers[1]
+
+
+def test_a_seed_gives_the_same_tokens_on_either_kind_of_rank(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    """FINDINGS B18."""
+    folder = tiny_checkpoint("qwen3_moe")
+    sampling = Sampling(max_tokens=12, seed=5, top_k=20, frequency_penalty=1.0, ignore_eos=True)
+    two = group_config(2, 1)
+    with ThreadGroup(folder, two) as group, group.client(0) as first, group.client(1) as second:
+        wanted, _ = first.generated(first.submit(PROMPT, sampling=sampling))
+        assert second.generated(second.submit(PROMPT, sampling=sampling))[0] == wanted
+    config = prefill_config(prefill={"kv_free": False})
+    with PrefillThreads(folder, config) as workers, workers.client() as third:
+        assert third.generated(third.submit(PROMPT, sampling=sampling))[0] == wanted
+
+
+def sequence_of(number: int, priority: Priority, tokens: int) -> Sequence:
+    submit = Submit(
+        request_id=number,
+        token_ids=[number * 100 + i for i in range(tokens)],
+        sampling=greedy(50),
+        priority=priority,
+    )
+    return Sequence((0, number), submit, 4)
+
+
+@pytest.mark.parametrize("order", [(Priority.LS, Priority.BE), (Priority.BE, Priority.LS)])
+def test_a_requeue_takes_its_victim_from_the_lowest_class(order: tuple[Priority, ...]) -> None:
+    """FINDINGS B18: a victim of the highest class passed all tests."""
+    blocks = BlockManager(4, prefix_cache=False)
+    scheduler = Scheduler(ScheduleConfig(max_batch_tokens=16, max_batch_sequences=4), blocks)
+    sequences = [sequence_of(number, cls, 8) for number, cls in enumerate(order, 1)]
+    for sequence in sequences:  # one batch each, so that they run in this order
+        scheduler.add(sequence)
+        batch = scheduler.next_batch()
+        assert batch is not None
+        for chunk in batch.chunks:
+            chunk.sequence.token_ids.append(7)
+        scheduler.complete(batch)
+        blocks.check([s.block_table for s in scheduler.sequences])
+        if len(scheduler.sequences) == 1:
+            sequence.token_ids.pop()  # it waits for the other, at eight tokens
+    ls, be = sorted(sequences, key=lambda s: s.priority)
+    scheduler.next_batch()  # one of them needs a block, and there is none
+    assert scheduler.requeued_total > 0
+    assert ls.block_table, "the latency-sensitive one gave its blocks back"
+    assert not be.block_table

@@ -1,0 +1,206 @@
+"""What goes wrong for one sequence ends that sequence, and neither its batch nor its rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from actors.ranks.serving_worker import ServingWorker
+from contracts.messages import Failed
+from contracts.requests import Sampling
+from tests.support.group_harness import (
+    PrefillThreads,
+    RankConnection,
+    ThreadGroup,
+    greedy,
+    group_config,
+    meeting,
+    prefill_config,
+)
+
+Checkpoints = Callable[..., Path]
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13], [14, 15, 16]]
+
+
+@pytest.fixture(scope="module", params=["attention", "prefill"])
+def rank(
+    request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints
+) -> Iterator[tuple[ServingWorker, RankConnection]]:
+    """A rank of either kind, and a client of it."""
+    folder = tiny_checkpoint("qwen3_moe")
+    if request.param == "attention":
+        with ThreadGroup(folder, group_config()) as group, group.client() as client:
+            client.generated(client.submit([1, 2], sampling=greedy(1)))  # the rank's own has run
+            yield group.attention[0], client
+    else:
+        config = prefill_config(prefill={"kv_free": False})
+        with PrefillThreads(folder, config) as workers, workers.client() as client:
+            yield workers.workers[0], client
+
+
+@contextmanager
+def logits_spoiled(worker: ServingWorker, spoil: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """`spoil` gets every [R, V] of logits before it is used."""
+    half = worker._half
+    real = half.logits
+
+    def logits(hidden_RD: torch.Tensor) -> torch.Tensor:
+        rows_RV = real(hidden_RD).clone()
+        spoil(rows_RV)
+        return rows_RV
+
+    with patch.object(half, "logits", logits):
+        yield
+
+
+def only_in_company(change: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """Changes the second row of logits of three prompts that meet."""
+    return lambda rows_RV: change(rows_RV[1]) if len(rows_RV) == len(PROMPTS) else None
+
+
+def alone(client: RankConnection, sampling: Sampling) -> list[list[int]]:
+    return [client.generated(client.submit(ids, sampling=sampling))[0] for ids in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "hot",
+    [
+        {"temperature": 1e-38},
+        {"temperature": 1.4e-45},
+        {"temperature": 1.0, "top_p": 1e-46},
+        {"temperature": 1e-6, "top_p": 1e-46, "top_k": 3},
+    ],
+)
+def test_the_coldest_temperature_and_the_smallest_nucleus_take_the_likeliest_token(
+    rank: tuple[ServingWorker, RankConnection], hot: dict[str, Any]
+) -> None:
+    """FINDINGS A1: any of these ended the rank."""
+    _, client = rank
+    wanted, _ = client.generated(client.submit(PROMPTS[0], sampling=greedy(4)))
+    sampling = Sampling(max_tokens=4, ignore_eos=True, seed=3, **hot)
+    assert client.generated(client.submit(PROMPTS[0], sampling=sampling))[0] == wanted
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_their_sequence_and_no_other(
+    rank: tuple[ServingWorker, RankConnection], value: float, temperature: float
+) -> None:
+    """FINDINGS A1: NaN logits ended the rank; where nothing was drawn, they became tokens."""
+    worker, client = rank
+    sampling = Sampling(max_tokens=3, temperature=temperature, seed=11, ignore_eos=True)
+    wanted = alone(client, sampling)
+    spoil = only_in_company(lambda row_V: row_V[3].fill_(value))
+    with logits_spoiled(worker, spoil):
+        with meeting(worker, len(PROMPTS)):
+            first, second, third = (client.submit(ids, sampling=sampling) for ids in PROMPTS)
+        failed = client.failed(second)
+        assert (failed.code, failed.status) == ("sampling_failed", 500)
+        assert "finite" in failed.message
+        assert "\n" not in failed.message
+        assert [client.generated(i)[0] for i in (first, third)] == [wanted[0], wanted[2]]
+    assert worker.status().healthy
+    assert worker.status().kv_blocks["used"] == 0
+    assert client.generated(client.submit(PROMPTS[1], sampling=sampling))[0] == wanted[1]
+
+
+def test_a_prefix_that_gave_logits_that_are_not_finite_is_not_kept(
+    rank: tuple[ServingWorker, RankConnection],
+) -> None:
+    """FINDINGS A1: else a fault that passed would fail every later request with that prefix."""
+    worker, client = rank
+    prompt = [40 + i for i in range(50)]
+    with logits_spoiled(worker, lambda rows_RV: rows_RV.fill_(math.nan)):
+        client.failed(client.submit(prompt, sampling=greedy(1)))
+    assert worker.status().kv_blocks["used"] == 0
+    cached = [
+        client.generated(client.submit(prompt, sampling=greedy(1)))[1].usage.cached_tokens
+        for _ in range(2)
+    ]
+    assert cached == [0, 49]
+    worker._blocks.check([])
+
+
+def test_a_row_of_which_no_token_is_left_ends_its_sequence(
+    rank: tuple[ServingWorker, RankConnection],
+) -> None:
+    """FINDINGS A1."""
+    worker, client = rank
+    with logits_spoiled(worker, lambda rows_RV: rows_RV.fill_(-math.inf)):
+        failed = client.failed(client.submit(PROMPTS[0], sampling=greedy(2)))
+    assert failed.code == "sampling_failed"
+    assert worker.status().healthy
+
+
+@pytest.mark.parametrize(
+    "fields", [{"candidates": [3, 4]}, {"score_from": 1}, {"score_from": 2, "score_top": 3}]
+)
+def test_scores_that_are_not_finite_end_their_sequence(
+    rank: tuple[ServingWorker, RankConnection], fields: dict[str, Any]
+) -> None:
+    """FINDINGS A1: they were answered as null."""
+    worker, client = rank
+    with logits_spoiled(worker, lambda rows_RV: rows_RV.fill_(math.nan)):
+        failed = client.failed(client.submit(PROMPTS[0], **fields))
+    assert failed.code == "sampling_failed"
+    client.scored(client.submit(PROMPTS[0], **fields))
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("of a kernel")])
+@pytest.mark.parametrize("where", ["_draw", "token_logprob"])
+def test_whatever_drawing_raises_ends_the_sequence_it_was_drawn_for(
+    rank: tuple[ServingWorker, RankConnection], where: str, error: Exception
+) -> None:
+    """FINDINGS A1: any exception of the finisher ended the rank."""
+    worker, client = rank
+    plain, drawn = greedy(2), Sampling(max_tokens=2, seed=1, logprobs=2)
+    wanted, _ = client.generated(client.submit(PROMPTS[0], sampling=plain))
+    with patch(f"actors.batching.sampler.{where}", side_effect=error):
+        with meeting(worker, 2):
+            first = client.submit(PROMPTS[0], sampling=plain)
+            second = client.submit(PROMPTS[1], sampling=drawn)
+        failed = client.failed(second)
+        assert client.generated(first)[0] == wanted
+    assert (failed.code, failed.status) == ("sampling_failed", 500)
+    assert str(error) not in failed.message  # that is for the log
+    assert worker.status().healthy
+
+
+def test_an_allocation_that_fails_for_the_batch_is_tried_for_each_of_its_sequences(
+    rank: tuple[ServingWorker, RankConnection],
+) -> None:
+    """FINDINGS A1."""
+    worker, client = rank
+    wanted = alone(client, greedy(1))
+    half = worker._half
+    real = half.logits
+
+    def logits(hidden_RD: torch.Tensor) -> torch.Tensor:
+        if len(hidden_RD) > 1:
+            raise MemoryError
+        return real(hidden_RD)
+
+    with patch.object(half, "logits", logits):
+        with meeting(worker, len(PROMPTS)):
+            ids = [client.submit(ids, sampling=greedy(1)) for ids in PROMPTS]
+        assert [client.generated(i)[0] for i in ids] == wanted
+
+
+def test_a_request_whose_admission_raises_is_the_only_one_that_fails(
+    rank: tuple[ServingWorker, RankConnection],
+) -> None:
+    """FINDINGS A1: the rule holds wherever a sequence can be named."""
+    worker, client = rank
+    with patch.object(worker, "_accepted", side_effect=MemoryError):
+        failed: Failed = client.failed(client.submit(PROMPTS[0], sampling=greedy(1)))
+    assert (failed.code, failed.status) == ("internal_error", 500)
+    assert worker.status().healthy
+    assert worker.status().waiting == 0
+    client.generated(client.submit(PROMPTS[0], sampling=greedy(1)))

@@ -1,0 +1,130 @@
+"""The stub engine speaks a prefill worker's frames, and its log is one that routers can fold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from actors.ranks.pseudo_answers import pseudo_answer
+from actors.ranks.shell import WorkerShell
+from actors.ranks.stub_worker import StubWorker
+from contracts.config import KvConfig, PrefillConfig, TandemConfig
+from contracts.messages import Submit
+from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
+from contracts.worker import Group, WorkerSpec
+from planner.routing.request_work import token_work
+from planner.routing.worker_state import WorkerState
+from tests.support.group_harness import RankConnection, greedy
+
+TOKEN = b"a token for tests"
+BLOCK = 4
+POOL_BLOCKS = 6
+
+
+@pytest.fixture
+def stub(tiny_checkpoint: Callable[..., Path]) -> Iterator[StubWorker]:
+    config = TandemConfig(
+        kv=KvConfig(block_tokens=BLOCK, pool_tokens=POOL_BLOCKS * BLOCK),
+        prefill=PrefillConfig(engine="stub", max_batch_tokens=16),
+    )
+    spec = WorkerSpec(
+        group=Group.PREFILL,
+        rank=1,
+        attention_ranks=0,
+        expert_ranks=0,
+        prefill_ranks=2,
+        model_folder=str(tiny_checkpoint()),
+        token=TOKEN,
+        epoch=7,
+        device="cpu",
+        backend="shm",
+        config=config,
+    )
+    worker = StubWorker(spec)
+    worker.start()
+    yield worker
+    worker.stop()
+
+
+def connect(stub: StubWorker) -> RankConnection:
+    return RankConnection(stub.ready.name, stub.ready.client_address, TOKEN)
+
+
+def folded(connection: RankConnection) -> WorkerState:
+    state = WorkerState(token_work, BLOCK)
+    for entry in connection.log:
+        if isinstance(entry, WorkerSnapshot):
+            state.restore(entry)
+        else:
+            state.apply(entry)
+    return state
+
+
+def test_scores_and_generates_the_same_for_the_same_tokens(stub: StubWorker) -> None:
+    with connect(stub) as client:
+        first = client.scored(client.submit([5, 6, 7], candidates=[1, 2], score_from=1))
+        again = client.scored(client.submit([5, 6, 7], candidates=[1, 2], score_from=1))
+        other = client.scored(client.submit([5, 6, 8], candidates=[1, 2], score_from=1))
+        ids, finished = client.generated(client.submit([5, 6, 7], sampling=greedy(3)))
+    assert first.candidate_logits == again.candidate_logits != other.candidate_logits
+    assert first.token_logprobs is not None
+    assert len(first.token_logprobs) == 2
+    assert len(ids) == 3
+    assert finished.usage.prompt_tokens == 3
+
+
+def test_the_snapshot_comes_first_and_every_client_hears_every_report(stub: StubWorker) -> None:
+    with connect(stub) as client, connect(stub) as listener:
+        key = RequestKey(3, 1)
+        client.scored(client.submit(list(range(9)), candidates=[1], key=key))
+        client.scored(client.submit(list(range(9)), candidates=[1]))
+        listener.read_until(lambda: folded(listener).number >= folded(client).number)
+        assert isinstance(client.log[0], WorkerSnapshot)
+        assert isinstance(listener.log[0], WorkerSnapshot)
+        assert folded(client).snapshot(1) == folded(listener).snapshot(1)
+        reports = [entry for entry in client.log if isinstance(entry, WorkerReport)]
+        named = [prompt.key for report in reports for prompt in report.accepted]
+        assert named[0] == key
+        assert named[1].router < 0
+
+
+def test_after_many_requests_the_load_is_zero_and_evicted_blocks_are_named(
+    stub: StubWorker,
+) -> None:
+    with connect(stub) as client:
+        sent = [client.submit([n] * (1 + n % 13), candidates=[1]) for n in range(60)]
+        cached = sum(client.scored(request).usage.cached_tokens for request in sent)
+        repeated = client.scored(client.submit([59] * 9, candidates=[1]))
+        state = folded(client)
+        with connect(stub) as late:
+            late.wait(late.submit([1], candidates=[1]))
+            snapshot = late.log[0]
+    assert isinstance(snapshot, WorkerSnapshot)
+    assert state.requests.load == 0
+    assert cached == 0
+    assert 0 < len(state.committed()) <= POOL_BLOCKS
+    assert set(snapshot.committed) == set(state.committed())
+    assert repeated.usage.prompt_tokens == 9
+
+
+def test_a_request_that_cannot_fit_is_refused_by_name(stub: StubWorker) -> None:
+    with connect(stub) as client:
+        failed = client.failed(client.submit([1] * 600, candidates=[1]))
+    assert failed.code == "context_length_exceeded"
+    assert "prefill-1" in failed.message
+
+
+def test_the_shell_makes_it_where_the_engine_is_a_stub(stub: StubWorker) -> None:
+    shell = WorkerShell()
+    ready = shell.prepare(stub.spec)
+    shell.stop()
+    assert ready.name == "prefill-1"
+    assert ready.client_address
+
+
+def test_a_pseudo_answer_may_pass_for_log_probabilities() -> None:
+    submit = Submit(request_id=1, token_ids=[1, 2, 3], sampling=None, score_from=1, score_top=2)
+    (scored,) = pseudo_answer(submit, 0, 100)
+    assert all(-8.0 <= logprob <= 0.0 for logprob in getattr(scored, "token_logprobs"))  # noqa: B009

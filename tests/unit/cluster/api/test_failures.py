@@ -1,0 +1,283 @@
+"""Ranks that fail, clients that leave, full queues: an answer with a name, never a hang."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import msgspec
+import openai
+import pytest
+
+from contracts.config import HttpConfig
+from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
+from tests.support.fake_rank import FakeRank
+from tests.support.tiny_tokenizer import write_byte_level
+
+Serve = Callable[..., AbstractContextManager[Api]]
+REPLY = [60, 61, 62, 63, 64]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def rank() -> FakeRank:
+    return FakeRank("attention-0", lambda submit: REPLY)
+
+
+@pytest.fixture
+def api(folder: Path, rank: FakeRank) -> Iterator[Api]:
+    with serve_api(folder, [rank]) as api:
+        yield api
+
+
+def test_a_client_that_leaves_a_stream_cancels_it_on_the_rank(api: Api, rank: FakeRank) -> None:
+    rank.hold_after = 2
+    body = {"model": MODEL, "prompt": "Hello", "stream": True, "max_tokens": 5}
+    with api.http.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    rank.submits.get(timeout=5)
+    assert rank.cancels.get(timeout=5) == 1
+
+
+def test_a_client_that_leaves_a_plain_request_cancels_it_on_the_rank(
+    api: Api, rank: FakeRank
+) -> None:
+    rank.hold_after = 0
+    leave_once_submitted(api, "/v1/completions", 1, {"prompt": "Hello"})
+    assert rank.cancels.get(timeout=5) == 1
+
+
+def test_a_client_that_leaves_a_classification_cancels_all_of_it(api: Api, rank: FakeRank) -> None:
+    rank.hold_scores = True
+    body = {"input": ["a", "b"], "labels": ["yes indeed", "no"]}
+    leave_once_submitted(api, "/v1/classify", 4, body)
+    assert sorted(rank.cancels.get(timeout=5) for _ in range(4)) == [1, 2, 3, 4]
+
+
+def test_a_client_that_leaves_while_another_request_waits_behind_cancels_the_one_at_work(
+    api: Api, rank: FakeRank
+) -> None:
+    rank.hold_after = 0
+    body = msgspec.json.encode({"model": MODEL, "prompt": "Hello"})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(api.url.rpartition(":")[2]))) as line:
+        line.sendall(2 * (head.encode() + body))
+        rank.submits.get(timeout=5)
+    assert rank.cancels.get(timeout=5) == 1
+
+
+def test_a_client_that_leaves_is_noticed_behind_any_server(api: Api, rank: FakeRank) -> None:
+    """Without the hooks of our own front, as behind Serve's proxy."""
+    rank.hold_after = 0
+    left = asyncio.Event()
+    body = msgspec.json.encode({"model": MODEL, "prompt": "Hello"})
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, object]:
+        if not messages:
+            await left.wait()
+            return {"type": "http.disconnect"}
+        return messages.pop()
+
+    async def send(message: object) -> None:
+        pass
+
+    path = "/v1/completions"
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+    answering = api.loop.start(api.app(scope, receive, send))
+    rank.submits.get(timeout=5)
+    api.loop.call(left.set)
+    assert rank.cancels.get(timeout=5) == 1
+    answering.result(TIMEOUT_S)
+
+
+def test_a_bug_of_ours_is_a_500_and_a_line_of_the_log(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    api.dispatcher.generate = lambda *_, **__: 1 / 0  # type: ignore[assignment, return-value]
+    answer = api.http.post(
+        "/v1/completions",
+        json={"model": MODEL, "prompt": "Hello"},
+        headers={"X-Request-Id": "of-the-bug"},
+    )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert answer.headers["x-request-id"] == "of-the-bug"
+    assert "ZeroDivisionError" not in answer.text
+    (record,) = [one for one in caplog.records if "request_failed" in one.getMessage()]
+    assert "of-the-bug" in record.getMessage()
+    assert record.exc_info is not None
+    assert api.app.state.open_requests.held_bytes == 0
+
+
+def leave_once_submitted(api: Api, path: str, submits: int, body: dict[str, object]) -> None:
+    """Sends a request, and closes its connection when the rank has seen all of it."""
+    request = api.http.build_request("POST", path, json={"model": MODEL, **body})
+    sending = api.loop.start(api.send(request))
+    for _ in range(submits):
+        api.rank.submits.get(timeout=5)
+    sending.cancel()
+
+
+@pytest.mark.parametrize("hold_after", [0, 2])
+def test_a_rank_whose_connection_drops_is_named_in_a_503(
+    api: Api, rank: FakeRank, hold_after: int
+) -> None:
+    rank.hold_after = hold_after
+    rank.on_submit = rank.drop_connections
+    response = api.post("/v1/completions", prompt="Hello", max_tokens=5)
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "peer_dead"
+    assert "attention-0" in response.json()["error"]["message"]
+
+
+def test_a_rank_that_falls_silent_is_named_as_hung(api: Api, rank: FakeRank) -> None:
+    rank.hold_after = 1
+    rank.silent = True
+    response = api.post("/v1/completions", prompt="Hello", max_tokens=5)
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "peer_hung"
+    assert "attention-0" in response.json()["error"]["message"]
+
+
+def test_a_rank_lost_in_mid_stream_is_an_error_event_that_the_client_raises(
+    api: Api, rank: FakeRank
+) -> None:
+    rank.hold_after = 2
+    stream = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=5, stream=True)
+    assert next(stream).choices[0].text
+    rank.drop_connections_from_thread()
+    with pytest.raises(openai.APIError, match="attention-0"):
+        list(stream)
+
+
+def test_a_lost_rank_serves_again_after_it_is_back(api: Api, rank: FakeRank) -> None:
+    rank.hold_after = 0
+    rank.on_submit = rank.drop_connections
+    assert api.post("/v1/completions", prompt="Hello").status_code == 503
+    rank.hold_after, rank.on_submit = None, None
+    api.wait_ready()
+    assert api.http.get("/health").status_code == 200
+    assert api.post("/v1/completions", prompt="Hello").status_code == 200
+
+
+def test_a_failed_sequence_keeps_the_ranks_code_status_and_message(
+    api: Api, rank: FakeRank
+) -> None:
+    rank.fail_with = ("attention-0: out of KV blocks", "kv_exhausted", 503)
+    response = api.post("/v1/completions", prompt="Hello")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "kv_exhausted"
+    streamed = api.post(
+        "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], stream=True
+    )
+    assert streamed.status_code == 503  # nothing was sent yet: a status, not an event
+
+
+def test_an_unhealthy_rank_makes_health_and_requests_503_with_its_reason(
+    folder: Path, rank: FakeRank
+) -> None:
+    with serve_api(folder, [rank]) as api:
+        rank.healthy = False
+        api.wait_for(lambda: bool(api.dispatcher.problems()))
+        assert "told so" in api.http.get("/health").json()["error"]["message"]
+        response = api.post("/v1/completions", prompt="Hello")
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "not_ready"
+
+
+def test_a_full_queue_is_a_429_with_retry_after(folder: Path, rank: FakeRank) -> None:
+    rank.hold_after = 0
+    with serve_api(folder, [rank], max_waiting=1) as api:
+        body = {"model": MODEL, "prompt": "Hello", "stream": True}
+        request = api.http.build_request("POST", "/v1/completions", json=body)
+        waiting = api.loop.start(api.send(request))
+        rank.submits.get(timeout=5)
+        response = api.post("/v1/completions", prompt="Hello")
+        assert response.status_code == 429
+        assert response.json()["error"]["code"] == "overloaded"
+        assert int(response.headers["Retry-After"]) >= 1
+        waiting.cancel()
+
+
+def test_a_request_of_many_prompts_waits_for_room_instead_of_refusing_itself(
+    folder: Path, rank: FakeRank
+) -> None:
+    with serve_api(folder, [rank], max_waiting=1) as api:
+        done = api.post("/v1/completions", prompt=["a", "b", "c", "d"], max_tokens=2)
+        assert done.status_code == 200
+        rows = api.post("/v1/classify", input=["a", "b", "c"], labels=["yes indeed", "no"])
+        assert rows.status_code == 200
+
+
+def test_small_requests_find_a_place_beside_a_large_one_that_waits(
+    folder: Path, rank: FakeRank
+) -> None:
+    """FINDINGS A6: its patient passes kept every place, and all others got 429."""
+    rank.hold_after = 0
+    with serve_api(folder, [rank], max_waiting=8) as api:
+        body = {"model": MODEL, "prompt": ["a"] * 40, "max_tokens": 2}
+        large = api.loop.start(
+            api.send(api.http.build_request("POST", "/v1/completions", json=body))
+        )
+        held = [rank.submits.get(timeout=5) for _ in range(6)]
+        small = {"model": MODEL, "prompt": "Hello", "max_tokens": 2}
+        sent = [
+            api.loop.start(api.send(api.http.build_request("POST", "/v1/completions", json=small)))
+            for _ in range(2)
+        ]
+        came = [rank.submits.get(timeout=5) for _ in sent]
+        texts = [[api.tokenizer.decode(each.token_ids) for each in some] for some in (held, came)]
+        assert texts == [["a"] * 6, ["Hello"] * 2]
+        full = api.post("/v1/completions", prompt="Hello")
+        assert full.status_code == 429, "the share that is kept for first sequences is taken"
+        for request in (large, *sent):
+            request.cancel()
+
+
+@pytest.mark.parametrize("hold_after", [0, 2])
+def test_a_request_over_its_time_is_a_504(folder: Path, rank: FakeRank, hold_after: int) -> None:
+    rank.hold_after = hold_after
+    with serve_api(folder, [rank], HttpConfig(request_timeout_s=1.0)) as api:
+        response = api.post("/v1/completions", prompt="Hello", max_tokens=5)
+        assert response.status_code == 504
+        assert response.json()["error"]["code"] == "timeout"
+        assert rank.cancels.get(timeout=5) == 1
+
+
+def test_a_key_is_asked_for_where_keys_are_configured(folder: Path, rank: FakeRank) -> None:
+    with serve_api(folder, [rank], HttpConfig(api_keys=["k1", "k2"])) as api:
+        with pytest.raises(openai.AuthenticationError):
+            api.openai.completions.create(model=MODEL, prompt="Hello")
+        with pytest.raises(openai.AuthenticationError):
+            api.openai.models.list()
+        known = api.openai.with_options(api_key="k2")
+        assert known.completions.create(model=MODEL, prompt="Hello").choices
+        assert api.http.get("/health").status_code == 200
+
+
+def test_outcomes_and_tokens_are_counted(api: Api, rank: FakeRank) -> None:
+    api.post("/v1/completions", prompt="Hello", priority="be")
+    api.post("/v1/completions", prompt="", priority="be")
+    api.post("/v1/classify", input="x", labels=["yes", "no"])
+    stream = api.post("/v1/completions", prompt="Hello", stream=True)
+    assert stream.text.endswith("data: [DONE]\n\n")
+    text = api.http.get("/metrics").text
+    for line in (
+        'tandem_requests_total{class="be",outcome="ok",pipeline="generation"} 1.0',
+        'tandem_requests_total{class="ls",outcome="ok",pipeline="generation"} 1.0',
+        'tandem_requests_total{class="ls",outcome="refused",pipeline="generation"} 1.0',
+        'tandem_requests_total{class="ls",outcome="ok",pipeline="prefill"} 1.0',
+        'tandem_generated_tokens_total{class="be"} 5.0',
+        'tandem_ttft_seconds_count{class="be",pipeline="generation"} 1.0',
+        'tandem_turnaround_seconds_count{class="ls",pipeline="prefill"} 1.0',
+        'tandem_tpot_seconds_count{class="ls"} 1.0',
+        'tandem_queue_depth{class="ls",pipeline="generation"} 0.0',
+    ):
+        assert line in text

@@ -1,0 +1,273 @@
+"""The unmodified `openai` client against the API in front of a fake rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from contracts.messages import Submit
+from tests.support.api_harness import MODEL, Api, serve_api
+from tests.support.fake_rank import CACHED_TOKENS, FakeRank
+from tests.support.tiny_tokenizer import EOS, write_byte_level
+
+TEXT = "The answer is 42. 你好 😀\n\nQuestion: what else?"
+CHAT: Any = [{"role": "user", "content": "What is the answer?"}]
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    folder: Path = write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+    rank = FakeRank("attention-0", lambda submit: [])
+    with serve_api(folder, [rank]) as api:
+        eos = api.tokenizer.encode(EOS, add_special_tokens=False)
+        reply = api.tokenizer.encode(TEXT) + eos
+
+        def seeded(submit: Submit) -> list[int]:
+            seed = submit.sampling.seed if submit.sampling else None
+            return reply if seed is None else api.tokenizer.encode(f"seed {seed}") + eos
+
+        rank.reply = seeded
+        yield api
+
+
+def text_tokens(api: Api, text: str) -> int:
+    return len(api.tokenizer.encode(text))
+
+
+def test_a_completion_has_its_text_reason_and_usage(api: Api) -> None:
+    done = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=200)
+    assert done.object == "text_completion"
+    assert done.choices[0].text == TEXT
+    assert done.choices[0].finish_reason == "stop"
+    assert done.usage is not None
+    assert done.usage.prompt_tokens == text_tokens(api, "Hello")
+    assert done.usage.completion_tokens == text_tokens(api, TEXT) + 1  # eos counts
+    assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
+    assert done.usage.prompt_tokens_details is not None
+    assert done.usage.prompt_tokens_details.cached_tokens == CACHED_TOKENS
+
+
+def test_max_tokens_ends_a_completion_with_reason_length(api: Api) -> None:
+    done = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=3)
+    assert done.choices[0].finish_reason == "length"
+    assert TEXT.startswith(done.choices[0].text)
+    assert done.usage is not None
+    assert done.usage.completion_tokens == 3
+
+
+def test_a_streamed_completion_gives_the_same_text_in_pieces(api: Api) -> None:
+    stream = api.openai.completions.create(
+        model=MODEL,
+        prompt="Hello",
+        max_tokens=200,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == TEXT
+    assert not any("\ufffd" in c.choices[0].text for c in chunks if c.choices)
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == text_tokens(api, TEXT) + 1
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_a_chat_completion_sees_the_rendered_template(api: Api) -> None:
+    while not api.rank.submits.empty():
+        api.rank.submits.get()
+    done = api.openai.chat.completions.create(model=MODEL, messages=CHAT)
+    assert done.choices[0].message.role == "assistant"
+    assert done.choices[0].message.content == TEXT
+    assert done.choices[0].finish_reason == "stop"
+    submit = api.rank.submits.get(timeout=5)
+    assert api.tokenizer.decode(submit.token_ids, skip_special_tokens=False) == (
+        "<|im_start|>user\nWhat is the answer?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_streamed_chat_gives_the_role_first_then_text_reason_and_usage(api: Api) -> None:
+    stream = api.openai.chat.completions.create(
+        model=MODEL,
+        messages=CHAT,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[0].choices[0].delta.content == ""
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == TEXT
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stop_string_cuts_the_text_and_cancels_the_rest(api: Api) -> None:
+    done = api.openai.completions.create(
+        model=MODEL, prompt="Hello", max_tokens=200, stop=["\n\nQuestion", "never"]
+    )
+    assert done.choices[0].text == "The answer is 42. 你好 😀"
+    assert done.choices[0].finish_reason == "stop"
+    assert done.usage is not None
+    assert done.usage.completion_tokens < text_tokens(api, TEXT)
+    assert done.usage.prompt_tokens_details is not None
+    assert done.usage.prompt_tokens_details.cached_tokens == CACHED_TOKENS
+
+
+def test_a_streamed_stop_string_never_shows_a_part_of_the_stop(api: Api) -> None:
+    stream = api.openai.chat.completions.create(
+        model=MODEL,
+        messages=CHAT,
+        stop="\n\nQuestion",
+        stream=True,
+    )
+    pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
+    assert "".join(pieces) == "The answer is 42. 你好 😀"
+
+
+def test_the_seed_reaches_the_rank_and_n_choices_get_seeds_of_their_own(api: Api) -> None:
+    done = api.openai.completions.create(
+        model=MODEL, prompt="Hello", max_tokens=50, seed=7, n=3, temperature=1.0
+    )
+    assert [choice.text for choice in done.choices] == ["seed 7", "seed 8", "seed 9"]
+    assert [choice.index for choice in done.choices] == [0, 1, 2]
+    assert done.usage is not None
+    assert done.usage.prompt_tokens == text_tokens(api, "Hello")  # once, not three times
+
+
+def test_streamed_choices_of_several_prompts_keep_their_index(api: Api) -> None:
+    stream = api.openai.completions.create(
+        model=MODEL, prompt=["One", "Two"], max_tokens=50, seed=1, n=2, stream=True
+    )
+    texts = ["", "", "", ""]
+    reasons: dict[int, str] = {}
+    for chunk in stream:
+        choice = chunk.choices[0]
+        texts[choice.index] += choice.text
+        if choice.finish_reason:
+            reasons[choice.index] = choice.finish_reason
+    assert texts == ["seed 1", "seed 2", "seed 1", "seed 2"]
+    assert reasons == dict.fromkeys(range(4), "stop")
+
+
+def test_prompts_may_be_token_ids(api: Api) -> None:
+    ids = api.tokenizer.encode("Hello there")
+    one = api.openai.completions.create(model=MODEL, prompt=ids, max_tokens=5)
+    many = api.openai.completions.create(model=MODEL, prompt=[ids, ids[:1]], max_tokens=5)
+    assert one.usage is not None
+    assert one.usage.prompt_tokens == len(ids)
+    assert len(many.choices) == 2
+    assert many.usage is not None
+    assert many.usage.prompt_tokens == len(ids) + 1
+
+
+def test_completion_logprobs_line_up_with_the_text(api: Api) -> None:
+    done = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=6, logprobs=2)
+    choice = done.choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert choice.logprobs.text_offset is not None
+    assert choice.logprobs.top_logprobs is not None
+    assert "".join(choice.logprobs.tokens) == choice.text
+    for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
+        assert choice.text[offset:].startswith(token)
+    assert all(len(top) in (2, 3) for top in choice.logprobs.top_logprobs)
+
+
+def test_chat_logprobs_carry_bytes_and_alternatives(api: Api) -> None:
+    done = api.openai.chat.completions.create(
+        model=MODEL,
+        messages=CHAT,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    logprobs = done.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    data = b"".join(bytes(entry.bytes or []) for entry in logprobs.content)
+    assert data.decode() == TEXT
+    assert all(len(entry.top_logprobs) == 2 for entry in logprobs.content)
+
+
+def test_streamed_logprobs_are_those_of_the_whole_answer(api: Api) -> None:
+    whole = api.openai.completions.create(model=MODEL, prompt="Hi", max_tokens=99, logprobs=1)
+    stream = api.openai.completions.create(
+        model=MODEL, prompt="Hi", max_tokens=99, logprobs=1, stream=True
+    )
+    tokens: list[str] = []
+    for chunk in stream:
+        if chunk.choices[0].logprobs:
+            tokens += chunk.choices[0].logprobs.tokens or []
+    assert whole.choices[0].logprobs is not None
+    assert tokens == whole.choices[0].logprobs.tokens
+
+
+def test_echo_without_new_tokens_scores_the_prompt(api: Api) -> None:
+    done = api.openai.completions.create(
+        model=MODEL, prompt="The quick brown", max_tokens=0, echo=True, logprobs=1
+    )
+    choice = done.choices[0]
+    assert choice.text == "The quick brown"
+    assert choice.finish_reason == "length"
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert "".join(choice.logprobs.tokens) == "The quick brown"
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value is not None for value in choice.logprobs.token_logprobs[1:])
+    assert done.usage is not None
+    assert done.usage.completion_tokens == 0
+    assert done.usage.prompt_tokens == len(choice.logprobs.tokens)
+
+
+def test_echo_comes_before_the_generated_text(api: Api) -> None:
+    done = api.openai.completions.create(
+        model=MODEL, prompt="Hello ", max_tokens=200, echo=True, logprobs=0
+    )
+    choice = done.choices[0]
+    assert choice.text == "Hello " + TEXT
+    assert choice.logprobs is not None
+    assert choice.logprobs.text_offset is not None
+    assert choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
+    assert choice.logprobs.text_offset[text_tokens(api, "Hello ")] == len("Hello ")
+
+
+def test_the_token_that_ends_a_completion_is_listed_and_adds_no_text(api: Api) -> None:
+    """Clients such as lm-eval count back from the end: prompt, then what was generated."""
+    done = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=200, logprobs=0)
+    choice = done.choices[0]
+    assert choice.text == TEXT
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert choice.logprobs.text_offset is not None
+    assert choice.logprobs.tokens[-1] == EOS
+    assert choice.logprobs.text_offset[-1] == len(TEXT)
+    assert done.usage is not None
+    assert len(choice.logprobs.tokens) == done.usage.completion_tokens
+
+
+def test_the_token_that_ends_a_chat_is_not_part_of_its_content(api: Api) -> None:
+    done = api.openai.chat.completions.create(model=MODEL, messages=CHAT, logprobs=True)
+    logprobs = done.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert "".join(entry.token for entry in logprobs.content) == TEXT
+
+
+def test_models_are_listed_and_found_by_name(api: Api) -> None:
+    assert [model.id for model in api.openai.models.list()] == [MODEL]
+    assert api.openai.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        api.openai.models.retrieve("other")
+
+
+def test_an_unknown_model_is_a_not_found_error(api: Api) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        api.openai.completions.create(model="other", prompt="Hello")
+    assert caught.value.code == "model_not_found"
+    assert caught.value.param == "model"

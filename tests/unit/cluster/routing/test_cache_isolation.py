@@ -1,0 +1,263 @@
+"""What one client sends cannot be told from another one's answers: salts of the prefix cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from actors.batching.scheduler import Scheduler
+from actors.batching.sequence import Sequence
+from actors.channels.handshake import Identity
+from actors.kv.block_manager import BlockManager
+from cluster.api.app import build_app
+from cluster.api.callers import MAX_CACHE_SALT_CHARACTERS, Callers, salted
+from cluster.api.schemas import ServedModel
+from cluster.routing.dispatcher import Dispatcher, DispatcherConfig, PrefixTable
+from cluster.routing.pipelines import Pipelines
+from cluster.routing.prefill_router import PrefillRouter, PrefillRouterConfig
+from cluster.routing.rank_client import RankClient
+from contracts.config import HttpConfig, ScheduleConfig
+from contracts.messages import Submit
+from contracts.requests import Caller, Sampling
+from contracts.routing import Prompt, RequestKey
+from models.text.tokenizer import Tokenizer
+from planner.routing.backlog import Backlog
+from planner.routing.request_work import token_work
+from planner.routing.router import Router, RouterConfig
+from planner.routing.saturation import SaturationConfig
+from tests.support.group_harness import PrefillThreads, ThreadGroup, prefill_config
+from tests.support.routing import LoggingWorker
+from tests.support.tiny_tokenizer import write_byte_level
+
+BLOCK = 4
+KEYS = ["first-key", "second-key"]
+PROMPT = list(range(40, 40 + 6 * BLOCK + 2))  # the last block is not full
+SALTS = (b"", b"a" * 16, b"b" * 16)
+
+Ask = Callable[..., Awaitable[int]]
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[list[tuple[str, str, bytes]], Tokenizer]]:
+    """(name, address, token) of an attention rank and of a prefill worker, on a real model."""
+    folder, texts = tiny_checkpoint(vocab_size=420), tmp_path_factory.mktemp("texts")
+    write_byte_level(texts)
+    config = prefill_config(kv={"block_tokens": BLOCK, "pool_tokens": 512 * BLOCK})
+    with ThreadGroup(folder, config) as group, PrefillThreads(folder, config) as prefill:
+        attention, worker = group.attention[0].ready, prefill.workers[0].ready
+        yield (
+            [
+                (attention.name, attention.client_address, group.token),
+                (worker.name, worker.client_address, prefill.token),
+            ],
+            Tokenizer.load(texts),
+        )
+
+
+@asynccontextmanager
+async def asking(
+    ranks: tuple[list[tuple[str, str, bytes]], Tokenizer],
+    keys: list[str],
+    *,
+    share_between_keys: bool = False,
+) -> AsyncIterator[Ask]:
+    """ask(key, path, prompt, …) → cached_tokens of the answer, from the API before real ranks."""
+    (attention, prefill), tokenizer = ranks
+    saturation = SaturationConfig(fallback_prompts=(1,), pinned=10**12)
+    clients = [
+        RankClient(name, address, Identity(name="ingress", token=token, epoch=None))
+        for name, address, token in (attention, prefill)
+    ]
+    backend = Pipelines(
+        Dispatcher(clients[:1], DispatcherConfig(block_tokens=BLOCK)),
+        PrefillRouter(
+            clients[1:],
+            PrefillRouterConfig(saturation=saturation, block_tokens=BLOCK),
+            token_work,
+        ),
+    )
+    model = ServedModel(name="m", max_context_tokens=256, vocab_size=420, eos_token_ids=())
+    app = build_app(
+        backend,
+        tokenizer,
+        model,
+        HttpConfig(api_keys=keys),
+        share_between_keys=share_between_keys,
+    )
+    backend.start()
+    await backend.wait_ready()
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+
+        async def ask(key: str | None, path: str, **body: Any) -> int:
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            answer = await http.post(path, json={"model": "m", **body}, headers=headers)
+            assert answer.status_code == 200, answer.text
+            cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert isinstance(cached, int)
+            return cached
+
+        try:
+            yield ask
+        finally:
+            await backend.close()
+
+
+TEXT = "the quick brown fox jumps over the lazy dog and comes back again"
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 3}),
+    "one token": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 1}),
+    "echo": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 3, "echo": True}),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 3},
+    ),
+    "classify": ("/v1/classify", {"input": TEXT, "labels": ["a", "b"], "template": "{text}\n"}),
+    "score": ("/v1/score", {"query": PROMPT[:-3], "items": [PROMPT[-3:]], "label_token_ids": [5]}),
+}
+
+
+@pytest.mark.parametrize("what", BODIES)
+def test_a_key_finds_its_own_prefix_and_never_another_ones(ranks: Any, what: str) -> None:
+    """FINDINGS B4."""
+    path, body = BODIES[what]
+    number = list(BODIES).index(what)
+
+    async def run() -> None:
+        one, two = f"first-{number}", f"second-{number}"
+        async with asking(ranks, [one, two]) as ask:
+            assert await ask(one, path, **body) == 0
+            again = await ask(one, path, **body)
+            assert again > 2 * BLOCK
+            assert await ask(two, path, **body) == 0, "what the first key has sent"
+            assert await ask(two, path, **body) == again
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize("what", BODIES)
+def test_a_cache_salt_divides_the_requests_of_one_client(ranks: Any, what: str) -> None:
+    """FINDINGS B4."""
+    path, body = BODIES[what]
+
+    async def run() -> None:
+        async with asking(ranks, []) as ask:
+            one, two = {"cache_salt": f"one {what}"}, {"cache_salt": f"two {what}"}
+            assert await ask(None, path, **body, **one) == 0
+            again = await ask(None, path, **body, **one)
+            assert again > 2 * BLOCK
+            assert await ask(None, path, **body, **two) == 0
+            assert await ask(None, path, **body, **two) == again
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_keys_share_prefixes_where_the_configuration_says_so(ranks: Any) -> None:
+    async def run() -> None:
+        body = {"prompt": [*PROMPT, 7], "max_tokens": 2}
+        async with asking(ranks, KEYS, share_between_keys=True) as ask:
+            await ask(KEYS[0], "/v1/completions", **body)
+            assert await ask(KEYS[1], "/v1/completions", **body) == len(PROMPT)
+            assert await ask(KEYS[1], "/v1/completions", **body, cache_salt="mine") == 0
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_cache_salt_of_no_length_or_of_too_much_is_refused_by_name(ranks: Any) -> None:
+    async def run() -> None:
+        async with asking(ranks, []) as ask:
+            for path, body in BODIES.values():
+                for salt in ("", "x" * (MAX_CACHE_SALT_CHARACTERS + 1)):
+                    with pytest.raises(AssertionError, match=f"cache_salt has {len(salt)} char"):
+                        await ask(None, path, **body, cache_salt=salt)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+# ---- whoever keeps blocks, or a table of them
+
+
+def submit(salt: bytes, token_ids: list[int] = PROMPT, **fields: Any) -> Submit:
+    fields.setdefault("sampling", None)
+    return Submit(request_id=0, token_ids=token_ids, caller=Caller(salt=salt), **fields)
+
+
+def test_partial_blocks_and_prompts_of_one_batch_are_shared_under_one_salt_only() -> None:
+    """FINDINGS B4. All at once, so that they meet in one batch; then once more, from the cache."""
+    scheduler = Scheduler(ScheduleConfig(), BlockManager(100))
+    cached = []
+    for turn in range(2):
+        for number, salt in enumerate((*SALTS, *SALTS)):
+            for text in (PROMPT, PROMPT[: BLOCK - 1]):  # the second has no full block
+                key = (0, 1000 * turn + 100 * number + len(text))
+                scheduler.add(Sequence(key, submit(salt, text), BLOCK))
+        batch = scheduler.next_batch()
+        assert batch is not None
+        cached += [c.sequence.num_cached for c in batch.chunks]
+        for chunk in batch.chunks:
+            chunk.sequence.done = True
+        scheduler.complete(batch)
+    most, short = len(PROMPT) - 1, BLOCK - 2
+    # Each salt's short prompt finds the head of the block that its long one fills.
+    first = [0, short] * len(SALTS) + [most, short] * len(SALTS)
+    assert cached == [*first, *[most, short] * (2 * len(SALTS))]
+
+
+def test_the_dispatchers_table_matches_only_what_was_sent_under_the_same_salt() -> None:
+    table = PrefixTable(100)
+    table.add(submit(SALTS[1]).block_hashes(BLOCK))
+    matched = [table.match(submit(salt).block_hashes(BLOCK)) for salt in SALTS]
+    assert matched == [0, 6, 0]
+
+
+@pytest.mark.parametrize("text", [PROMPT, [*PROMPT[: BLOCK - 1], 9]], ids=["hashes", "heads"])
+def test_the_routers_index_and_heads_match_only_under_the_same_salt(text: list[int]) -> None:
+    saturation = SaturationConfig(fallback_prompts=(1,), pinned=10**6)
+    router = Router(
+        RouterConfig(workers=2, saturation=saturation, block_tokens=BLOCK * 2), token_work
+    )
+    backlog = Backlog(router, token_work)
+    workers = [LoggingWorker(n, token_work, 1000) for n in range(2)]
+
+    def home(number: int, salt: bytes) -> int:
+        asked = submit(salt, text)
+        hashes = tuple(asked.block_hashes(BLOCK * 2))
+        prompt = Prompt(RequestKey(0, number), len(text), hashes)
+        backlog.put(prompt, token_ids=text, caller=asked.caller)
+        ((sent, decision),) = backlog.take()
+        router.apply(workers[decision.worker].accept(sent))
+        return decision.worker
+
+    homes = [home(number, salt) for number, salt in enumerate((*SALTS[:2], *SALTS[:2]))]
+    assert homes == [0, 1, 0, 1], "each where its own is, and the second not where the first's is"
+
+
+def test_a_key_is_told_to_nobody_and_is_the_same_in_every_replica() -> None:
+    one, other = Callers(KEYS), Callers(list(reversed(KEYS)))
+    for key in KEYS:
+        caller = one.caller(key)
+        same = other.caller(key)
+        assert (caller.tenant, caller.salt) == (same.tenant, same.salt)
+        wire = repr(submit(caller.salt, sampling=Sampling())).encode() + caller.tenant
+        assert key.encode() not in wire
+    assert one.caller(KEYS[0]).salt != one.caller(KEYS[1]).salt
+    assert one.caller(KEYS[0]).tenant != one.caller(KEYS[1]).tenant
+    assert one.caller(KEYS[0]).request != one.caller(KEYS[0]).request
+
+
+def test_a_cache_salt_adds_to_the_keys_salt_and_does_not_replace_it() -> None:
+    callers = Callers(KEYS)
+    salts = [
+        salted(caller, cache_salt).salt
+        for caller in (callers.caller(KEYS[0]), callers.caller(KEYS[1]), Caller())
+        for cache_salt in (None, "a", "b")
+    ]
+    assert len(set(salts)) == len(salts)

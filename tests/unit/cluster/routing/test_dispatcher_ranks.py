@@ -1,0 +1,292 @@
+"""The dispatcher and its rank clients over real sockets, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.channels.handshake import Identity
+from actors.channels.neighbour import here
+from cluster.routing.dispatcher import Choose, Dispatcher, DispatcherConfig, RankView, least_work
+from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_socket import RankClientConfig
+from contracts.clock import ManualClock
+from contracts.errors import (
+    HandshakeError,
+    NotReadyError,
+    OverloadError,
+    PeerHungError,
+    RankError,
+)
+from contracts.messages import Finished, Submit, Tokens
+from contracts.requests import Sampling
+from tests.support.api_harness import ME, QUICK
+from tests.support.fake_rank import TOKEN, FakeRank
+
+Body = Callable[[Dispatcher, list[FakeRank]], Coroutine[Any, Any, None]]
+
+
+def submit(tokens: int = 40, max_tokens: int = 4, *, first: int = 0) -> Submit:
+    ids = list(range(first, first + tokens))
+    return Submit(request_id=0, token_ids=ids, sampling=Sampling(max_tokens=max_tokens))
+
+
+def run(
+    body: Body,
+    *,
+    ranks: int = 1,
+    max_waiting: int = 100,
+    path: Path | None = None,
+    choose: Choose = least_work,
+) -> None:
+    async def main() -> None:
+        fakes = [FakeRank(f"attention-{i}", lambda _: [1, 2, 3, 4, 5]) for i in range(ranks)]
+        addresses = [await fake.listen(str(path / fake.name) if path else None) for fake in fakes]
+        clients = [
+            RankClient(fake.name, address, ME, QUICK)
+            for fake, address in zip(fakes, addresses, strict=True)
+        ]
+        dispatcher = Dispatcher(clients, DispatcherConfig(max_waiting=max_waiting), choose)
+        dispatcher.start()
+        try:
+            await dispatcher.wait_ready()
+            await body(dispatcher, fakes)
+        finally:
+            await dispatcher.close()
+            for fake in fakes:
+                await fake.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def tokens_of(dispatcher: Dispatcher, wanted: Submit) -> list[int]:
+    out: list[int] = []
+    async for batch in dispatcher.generate(wanted):
+        for event in batch:
+            if isinstance(event, Tokens):
+                out += event.token_ids
+            else:
+                assert isinstance(event, Finished)
+    return out
+
+
+@pytest.mark.parametrize("use_unix", [True, False])
+def test_tokens_come_back_over_unix_and_tcp_sockets(tmp_path: Path, use_unix: bool) -> None:
+    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+        assert await tokens_of(dispatcher, submit()) == [1, 2, 3, 4]
+
+    run(body, path=tmp_path if use_unix else None)
+
+
+def test_concurrent_requests_on_one_connection_do_not_mix() -> None:
+    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+        ranks[0].reply = lambda s: [s.token_ids[0]] * 10
+        wanted = [submit(first=i, max_tokens=i % 5 + 1) for i in range(50)]
+        results = await asyncio.gather(*(tokens_of(dispatcher, s) for s in wanted))
+        assert results == [[i] * (i % 5 + 1) for i in range(50)]
+        ids = [ranks[0].submits.get().request_id for _ in range(50)]
+        assert len(set(ids)) == 50
+
+    run(body)
+
+
+def test_a_known_prefix_draws_a_request_to_its_rank() -> None:
+    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = 1
+        busy = dispatcher.generate(submit(first=0))
+        await anext(busy)
+        await tokens_of(dispatcher, submit(first=100))
+        await busy.aclose()
+        await tokens_of(dispatcher, submit(first=100))  # both are idle; rank 1 knows it
+        assert [rank.submits.qsize() for rank in ranks] == [1, 2]
+
+    run(body, ranks=2)
+
+
+def test_load_is_spread_while_requests_are_outstanding() -> None:
+    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+        for rank in ranks:
+            rank.hold_after = 1
+        streams = [dispatcher.generate(submit(first=i * 50)) for i in range(4)]
+        for stream in streams:
+            await anext(stream)
+        assert [rank.submits.qsize() for rank in ranks] == [2, 2]
+        for stream in streams:
+            await stream.aclose()
+
+    run(body, ranks=2)
+
+
+def test_an_unhealthy_rank_gets_nothing() -> None:
+    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+        ranks[0].healthy = False
+        await dispatcher.clients[0].wait_until(lambda client: client.problem is not None)
+        for _ in range(3):
+            await tokens_of(dispatcher, submit())
+        assert [rank.submits.qsize() for rank in ranks] == [0, 3]
+        ranks[1].healthy = False
+        await dispatcher.clients[1].wait_until(lambda client: client.problem is not None)
+        with pytest.raises(NotReadyError, match=r"attention-0.*attention-1"):
+            await tokens_of(dispatcher, submit())
+
+    run(body, ranks=2)
+
+
+def test_a_full_rank_is_passed_over_and_all_full_is_an_overload() -> None:
+    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+        for rank in ranks:
+            rank.hold_after = 0
+        waiting = [asyncio.create_task(tokens_of(dispatcher, submit())) for _ in range(2)]
+        await _until(lambda: all(rank.submits.qsize() == 1 for rank in ranks))
+        with pytest.raises(OverloadError) as caught:
+            await tokens_of(dispatcher, submit())
+        assert caught.value.retry_after_s > 0
+        assert dispatcher.waiting()["generation", "ls"] == 2
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert dispatcher.waiting()["generation", "ls"] == 0
+
+    run(body, ranks=2, max_waiting=1)
+
+
+def test_a_patient_request_runs_once_there_is_room() -> None:
+    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = 0
+        first = asyncio.create_task(tokens_of(dispatcher, submit()))
+        await _until(lambda: ranks[0].submits.qsize() == 1)
+        patient = dispatcher.generate(submit(), patient=True)
+        second = asyncio.ensure_future(anext(patient))
+        ranks[0].hold_after = None
+        first.cancel()
+        assert await second
+        await patient.aclose()
+
+    run(body, max_waiting=1)
+
+
+def test_closing_a_generation_early_cancels_it_and_a_finished_one_does_not() -> None:
+    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+        await tokens_of(dispatcher, submit())
+        ranks[0].hold_after = 1
+        stream = dispatcher.generate(submit())
+        await anext(stream)
+        await stream.aclose()
+        await _until(lambda: ranks[0].cancels.qsize() == 1)
+        assert ranks[0].cancels.get() == 2
+
+    run(body)
+
+
+def test_a_lost_connection_fails_every_waiting_request_with_the_ranks_name() -> None:
+    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = 1
+        waiting = [asyncio.create_task(tokens_of(dispatcher, submit())) for _ in range(5)]
+        await _until(lambda: ranks[0].submits.qsize() == 5)
+        ranks[0].drop_connections()
+        for result in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(result, RankError)
+            assert result.code == "peer_dead"
+            assert "attention-0" in result.message
+        await dispatcher.wait_ready()  # it reconnects by itself
+        ranks[0].hold_after = None
+        assert await tokens_of(dispatcher, submit()) == [1, 2, 3, 4]
+
+    run(body)
+
+
+def test_what_a_rank_had_cached_is_forgotten_when_it_comes_back() -> None:
+    seen: list[int] = []
+
+    def record(views: Sequence[RankView]) -> RankView:
+        seen.append(views[0].prefix_tokens)
+        return views[0]
+
+    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+        await tokens_of(dispatcher, submit())
+        await tokens_of(dispatcher, submit())
+        client = dispatcher.clients[0]
+        ranks[0].drop_connections()
+        await client.wait_until(lambda c: c.connections == 2 and c.problem is None)
+        await tokens_of(dispatcher, submit())
+        assert seen == [0, 32, 0]  # of 40 tokens two blocks of 16 are full
+
+    run(body, ranks=2, choose=record)
+
+
+def test_a_wrong_token_is_refused_and_said() -> None:
+    async def main() -> None:
+        fake = FakeRank("attention-0", lambda _: [1])
+        stranger = Identity(name="ingress-0", token=b"not the token", epoch=None)
+        client = RankClient(fake.name, await fake.listen(), stranger, QUICK)
+        client.start()
+        await client.wait_until(lambda c: c.lost is not None)
+        assert isinstance(client.lost, HandshakeError)
+        with pytest.raises(HandshakeError):
+            await client.submit(submit())
+        await client.close()
+        await fake.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_closing_the_dispatcher_ends_waiting_requests() -> None:
+    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = 1
+        waiting = asyncio.create_task(tokens_of(dispatcher, submit()))
+        await _until(lambda: ranks[0].submits.qsize() == 1)
+        await dispatcher.close()
+        with pytest.raises(RankError, match="shutting down"):
+            await waiting
+
+    run(body)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Lets other tasks run until `condition` holds; the test's own time limit bounds it."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+class CountingClock(ManualClock):
+    """looks: how often it was looked at."""
+
+    looks = 0
+
+    def __call__(self) -> float:
+        self.looks += 1
+        return super().__call__()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_silent_rank_of_this_machine_that_runs_is_given_four_times_as_long(
+    is_known: bool,
+) -> None:
+    """FINDINGS B16: a starved rank was lost after 1.5 s, where channels wait four times as long."""
+
+    async def main() -> None:
+        fake, clock = FakeRank("attention-0", lambda _: [1]), CountingClock()
+        fake.whereabouts = here() if is_known else b""
+        me = Identity(name="ingress-0", token=TOKEN, epoch=None)
+        config = RankClientConfig(silence_s=1.5, stall_s=1e9, check_every_s=0.001)
+        client = RankClient(fake.name, await fake.listen(), me, config, clock)
+        client.start()
+        await client.wait_until(lambda c: c.problem is None)
+        fake.silent, looks = True, clock.looks
+        await _until(lambda: clock.looks > looks + 20)  # what it has said already has arrived
+        clock.advance(1.6)
+        if is_known:
+            looks = clock.looks
+            await _until(lambda: clock.looks > looks + 20)
+            assert client.problem is None
+            clock.advance(4 * 1.5)
+        await client.wait_until(lambda c: c.lost is not None)
+        assert isinstance(client.lost, PeerHungError)
+        await client.close()
+        await fake.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))

@@ -1,0 +1,89 @@
+"""Which pipeline gets what, and what a large HTTP request leaves to small ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from cluster.routing.dispatcher import Dispatcher, DispatcherConfig
+from cluster.routing.pipelines import Pipelines
+from cluster.routing.rank_client import RankClient
+from contracts.messages import Finished, Submit
+from contracts.requests import Sampling
+from tests.support.api_harness import ME, QUICK
+from tests.support.fake_prefill import FakePrefill, routing
+from tests.support.fake_rank import FakeRank
+
+
+def run(body: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(body, 20))
+
+
+def generation(max_tokens: int) -> Submit:
+    return Submit(request_id=0, token_ids=[1, 2, 3], sampling=Sampling(max_tokens=max_tokens))
+
+
+SCORE = Submit(request_id=0, token_ids=[1, 2, 3], sampling=None, candidates=[5])
+
+
+async def drain(pipelines: Pipelines, submit: Submit) -> Finished:
+    events = [event async for batch in pipelines.generate(submit) for event in batch]
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+def test_each_request_goes_to_the_pipeline_that_is_made_for_it() -> None:
+    async def body() -> None:
+        rank, worker = FakeRank("attention-0", lambda _: [1, 2, 3, 4]), FakePrefill(0)
+        dispatcher = Dispatcher(
+            [RankClient(rank.name, await rank.listen(), ME, QUICK)], DispatcherConfig()
+        )
+        async with routing([worker]) as router:
+            both = Pipelines(dispatcher, router)
+            both.start()
+            await both.wait_ready()
+            await both.score(SCORE)
+            await drain(both, generation(1))
+            assert len(worker.taken) == 2
+            assert rank.submits.empty()
+            await drain(both, generation(3))
+            assert len(worker.taken) == 2
+            assert rank.submits.qsize() == 1
+            worker.drop_connections()
+            await worker.close()
+            while not both.problems():
+                await asyncio.sleep(0.005)
+            assert "prefill-0" in both.problems()[0]
+        await dispatcher.close()
+        await rank.close()
+
+    run(body())
+
+
+def test_where_one_pipeline_is_deployed_it_does_the_work_of_both() -> None:
+    async def body() -> None:
+        worker = FakePrefill(0)
+        async with routing([worker]) as router:
+            only = Pipelines(None, router)
+            await only.score(SCORE)
+            assert (await drain(only, generation(3))).usage.completion_tokens == 3
+        rank = FakeRank("attention-0", lambda _: [1, 2, 3, 4])
+        client = RankClient(rank.name, await rank.listen(), ME, QUICK)
+        dispatcher = Dispatcher([client], DispatcherConfig())
+        only = Pipelines(dispatcher, None)
+        only.start()
+        await only.wait_ready()
+        await only.score(SCORE)
+        assert (await drain(only, generation(1))).usage.completion_tokens == 1
+        await only.close()
+        await rank.close()
+
+    run(body())
+
+
+def test_without_any_pipeline_there_is_no_backend() -> None:
+    with pytest.raises(ValueError, match="neither"):
+        Pipelines(None, None)

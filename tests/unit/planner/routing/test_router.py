@@ -1,0 +1,121 @@
+"""The router's cascade in plain cases, and what it says to a log that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from contracts.routing import Calibration, Progress, Prompt, RequestKey, WorkerReport
+from planner.routing.request_work import token_work
+from planner.routing.route_policies import Policy, round_robin, token_load, weighted_counts
+from planner.routing.router import Router, RouterConfig
+from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import MissingReportsError
+from tests.support.routing import BLOCK, LoggingWorker, prompt_of
+
+DOCUMENT = [7] * 5 * BLOCK
+
+
+def router_of(tau: int, workers: int = 3, policy: Policy | None = None) -> Router:
+    saturation = SaturationConfig(fallback_prompts=(1,), pinned=tau)
+    config = RouterConfig(workers=workers, saturation=saturation, block_tokens=BLOCK)
+    return Router(config, token_work, policy) if policy else Router(config, token_work)
+
+
+def sibling(number: int) -> Prompt:
+    return prompt_of([*DOCUMENT, 1000 + number], number)
+
+
+def placed(router: Router, prompts: list[Prompt]) -> list[int | None]:
+    decisions = [router.route(prompt) for prompt in prompts]
+    return [decision and decision.worker for decision in decisions]
+
+
+def test_ten_siblings_cost_one_prefix_and_ten_suffixes() -> None:
+    router = router_of(tau=1000)
+    assert placed(router, [sibling(n) for n in range(10)]) == [0] * 10
+    assert router.load(0) == len(DOCUMENT) + 10
+
+
+def test_a_popular_prefix_spills_to_the_least_loaded_when_its_worker_is_saturated() -> None:
+    router = router_of(tau=len(DOCUMENT) + 2)
+    assert placed(router, [sibling(n) for n in range(5)]) == [0, 0, 1, 1, 2]
+
+
+def test_requests_wait_when_all_workers_are_saturated_and_go_on_after_a_report() -> None:
+    router, worker = router_of(tau=1, workers=1), LoggingWorker(0, token_work, cache_blocks=99)
+    assert placed(router, [sibling(0), sibling(1)]) == [0, None]
+    for report in (worker.accept(sibling(0)), worker.start(), worker.finish()):
+        router.apply(report)
+    decision = router.route(sibling(1))
+    assert decision is not None
+    assert decision.cached_tokens == len(DOCUMENT)
+
+
+def test_a_prompt_that_is_cached_to_the_last_block_still_computes_it() -> None:
+    router = router_of(tau=1000)
+    assert placed(router, [prompt_of(DOCUMENT, 0), prompt_of(DOCUMENT, 1)]) == [0, 0]
+    assert router.load(0) == len(DOCUMENT) + BLOCK
+
+
+def test_a_threshold_arrives_with_a_report_of_its_worker_only() -> None:
+    config = RouterConfig(workers=2, saturation=SaturationConfig(fallback_prompts=(100,)))
+    router = Router(config, token_work)
+    measured = Calibration(first_layer_s=1.0, slowest_layer_s=3.0, reference_prompts=(100,))
+    router.apply(WorkerReport(worker=1, epoch=0, number=0, calibration=measured))
+    assert [router.threshold(worker) for worker in (0, 1)] == pytest.approx([110, 330], abs=1)
+
+
+def test_work_that_a_cache_did_not_save_comes_back_into_the_load() -> None:
+    router, worker = router_of(tau=1000, workers=1), LoggingWorker(0, token_work, cache_blocks=99)
+    first, second = sibling(0), sibling(1)
+    placed(router, [first, second])
+    for prompt in (first, second):
+        router.apply(worker.accept(prompt))
+    router.apply(worker.say(ended=(first.key,)))
+    assert router.load(0) == 1
+    router.apply(worker.say(progress=(Progress(second.key, 0),)))
+    assert router.load(0) == len(DOCUMENT) + 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "workers"),
+    [(round_robin, [0, 1, 2, 0]), (weighted_counts, [0, 1, 2, 0]), (token_load, [0, 1, 2, 1])],
+)
+def test_baselines_do_not_see_prefixes(policy: Policy, workers: list[int]) -> None:
+    prompts = [prompt_of([n] * size, n) for n, size in enumerate((30, 10, 20, 10))]
+    assert placed(router_of(tau=1, policy=policy), prompts) == workers
+
+
+def test_a_router_that_joins_by_snapshot_knows_what_is_cached_and_what_is_promised() -> None:
+    worker, joined = LoggingWorker(1, token_work, cache_blocks=99), router_of(tau=1000)
+    cached, promised = prompt_of([1] * 2 * BLOCK, 0), prompt_of([2] * 3 * BLOCK, 1)
+    worker.accept(cached)
+    worker.start()
+    worker.finish()
+    worker.accept(promised)
+    joined.restore(worker.state.snapshot(1))
+    assert joined.load(1) == 3 * BLOCK
+    assert placed(joined, [prompt_of([1] * 9, 2), prompt_of([2] * 13, 3)]) == [1, 1]
+
+
+def test_a_missed_report_is_named_and_nothing_is_folded() -> None:
+    router = router_of(tau=1000)
+    with pytest.raises(MissingReportsError, match=r"worker 1: report 0\.2 follows -1\.-1"):
+        router.apply(WorkerReport(worker=1, epoch=0, number=2, stored=(b"x",)))
+    assert router.blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"ended": (RequestKey(0, 9),)}, r"request \(0, 9\) is not open on this worker"),
+        ({"accepted": (sibling(0), sibling(0))}, r"request \(0, 0\) is already open"),
+        (
+            {"accepted": (sibling(0),), "progress": (Progress(RequestKey(0, 0), 99),)},
+            r"request \(0, 0\): done_tokens=99, until_tokens=0 of a prompt of 21 tokens",
+        ),
+    ],
+)
+def test_a_log_that_contradicts_itself_is_refused(parts: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        router_of(tau=1000).apply(WorkerReport(worker=0, epoch=0, number=0, **parts))
