@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -34,12 +33,11 @@ from benchmarks.planned_report import print_report, summary_of
 from benchmarks.random_checkpoint import MEDIUM, MEDIUM_SHARED, write_random_checkpoint
 from benchmarks.two_nodes import ADDRESS, ENVIRONMENT, TwoNodes, ray_nodes, two_namespaces
 from cluster.capacity.gantt import draw_gantt
-from cluster.fleet.launch import RunningGroup, launch_group
-from cluster.fleet.placement import kv_ranks, place_ranks
+from cluster.fleet.fleet import Fleet
+from cluster.fleet.launch import launch
 from cluster.routing.rank_client import RankClient
 from cluster.serving.ray_session import ray_session
 from contracts.loading import load_config
-from contracts.worker import Group
 from models.spec.model import read_spec
 from models.weights.checkpoint import resolve_dtype
 
@@ -148,12 +146,12 @@ def run_points(
 ) -> list[tuple[PointRun, Pictured]]:
     """Points of one model, on ranks of their own. To be called on the first node."""
     path = write_random_checkpoint(setting.folder / points[0].model, MODELS[points[0].model])
-    with spread_group(path, setting.dtype) as group:
-        return asyncio.run(_run_on(group, setting, path, points, rounds))
+    with spread_fleet(path, setting.dtype) as fleet:
+        return asyncio.run(_run_on(fleet, setting, path, points, rounds))
 
 
 @contextmanager
-def spread_group(path: Path, dtype: str) -> Iterator[RunningGroup]:
+def spread_fleet(path: Path, dtype: str) -> Iterator[Fleet]:
     """One rank on each of the two nodes; on a machine of two cores, each on its own core."""
     config = load_config(
         None,
@@ -169,30 +167,30 @@ def spread_group(path: Path, dtype: str) -> Iterator[RunningGroup]:
         ],
     )
     with ray_session(config, ENVIRONMENT, show_rank_logs=False):
-        placed = place_ranks(config, (Group.ATTENTION, Group.EXPERT))
-        token = secrets.token_bytes(32)
-        group = launch_group(config, str(path), token, placed, kv_ranks([placed]))
+        fleet = launch(config, str(path))
         try:
-            if os.cpu_count() == len(group.ready):
-                for core, ready in enumerate(group.ready):
+            ranks = fleet.directory.ranks
+            if os.cpu_count() == len(ranks):
+                for core, ready in enumerate(ranks):
                     pin_to_core(ready.pid, core)
-            yield group
+            yield fleet
         finally:
-            group.close()
+            fleet.close()
 
 
-async def batch_runner(group: RunningGroup) -> tuple[RankClient, BatchRunner]:
-    """What runs batches on the group's one attention rank, and the client to close afterwards."""
-    ((name, address),) = group.client_addresses.items()
-    client = await bench_client(name, address, group.token)
-    pin = partial(group.pin_plan, timeout_s=_CALL_TIMEOUT_S)
-    return client, BatchRunner(client, pin, partial(group.spans, _CALL_TIMEOUT_S))
+async def batch_runner(fleet: Fleet) -> tuple[RankClient, BatchRunner]:
+    """What runs batches on the one attention rank, and the client to close afterwards."""
+    directory = fleet.directory
+    ((name, address),) = directory.client_addresses.items()
+    client = await bench_client(name, address, directory.token)
+    pin = partial(fleet.pin_plan, timeout_s=_CALL_TIMEOUT_S)
+    return client, BatchRunner(client, pin, partial(fleet.spans, _CALL_TIMEOUT_S))
 
 
 async def _run_on(
-    group: RunningGroup, setting: Setting, path: Path, points: Sequence[Point], rounds: int
+    fleet: Fleet, setting: Setting, path: Path, points: Sequence[Point], rounds: int
 ) -> list[tuple[PointRun, Pictured]]:
-    client, batches = await batch_runner(group)
+    client, batches = await batch_runner(fleet)
     spec = read_spec(path)
     runner = PointRunner(batches, shape_of(spec, resolve_dtype(spec, setting.dtype)))
     done = []

@@ -1,120 +1,125 @@
-"""Starts an attention/expert group as Ray actors in a placement group."""
+"""Starts all ranks of a configuration: the attention/expert group, the prefill workers, or both.
+
+A pipeline has a placement group, and its ranks are joined at once. The planner is joined with the
+attention and expert ranks, but is a group of its own: it is lost alone.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import secrets
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.ranks.remote import RayRank
-from actors.ranks.rendezvous import Formation, form_group, make_specs
+from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
 from cluster.files.hardware import load_hardware
-from cluster.fleet.group_watch import GroupWatch
-from cluster.fleet.placement import Placed, resolve_backend, seat_ranks, start_rank
-from cluster.fleet.rank_calls import expositions, recorded_spans, statuses, stop_all
+from cluster.fleet.fleet import Fleet
+from cluster.fleet.member import Member
+from cluster.fleet.nodes import (
+    Placed,
+    check_resources,
+    kv_ranks,
+    place_ranks,
+    rank_requests,
+    resolve_backend,
+    resolve_device,
+    seat_ranks,
+)
+from cluster.fleet.rank_group import RankGroup, kill_all
 from contracts.config import TandemConfig
-from contracts.events import TaskSpan
 from contracts.logs import event
-from contracts.plan import Plan
-from contracts.worker import Group, RankReady, RankStatus
+from contracts.worker import Group
 
-log = logging.getLogger("tandem.launch")
+log = logging.getLogger("tandem.fleet")
 
-
-class RunningGroup:
-    """An attention/expert group of Ray actors, and its planner. `close` ends it.
-
-    A planner that dies stays away: the ranks go on with their default plans.
-    """
-
-    def __init__(
-        self,
-        ranks: list[RayRank],
-        ready: list[RankReady],
-        placement: PlacementGroup,
-        formation: Formation,
-    ) -> None:
-        self.ready = [one for one, rank in zip(ready, ranks, strict=True) if not _plans(rank)]
-        self.token = formation.token
-        self.backend = formation.backend
-        self.epoch = formation.epoch
-        self._actors = ranks
-        self._ranks = [rank for rank in ranks if not _plans(rank)]
-        self._placement = placement
-        names, give_up_s = [rank.name for rank in self._ranks], formation.config.groups.give_up_s
-        self._watch = GroupWatch(names, self._ranks, give_up_s)
-        self._watch.start()
-
-    @property
-    def beyond_repair(self) -> str:
-        """Which ranks keep it from serving, and why; empty: it serves, or may yet."""
-        return self._watch.reason
-
-    @property
-    def client_addresses(self) -> dict[str, str]:
-        return {r.name: r.client_address for r in self.ready if r.client_address}
-
-    def status(self, timeout_s: float) -> list[RankStatus]:
-        """What each rank says of itself; a rank that does not answer is unhealthy."""
-        return statuses(self._ranks, timeout_s)
-
-    def metrics(self, timeout_s: float) -> list[str]:
-        """Prometheus text of each rank, and of the planner, that answers."""
-        return expositions(self._actors, timeout_s)
-
-    def spans(self, timeout_s: float) -> list[TaskSpan]:
-        return recorded_spans(self._ranks, timeout_s)
-
-    def pin_plan(self, plan: Plan | None, timeout_s: float) -> None:
-        """The plan of all batches from now on; None: one is chosen for each."""
-        for future in [rank.call("pin_plan", plan) for rank in self._ranks]:
-            future.result(timeout_s)
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Ends the loops in order, then the actors, then gives the resources back."""
-        self._watch.close(timeout_s)
-        stop_all(self._actors, timeout_s)
-        remove_placement_group(self._placement)
+TOKEN_BYTES = 32
+FIRST_EPOCH = 1
+PIPELINES = ((Group.ATTENTION, Group.EXPERT), (Group.PREFILL,))
 
 
-def launch_group(
-    config: TandemConfig,
-    model_folder: str,
-    token: bytes,
-    placed: Placed,
-    with_kv: Counter[str],
-    *,
-    epoch: int = 1,
-) -> RunningGroup:
-    """Starts and joins the ranks on the Ray cluster that this process is connected to, where they
-    are `placed`. with_kv: as `seat_ranks` takes it.
+def launch(config: TandemConfig, model_folder: str) -> Fleet:
+    """Starts all ranks on the Ray cluster that this process is connected to. Raises ResourceError,
+    or as `launch_pipeline`; nothing is left running then."""
+    token = secrets.token_bytes(TOKEN_BYTES)
+    formation = Formation(config, model_folder, token, FIRST_EPOCH, config.channel.backend)
+    places = _place(config)
+    with_kv = kv_ranks(places)
+    with ThreadPoolExecutor(len(places)) as threads:  # each loads for most of the time
+        launched = [threads.submit(launch_pipeline, formation, one, with_kv) for one in places]
+    errors = [future.exception() for future in launched]
+    groups = [
+        group
+        for future, error in zip(launched, errors, strict=True)
+        if error is None
+        for group in future.result()
+    ]
+    error = next((error for error in errors if error is not None), None)
+    if error is None:
+        return Fleet(token, groups)
+    if groups:
+        Fleet(token, groups).close()
+    raise error
+
+
+def _place(config: TandemConfig) -> list[Placed]:
+    """Room for each pipeline that is wanted; each must know of the other's ranks, which share its
+    nodes' memory. Raises ResourceError; no room is taken then."""
+    available = ray.cluster_resources()
+    device = resolve_device(config, available)
+    check_resources(rank_requests(config, device), available)
+    places: list[Placed] = []
+    try:
+        for wanted in PIPELINES:
+            if requests := rank_requests(config, device, wanted):
+                places.append(place_ranks(requests, config, device))
+    except BaseException:
+        for one in places:
+            one.release()
+        raise
+    return places
+
+
+def launch_pipeline(common: Formation, placed: Placed, with_kv: Counter[str]) -> list[RankGroup]:
+    """Starts and joins ranks where they are `placed`. common: to all pipelines, with the backend
+    that is configured. with_kv: as `seat_ranks` takes it.
 
     Raises ConfigError for a hardware file that cannot be used, the first error of a rank, or
     LaunchError at groups.ready_timeout_s; nothing is left running then, and no place is taken.
     """
-    placement = placed.placement
-    ranks: list[RayRank] = []
+    handles: list[RayRank] = []
     try:
-        name = config.planner.hardware
-        hardware = load_hardware(name) if config.planner.enabled and name else None
-        ranks = [start_rank(request, placement, i) for i, request in enumerate(placed.requests)]
-        backend = resolve_backend(config, placed.device, [node.host for node in placed.nodes])
-        formation = Formation(config, model_folder, token, epoch, backend, hardware)
-        seats = seat_ranks(placed, with_kv)
-        first = config.groups.attention_ranks
-        last = first + config.groups.expert_ranks
-        specs = make_specs(formation, seats[:first], seats[first:last], seats[last:])
-        ready = form_group(specs, ranks, timeout_s=config.groups.ready_timeout_s)
-        event(log, "group_ready", epoch=epoch, backend=backend, ranks=len(ranks))
-        return RunningGroup(ranks, ready, placement, formation)
+        formation = _formation(common, placed)
+        handles = [placed.start(bundle) for bundle in range(len(placed.requests))]
+        seats: defaultdict[Group, list[Seat]] = defaultdict(list)
+        for request, seat in zip(placed.requests, seat_ranks(placed, with_kv), strict=True):
+            seats[request.group].append(seat)
+        order = (Group.ATTENTION, Group.EXPERT, Group.PLANNER, Group.PREFILL)
+        specs = make_specs(formation, *(seats[group] for group in order))
+        ready = form_group(specs, handles, timeout_s=common.config.groups.ready_timeout_s)
     except BaseException:
-        for rank in ranks:
-            ray.kill(rank.actor)
-        remove_placement_group(placement)
+        kill_all(handles)
+        placed.release()
         raise
+    epoch, backend = formation.epoch, formation.backend
+    if seats[Group.PREFILL]:
+        event(log, "prefill_ready", epoch=epoch, backend=backend, workers=len(specs))
+    else:
+        event(log, "group_ready", epoch=epoch, backend=backend, ranks=len(specs))
+    members = [Member(*each) for each in zip(specs, range(len(specs)), handles, ready, strict=True)]
+    planners = [member for member in members if member.spec.group is Group.PLANNER]
+    ranks = [member for member in members if member.spec.group is not Group.PLANNER]
+    return [RankGroup(placed, some, formation) for some in (ranks, planners) if some]
 
 
-def _plans(rank: RayRank) -> bool:
-    return rank.name.startswith(Group.PLANNER)
+def _formation(common: Formation, placed: Placed) -> Formation:
+    """With what depends on where the ranks are, and what the planner starts from."""
+    config, hosts = common.config, [node.host for node in placed.nodes]
+    name = config.planner.hardware
+    plans = any(request.group is Group.PLANNER for request in placed.requests)
+    return common._replace(
+        backend=resolve_backend(config, placed.device, hosts),
+        hardware=load_hardware(name) if plans and name else None,
+    )

@@ -26,7 +26,8 @@ from cluster.fleet.codec import (
     encode_directory,
     encode_failure,
 )
-from cluster.fleet.deployment import Deployment, launch
+from cluster.fleet.fleet import Fleet
+from cluster.fleet.launch import launch
 from cluster.serving.front import DirectFront
 from cluster.serving.wiring import build_ingress_app
 from contracts.config import TandemConfig
@@ -56,10 +57,10 @@ class Groups:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="groups")
         self._launch = self._threads.submit(self._run)
 
-    def _run(self) -> Deployment:
+    def _run(self) -> Fleet:
         return launch(self._config, str(resolve_model_folder(self._config.model.path)))
 
-    async def _deployment(self) -> Deployment:
+    async def _fleet(self) -> Fleet:
         return await asyncio.wrap_future(self._launch)
 
     async def launch_id(self) -> str:
@@ -96,19 +97,19 @@ class Groups:
         """Where the ranks are, once they are up, or what kept them from coming up. suspects: client
         addresses of prefill workers that a router has given up, and why: they are replaced."""
         try:
-            deployment = await self._deployment()
+            fleet = await self._fleet()
         except Exception as error:  # noqa: BLE001 - told to whoever asks, all of whom raise it
             return encode_failure(error)
-        deployment.replace(suspects or {})
-        return encode_directory(deployment.directory)
+        fleet.replace(suspects or {})
+        return encode_directory(fleet.directory)
 
     async def problem(self, token: bytes) -> str:
         """Why the ranks launched with this token can serve no more; empty: they can."""
         launched = self._launch.done() and self._launch.exception() is None
-        deployment = await self._deployment() if launched else None
-        if deployment is None or deployment.directory.token != token:
+        fleet = await self._fleet() if launched else None
+        if fleet is None or fleet.directory.token != token:
             return "the launcher of the ranks (Groups) has ended, and they with it"
-        return deployment.beyond_repair
+        return fleet.beyond_repair
 
     def check_health(self) -> None:
         """Asked by Serve, which replaces a replica that raises: with it, all ranks. Under `tandem
@@ -119,25 +120,25 @@ class Groups:
             raise LaunchError(reason)
 
     async def status(self) -> list[RankStatus]:
-        deployment = await self._deployment()
-        return await asyncio.to_thread(deployment.status, STATUS_TIMEOUT_S)
+        fleet = await self._fleet()
+        return await asyncio.to_thread(fleet.status, STATUS_TIMEOUT_S)
 
     async def metrics(self) -> list[str]:
         """Each rank's own metrics in Prometheus text format."""
-        deployment = await self._deployment()
-        return await asyncio.to_thread(deployment.metrics, STATUS_TIMEOUT_S)
+        fleet = await self._fleet()
+        return await asyncio.to_thread(fleet.metrics, STATUS_TIMEOUT_S)
 
     async def spans(self) -> list[TaskSpan]:
         """The recorded task spans of all ranks."""
-        deployment = await self._deployment()
-        return await asyncio.to_thread(deployment.spans, SPANS_TIMEOUT_S)
+        fleet = await self._fleet()
+        return await asyncio.to_thread(fleet.spans, SPANS_TIMEOUT_S)
 
     async def close(self) -> None:
         """Ends the ranks in order. Serve calls nothing before it ends a replica, so we do."""
         if self._launch.done() and self._launch.exception() is not None:
             return  # it has cleaned up after itself
-        deployment = await self._deployment()
-        await asyncio.to_thread(deployment.close, CLOSE_TIMEOUT_S)
+        fleet = await self._fleet()
+        await asyncio.to_thread(fleet.close, CLOSE_TIMEOUT_S)
 
 
 class Ingress:

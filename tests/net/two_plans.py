@@ -8,8 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.planned_overlap import batch_runner, spread_group
-from cluster.fleet.launch import RunningGroup
+from benchmarks.planned_overlap import batch_runner, spread_fleet
+from cluster.fleet.fleet import Fleet
 from contracts.plan import Order, Plan
 
 BUNDLED = Path(__file__).parents[2] / "models" / "bundled"
@@ -20,13 +20,13 @@ PLANS = (
 )
 
 
-async def both(group: RunningGroup) -> list[list[list[float]]]:
-    client, runner = await batch_runner(group)
+async def both(fleet: Fleet) -> list[list[list[float]]]:
+    client, runner = await batch_runner(fleet)
     logits = [(await runner.run(plan, ROWS)).logits for plan in PLANS]
     await client.close()
     return logits
 
 
 if __name__ == "__main__":
-    with spread_group(BUNDLED, "float32") as running:
+    with spread_fleet(BUNDLED, "float32") as running:
         sys.stdout.write(json.dumps(asyncio.run(both(running))) + "\n")

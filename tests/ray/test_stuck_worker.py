@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,19 +12,17 @@ from collections.abc import Iterator
 import pytest
 from ray import cloudpickle
 
-import cluster.fleet.placement
+import cluster.fleet.nodes
 from actors.ranks.remote import rank_class
 from actors.ranks.shell import WorkerShell
 from actors.ranks.stub_worker import StubWorker
 from cluster.files.model_folder import resolve_model_folder
-from cluster.fleet.codec import Directory
-from cluster.fleet.placement import kv_ranks, place_ranks
-from cluster.fleet.prefill_group import PrefillGroup, launch_prefill
+from cluster.fleet.fleet import Fleet
+from cluster.fleet.launch import launch
 from cluster.serving.ray_session import ray_session
 from cluster.serving.wiring import pipelines, rank_clients
 from contracts.loading import load_config
 from contracts.messages import Failed, Submit
-from contracts.worker import Group
 
 pytestmark = pytest.mark.ray
 
@@ -51,19 +48,16 @@ class HangingShell(WorkerShell):
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[PrefillGroup]:
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with ray_session(CONFIG, {}, show_rank_logs=False), contextlib.ExitStack() as stack:
         monkeypatch.setattr(
-            cluster.fleet.placement, "rank_class", lambda name: rank_class(name, HangingShell)
+            cluster.fleet.nodes, "rank_class", lambda name: rank_class(name, HangingShell)
         )
-        folder = str(resolve_model_folder(CONFIG.model.path))
-        placed = place_ranks(CONFIG, (Group.PREFILL,))
-        token = secrets.token_bytes(32)
-        group = launch_prefill(CONFIG, folder, token, placed, kv_ranks([placed]))
-        stack.callback(group.close)
-        yield group
+        fleet = launch(CONFIG, str(resolve_model_folder(CONFIG.model.path)))
+        stack.callback(fleet.close)
+        yield fleet
 
 
 def job(number: int) -> Submit:
@@ -71,25 +65,18 @@ def job(number: int) -> Submit:
 
 
 def test_it_is_replaced_and_what_waited_there_is_answered_elsewhere(
-    group: PrefillGroup, caplog: pytest.LogCaptureFixture
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def find(suspects: dict[str, str]) -> dict[str, str]:
-        return group.addresses
+        return fleet.directory.prefill_addresses
 
     async def body() -> None:
-        directory = Directory(
-            client_addresses={},
-            prefill_addresses=group.addresses,
-            token=group.token,
-            backend=group.backend,
-            epoch=group.epoch,
-            ranks=group.ready,
-        )
+        directory = fleet.directory
+        address = directory.prefill_addresses["prefill-0"]
         router = pipelines(CONFIG, directory, find)
         router.start()
         await router.wait_ready()
-        ((name, address),) = [item for item in group.addresses.items() if item[0] == "prefill-0"]
-        (client,) = rank_clients({name: address}, group.token)
+        (client,) = rank_clients({"prefill-0": address}, directory.token)
         client.start()
         await client.wait_until(lambda client: client.problem is None)
         stream = await client.submit(job(0))  # from here on it hangs
@@ -99,14 +86,14 @@ def test_it_is_replaced_and_what_waited_there_is_answered_elsewhere(
         assert failed.code == "peer_hung"
         assert "prefill-0 has been stuck in one step" in failed.message
         assert len(await asyncio.gather(*scores)) == 59
-        while group.restarts == 0 or router.problems():
+        while fleet.directory.epoch == directory.epoch or router.problems():
             await asyncio.sleep(0.05)
-        assert group.addresses["prefill-0"] != address
+        assert fleet.directory.prefill_addresses["prefill-0"] != address
         await asyncio.gather(*(router.score(job(number)) for number in range(60)))
         await client.close()
         await router.close()
 
-    with caplog.at_level(logging.ERROR, "tandem.prefill_group"):
+    with caplog.at_level(logging.ERROR, "tandem.fleet"):
         asyncio.run(asyncio.wait_for(body(), DEADLINE_S))
     (lost,) = [r for r in caplog.records if r.message.startswith("worker_lost")]
     assert "prefill-0 has been stuck" in lost.message

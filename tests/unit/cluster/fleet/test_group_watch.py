@@ -8,21 +8,26 @@ from typing import Any
 
 import pytest
 
-from cluster.fleet.group_watch import GroupWatch
-from cluster.fleet.rank_watch import CHECK_PERIOD_S
+from actors.ranks.remote import RayRank
+from actors.ranks.rendezvous import Formation, Seat, make_specs
+from cluster.fleet.member import CHECK_PERIOD_S, Member
+from cluster.fleet.nodes import Placed
+from cluster.fleet.rank_group import RankGroup
+from cluster.fleet.supervisor import Supervisor
 from cluster.serving import serve_end
 from cluster.serving.serve_end import wait_for_end
 from contracts.errors import LaunchError
-from contracts.worker import RankStatus
+from contracts.loading import load_config
+from contracts.worker import RankReady, RankStatus
 
 GIVE_UP_S = 10.0
 
 
-class FakeRank:
+class FakeRank(RayRank):
     """Answers `status` at once: with what is wrong, or well."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        super().__init__(name, self)
         self.reason = ""
         self.died = False
 
@@ -38,17 +43,27 @@ class FakeRank:
 
 
 class Rig:
+    """One attention rank, one expert rank, and the planner."""
+
     def __init__(self) -> None:
-        self.ranks = [FakeRank("attention-0"), FakeRank("expert-0")]
-        names = [rank.name for rank in self.ranks]
-        self.watch = GroupWatch(names, self.ranks, GIVE_UP_S)
+        seats = [Seat("cpu", "127.0.0.1", 1)]
+        config = load_config(None, [f"groups.give_up_s={GIVE_UP_S}"])
+        formation = Formation(config, "", b"", 1, "shm")
+        specs = make_specs(formation, seats, seats, seats)
+        self.ranks = [FakeRank(spec.name) for spec in specs]
+        told = [RankReady(name=spec.name, pid=1, channel_address="") for spec in specs]
+        members = [Member(*each) for each in zip(specs, range(3), self.ranks, told, strict=True)]
+        placed = Placed([], None, "cpu", [])  # type: ignore[arg-type]
+        self.group = RankGroup(placed, members[:2], formation)
+        planner = RankGroup(placed, members[2:], formation)
+        self.supervisor = Supervisor([self.group, planner])
         self.now_s = 0.0
 
     def pass_time(self, seconds: float, *, stalled_s: float = 0.0) -> str:
         for _ in range(int(seconds / CHECK_PERIOD_S)):
-            self.watch.look(self.now_s, stalled_s)
+            self.supervisor.check(self.now_s, stalled_s)
             self.now_s, stalled_s = self.now_s + CHECK_PERIOD_S, 0.0
-        return self.watch.reason
+        return self.group.beyond_repair
 
 
 def test_a_group_that_lost_a_rank_is_given_up_with_its_name_after_the_grace() -> None:
@@ -79,6 +94,12 @@ def test_time_in_which_the_watch_itself_stood_still_does_not_count() -> None:
     rig.now_s += 100.0
     assert rig.pass_time(1.0, stalled_s=100.0) == ""
     assert rig.pass_time(GIVE_UP_S) != ""
+
+
+def test_a_planner_that_is_lost_ends_nothing_and_is_not_replaced() -> None:
+    rig = Rig()
+    rig.ranks[2].died = True
+    assert rig.pass_time(10 * GIVE_UP_S) == ""
 
 
 class FakeGroups:

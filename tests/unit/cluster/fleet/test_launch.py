@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
-from cluster.fleet.placement import (
+from cluster.fleet.nodes import (
     Node,
     Placed,
     check_resources,

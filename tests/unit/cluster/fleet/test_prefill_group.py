@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import ray
 
-import cluster.fleet.prefill_group
 from actors.ranks.remote import RayRank
-from cluster.fleet.placement import Node, Placed, RankRequest
-from cluster.fleet.prefill_group import launch_prefill
-from cluster.fleet.prefill_member import Member
-from cluster.fleet.rank_watch import HUNG_AFTER_S
+from actors.ranks.rendezvous import Formation
+from cluster.fleet.fleet import Fleet
+from cluster.fleet.launch import launch_pipeline
+from cluster.fleet.member import HUNG_AFTER_S, Member
+from cluster.fleet.nodes import Node, Placed, RankRequest
 from contracts.errors import LaunchError
 from contracts.loading import config_from
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
@@ -49,49 +49,49 @@ def member() -> tuple[Member, SilentRank]:
         backend="shm",
     )
     ready = RankReady(name="prefill-0", pid=1, channel_address="")
-    return Member(spec, rank, ready, Node("a", "10.0.0.1", "10.0.0.1")), rank
+    return Member(spec, 0, rank, ready), rank
 
 
 def test_a_worker_that_answers_is_asked_again_and_kept() -> None:
     worker, rank = member()
     for second in range(20):
-        assert worker.look(float(second), 0.0) == ""
+        assert worker.check(float(second), 0.0) == ""
         if not rank.answer.done():
             rank.answer.set_result(RankStatus(name="prefill-0", healthy=True))
 
 
 def test_a_worker_that_does_not_answer_in_time_is_hung() -> None:
     worker, _ = member()
-    worker.look(0.0, 0.0)
-    assert worker.look(HUNG_AFTER_S - 0.1, 0.0) == ""
-    assert "no answer for 3.1 s" in worker.look(HUNG_AFTER_S + 0.1, 0.0)
+    worker.check(0.0, 0.0)
+    assert worker.check(HUNG_AFTER_S - 0.1, 0.0) == ""
+    assert "no answer for 3.1 s" in worker.check(HUNG_AFTER_S + 0.1, 0.0)
 
 
 def test_time_in_which_the_supervisor_itself_stood_still_does_not_count() -> None:
     worker, _ = member()
-    worker.look(0.0, 0.0)
-    assert worker.look(HUNG_AFTER_S + 10, stalled_s=10.0) == ""
-    assert "no answer" in worker.look(HUNG_AFTER_S + 10.5, 0.0)
+    worker.check(0.0, 0.0)
+    assert worker.check(HUNG_AFTER_S + 10, stalled_s=10.0) == ""
+    assert "no answer" in worker.check(HUNG_AFTER_S + 10.5, 0.0)
 
 
 def test_a_dead_worker_and_one_that_cannot_serve_are_lost_with_the_reason() -> None:
     worker, rank = member()
-    worker.look(0.0, 0.0)
+    worker.check(0.0, 0.0)
     rank.answer.set_exception(LaunchError("prefill-0: its actor died"))
-    assert "its actor died" in worker.look(0.1, 0.0)
-    worker.look(0.2, 0.0)
+    assert "its actor died" in worker.check(0.1, 0.0)
+    worker.check(0.2, 0.0)
     rank.answer.set_result(RankStatus(name="prefill-0", healthy=False, reason="its loop failed"))
-    assert worker.look(0.3, 0.0) == "its loop failed"
+    assert worker.check(0.3, 0.0) == "its loop failed"
 
 
 def test_a_new_worker_in_its_place_does_not_answer_for_the_old_one() -> None:
     worker, rank = member()
-    worker.look(0.0, 0.0)
+    worker.check(0.0, 0.0)
     rank.answer.set_exception(LaunchError("prefill-0: its actor died"))
-    worker.problem = "its actor died"
-    worker.settle(worker.spec, SilentRank(), worker.ready, worker.node)
-    assert worker.problem == ""
-    assert worker.look(100.0, 0.0) == ""
+    worker.replaced_for = "its actor died"
+    worker.settle(worker.spec, SilentRank(), worker.ready)
+    assert worker.replaced_for == ""
+    assert worker.check(100.0, 0.0) == ""
 
 
 class FakeRank(RayRank):
@@ -131,6 +131,24 @@ def done(result: Any) -> Future[Any]:
     return future
 
 
+NODE = Node("a", "10.0.0.1", "10.0.0.1")
+
+
+class FakePlaced(Placed):
+    """Room on one node. Ranks are made by the rig."""
+
+    rig: Rig
+
+    def start(self, bundle: int) -> FakeRank:
+        return self.rig.start(f"prefill-{bundle}")
+
+    def node(self, bundle: int) -> Node:
+        return NODE
+
+    def release(self) -> None:
+        pass
+
+
 class Rig:
     """A group of three, without Ray. started: all that have been, in order. hold: `prepare` of the
     next one of a name waits for it."""
@@ -138,11 +156,6 @@ class Rig:
     def __init__(self, experts: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started: list[FakeRank] = []
         self.hold: dict[str, Future[Any]] = {}
-        node = Node("a", "10.0.0.1", "10.0.0.1")
-        module = cluster.fleet.prefill_group
-        monkeypatch.setattr(module, "start_rank", lambda request, *_: self._start(request))
-        monkeypatch.setattr(module, "node_of", lambda *_: node)
-        monkeypatch.setattr(module, "remove_placement_group", lambda _: None)
         monkeypatch.setattr(ray, "kill", lambda actor: None)
         config = config_from(
             {
@@ -152,11 +165,13 @@ class Rig:
             source="test",
         )
         requests = [RankRequest(Group.PREFILL, rank, {}) for rank in range(3)]
-        placed = Placed(requests, None, "cpu", [node] * 3)  # type: ignore[arg-type]
-        self.group = launch_prefill(config, "", b"", placed, Counter())
+        placed = FakePlaced(requests, None, "cpu", [NODE] * 3)  # type: ignore[arg-type]
+        placed.rig = self
+        (self.group,) = launch_pipeline(Formation(config, "", b"", 1, "auto"), placed, Counter())
+        self.fleet = Fleet(b"", [self.group])
 
-    def _start(self, request: RankRequest) -> FakeRank:
-        rank = FakeRank(f"prefill-{request.rank}")
+    def start(self, name: str) -> FakeRank:
+        rank = FakeRank(name)
         rank.hold = self.hold.pop(rank.name, None)
         self.started.append(rank)
         return rank
@@ -172,7 +187,7 @@ class Rig:
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     made = Rig(request.param, monkeypatch)
     yield made
-    made.group.close()
+    made.fleet.close()
 
 
 @pytest.mark.parametrize("rig", ["gathered"], indirect=True)
@@ -188,7 +203,7 @@ def test_lost_members_are_left_out_and_all_are_told_when_they_are_back(rig: Rig)
     assert fresh.told("connect")[0].keys() == {"prefill-0", "prefill-2"}
     late.set_result(None)
     rig.wait(lambda: rig.group.restarts == 2)
-    addresses = rig.group.addresses
+    addresses = rig.group.client_addresses
     for rank in (fresh, rig.started[2], rig.started[3]):
         rig.wait(lambda rank=rank: rank.told("connect")[-1:] == [addresses])  # type: ignore[misc]
 

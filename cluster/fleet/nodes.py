@@ -1,4 +1,4 @@
-"""Where ranks run: what they ask of a Ray cluster, placement groups, actors."""
+"""Where ranks run: what they ask of a Ray cluster, placement groups, nodes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def check_resources(requests: Sequence[RankRequest], available: dict[str, float]
             )
 
 
-def place(requests: Sequence[RankRequest], groups: GroupsConfig) -> PlacementGroup:
+def _place(requests: Sequence[RankRequest], groups: GroupsConfig) -> PlacementGroup:
     """A placement group with one bundle per rank, ready. Raises ResourceError."""
     bundles = [dict(request.resources) or {"CPU": _NODE_SHARE} for request in requests]
     if groups.placement == "spread" and requests[0].group is not Group.PREFILL:
@@ -125,26 +125,6 @@ def _spread_hosts(requests: Sequence[RankRequest]) -> list[str]:
     ]
 
 
-def start_rank(request: RankRequest, placement: PlacementGroup, bundle: int) -> RayRank:
-    resources = {k: v for k, v in request.resources.items() if k not in ("CPU", "GPU")}
-    name = rank_name(request.group, request.rank)
-    actor = (
-        rank_class(name)
-        .options(
-            num_cpus=request.resources.get("CPU", 0),
-            num_gpus=request.resources.get("GPU", 0),
-            resources=resources,
-            max_restarts=0,
-            max_task_retries=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement, placement_group_bundle_index=bundle
-            ),
-        )
-        .remote()
-    )
-    return RayRank(name, actor)
-
-
 class Node(NamedTuple):
     """A node of the Ray cluster: its address, and where a rank on it listens."""
 
@@ -153,42 +133,69 @@ class Node(NamedTuple):
     listen_host: str
 
 
-def node_of(placement: PlacementGroup, bundle: int) -> Node:
-    """Where the bundle is, which has been placed."""
-    table: dict[str, Any] = ray.util.placement_group_table(placement)
-    nodes = ray.nodes()
-    address = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
-    id = table["bundles_to_node_id"][bundle]
-    alone = len(nodes) == 1  # then nobody outside needs to reach a rank
-    return Node(id, address[id], "127.0.0.1" if alone else address[id])
-
-
-def is_placed(placement: PlacementGroup) -> bool:
-    """Whether there is a node for every bundle: not, after the loss of one, while none has room."""
-    table: dict[str, Any] = ray.util.placement_group_table(placement)
-    return bool(table["state"] == "CREATED")
-
-
 class Placed(NamedTuple):
-    """Ranks with a node for each. Bundle i of the placement group is request i's."""
+    """Ranks with room for each. Bundle i of the placement group is request i's. nodes: where they
+    were at first."""
 
     requests: list[RankRequest]
     placement: PlacementGroup
     device: str
     nodes: list[Node]
 
+    def start(self, bundle: int) -> RayRank:
+        """The process of this rank, in its bundle, as soon as that has a node."""
+        request = self.requests[bundle]
+        resources = {k: v for k, v in request.resources.items() if k not in ("CPU", "GPU")}
+        name = rank_name(request.group, request.rank)
+        actor = (
+            rank_class(name)
+            .options(
+                num_cpus=request.resources.get("CPU", 0),
+                num_gpus=request.resources.get("GPU", 0),
+                resources=resources,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self.placement, placement_group_bundle_index=bundle
+                ),
+            )
+            .remote()
+        )
+        return RayRank(name, actor)
 
-def place_ranks(config: TandemConfig, wanted: Sequence[Group]) -> Placed:
-    """Takes room for the ranks of these groups, and for the planner beside attention ranks. Raises
+    def node(self, bundle: int) -> Node:
+        """Where the bundle is now, which has been placed."""
+        return _node_of(self.placement, bundle)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is a node for every bundle: not, after the loss of one, while none has
+        room."""
+        table: dict[str, Any] = ray.util.placement_group_table(self.placement)
+        return bool(table["state"] == "CREATED")
+
+    def release(self) -> None:
+        remove_placement_group(self.placement)
+
+
+def place_ranks(requests: list[RankRequest], config: TandemConfig, device: str) -> Placed:
+    """Takes room for these ranks, and for the planner beside attention ranks. Raises
     ResourceError."""
-    device = resolve_device(config, ray.cluster_resources())
-    requests = rank_requests(config, device, wanted)
-    check_resources(requests, ray.cluster_resources())
-    if Group.ATTENTION in wanted and config.planner.enabled:
-        requests.append(RankRequest(Group.PLANNER, 0, {}))  # it computes now and then only
-    placement = place(requests, config.groups)
-    nodes = [node_of(placement, bundle) for bundle in range(len(requests))]
-    return Placed(requests, placement, device, nodes)
+    if requests[0].group is Group.ATTENTION and config.planner.enabled:
+        planner = RankRequest(Group.PLANNER, 0, {})  # it computes now and then only
+        requests = [*requests, planner]
+    placement = _place(requests, config.groups)
+    found = [_node_of(placement, bundle) for bundle in range(len(requests))]
+    return Placed(requests, placement, device, found)
+
+
+def _node_of(placement: PlacementGroup, bundle: int) -> Node:
+    table: dict[str, Any] = ray.util.placement_group_table(placement)
+    alive = ray.nodes()
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in alive}
+    id = table["bundles_to_node_id"][bundle]
+    alone = len(alive) == 1  # then nobody outside needs to reach a rank
+    return Node(id, address[id], "127.0.0.1" if alone else address[id])
 
 
 def kv_ranks(placed: Sequence[Placed]) -> Counter[str]:

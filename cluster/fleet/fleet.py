@@ -1,0 +1,116 @@
+"""All ranks that run, of both pipelines: where they are, what they say, how they end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from cluster.fleet.codec import Directory
+from cluster.fleet.member import Member
+from cluster.fleet.rank_group import RankGroup, kill_all
+from cluster.fleet.supervisor import Supervisor
+from contracts.events import TaskSpan
+from contracts.logs import event
+from contracts.plan import Plan
+from contracts.worker import Group, RankStatus
+
+log = logging.getLogger("tandem.fleet")
+
+
+class Fleet:
+    """Supervised from the start. Any thread may ask; `close` ends it."""
+
+    def __init__(self, token: bytes, groups: Sequence[RankGroup]) -> None:
+        self._token = token
+        self._all_groups = groups
+        self._groups = [group for group in groups if group.kind is not Group.PLANNER]
+        self._supervisor = Supervisor(groups)
+        self._supervisor.start()
+
+    @property
+    def directory(self) -> Directory:
+        """Where the ranks are now."""
+        generating = [group for group in self._groups if group.kind is not Group.PREFILL]
+        return Directory(
+            client_addresses=_addresses(generating),
+            prefill_addresses=_addresses(self._prefill),
+            token=self._token,
+            backend=self._groups[0].backend,
+            epoch=max(group.epoch for group in self._groups),
+            ranks=[ready for group in self._groups for ready in group.ready],
+        )
+
+    @property
+    def beyond_repair(self) -> str:
+        """Why a pipeline can serve no more; empty: all can."""
+        return next((group.beyond_repair for group in self._groups if group.beyond_repair), "")
+
+    def replace(self, suspects: Mapping[str, str]) -> None:
+        """Replaces the prefill workers at these client addresses, for these reasons."""
+        for group in self._prefill:
+            group.suspect(suspects)
+
+    def status(self, timeout_s: float) -> list[RankStatus]:
+        """What each rank says of itself (the planner is none); one that does not answer is
+        unhealthy."""
+        answers = []
+        for member, future in self._ask("status", self._groups):
+            try:
+                answers.append(future.result(timeout_s))
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is that rank's state
+                answers.append(RankStatus(name=member.name, healthy=False, reason=str(error)))
+        return answers
+
+    def metrics(self, timeout_s: float) -> list[str]:
+        """Prometheus text of each process that answers, and of those groups whose ranks are
+        replaced."""
+        texts: list[str] = []
+        for member, future in self._ask("metrics", self._all_groups):
+            try:
+                texts.append(future.result(timeout_s))
+            except Exception as error:  # noqa: BLE001 - a scrape shows the ranks that answer
+                name = member.name
+                event(log, "rank_metrics_failed", logging.WARNING, name=name, error=error)
+        return [*texts, *(group.exposition() for group in self._prefill)]
+
+    def spans(self, timeout_s: float) -> list[TaskSpan]:
+        """Recorded by all ranks, in order of their start. Raises what a rank raises."""
+        asked = self._ask("spans", self._groups)
+        spans = [span for _, future in asked for span in future.result(timeout_s)]
+        return sorted(spans, key=lambda span: span.start_s)
+
+    def pin_plan(self, plan: Plan | None, timeout_s: float) -> None:
+        """The plan of all batches from now on; None: one is chosen for each."""
+        for _, future in self._ask("pin_plan", self._groups, plan):
+            future.result(timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Ends supervision, then the loops in order, then the actors; gives the resources back."""
+        self._supervisor.close(timeout_s)
+        for member, future in self._ask("stop", self._all_groups):
+            try:
+                future.result(timeout_s)
+            except Exception as error:  # noqa: BLE001 - it is killed next, whatever it answers
+                name = member.name
+                event(log, "rank_stop_failed", logging.WARNING, name=name, error=error)
+            kill_all([member.handle])
+        for group in self._groups:  # the planner's place is one of the attention ranks'
+            group.placed.release()
+
+    @property
+    def _prefill(self) -> list[RankGroup]:
+        return [group for group in self._groups if group.kind is Group.PREFILL]
+
+    @staticmethod
+    def _ask(
+        method: str, groups: Sequence[RankGroup], *arguments: Any
+    ) -> list[tuple[Member, Future[Any]]]:
+        """The same of all their ranks at once."""
+        members = [member for group in groups for member in group.members]
+        return [(member, member.handle.call(method, *arguments)) for member in members]
+
+
+def _addresses(groups: Sequence[RankGroup]) -> dict[str, str]:
+    return {name: at for group in groups for name, at in group.client_addresses.items()}

@@ -1,0 +1,179 @@
+"""Ranks that one policy looks after, and how others take the places of those that are lost.
+
+start_again ── place, prepare, connect, start ──> others, under epoch + 1
+    those that work are told their addresses, routers find them in the directory
+    its node is gone ─> the same on another node, as soon as one has room for it
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import ray
+
+from actors.ranks.remote import RayRank
+from actors.ranks.rendezvous import Formation, channel_addresses, form_group
+from actors.telemetry.telemetry import Telemetry
+from cluster.fleet.member import Member
+from cluster.fleet.nodes import Node, Placed, resolve_backend
+from cluster.fleet.repair import GroupHealth, policy_of
+from contracts import metrics
+from contracts.errors import TandemError
+from contracts.logs import event
+from contracts.worker import RankReady, WorkerSpec
+
+log = logging.getLogger("tandem.fleet")
+
+PLACE_PERIOD_S = 1.0  # how often a rank that has no node yet is looked for
+
+
+class RankGroup:
+    """kind: of its first rank. beyond_repair: why it can serve no more; empty: it can, or may yet.
+    Any thread may ask; the supervisor's changes it."""
+
+    def __init__(self, placed: Placed, members: Sequence[Member], formation: Formation) -> None:
+        self.members = members
+        self.kind = members[0].spec.group
+        self.policy = policy_of(self.kind, formation.config)
+        self.backend = formation.backend
+        self.epoch = formation.epoch
+        self.restarts = 0
+        self.beyond_repair = ""
+        self.placed = placed
+        self._config = formation.config
+        self._telemetry = Telemetry()
+        self._unhealthy_since_s: float | None = None
+        self._suspects: dict[str, str] = {}  # what routers say: client address -> reason
+        self._lock = threading.Lock()  # guards the epoch, the counts, and who is told of whom
+
+    @property
+    def ready(self) -> list[RankReady]:
+        return [member.ready for member in self.members]
+
+    @property
+    def client_addresses(self) -> dict[str, str]:
+        """Name -> where each rank that takes requests takes them now."""
+        return {ready.name: ready.client_address for ready in self.ready if ready.client_address}
+
+    def suspect(self, suspects: Mapping[str, str]) -> None:
+        """The ranks at these client addresses are of no use, for these reasons. One that has been
+        replaced meanwhile is elsewhere."""
+        known = self.client_addresses.values()
+        self._suspects.update({a: reason for a, reason in suspects.items() if a in known})
+
+    def health(self, now_s: float, stalled_s: float) -> GroupHealth:
+        """Checks all that are not being replaced. stalled_s: as `Member.check` takes it."""
+        problems = {
+            member.name: reason
+            for member in self.members
+            if not member.replaced_for and (reason := self._check(member, now_s, stalled_s))
+        }
+        if not problems:
+            self._unhealthy_since_s = None
+        elif self._unhealthy_since_s is None:
+            self._unhealthy_since_s = now_s
+        else:
+            self._unhealthy_since_s += stalled_s
+        unhealthy_s = 0.0 if self._unhealthy_since_s is None else now_s - self._unhealthy_since_s
+        return GroupHealth([member.name for member in self.members], problems, unhealthy_s)
+
+    def exposition(self) -> str:
+        """Prometheus text: the group's epoch, and how many of its ranks have been replaced."""
+        self._telemetry.set(metrics.GROUP_EPOCH, self.kind.value, to=self.epoch)
+        self._telemetry.count(metrics.RANK_RESTARTS, self.kind.value, by=0)
+        return self._telemetry.exposition()
+
+    def start_again(self, lost: Sequence[Member], closing: threading.Event) -> None:
+        """All under one new epoch, unless the fleet is closed meanwhile. Raises what keeps them
+        from starting; their actors are gone then."""
+        with self._lock:
+            self.epoch += 1
+            epoch = self.epoch
+        timeout_s = self._config.groups.ready_timeout_s
+        handles = [self.placed.start(member.bundle) for member in lost]
+        try:
+            found = [
+                self._settled(member, handle, closing)
+                for member, handle in zip(lost, handles, strict=True)
+            ]
+            specs = self._specs(lost, found, epoch)
+            others = [member.ready for member in self.members if not member.replaced_for]
+            ready = form_group(specs, handles, timeout_s=timeout_s, others=others)
+        except BaseException as error:
+            kill_all(handles)
+            if isinstance(error, TimeoutError):
+                message = f"not placed within {timeout_s:g} s (groups.ready_timeout_s)"
+                raise TandemError(message) from None
+            raise
+        if closing.is_set():
+            kill_all(handles)
+            return
+        for member, spec, handle, told in zip(lost, specs, handles, ready, strict=True):
+            member.settle(spec, handle, told)
+            self._count(member)
+        if len(lost) < len(self.members):  # else they have been joined as a whole
+            self._introduce()
+
+    def _check(self, member: Member, now_s: float, stalled_s: float) -> str:
+        try:
+            suspected = self._suspects.pop(member.ready.client_address, "")
+            return suspected or member.check(now_s, stalled_s)
+        except Exception as error:  # noqa: BLE001 - supervision must not end; it is asked again
+            event(log, "worker_not_asked", logging.WARNING, name=member.name, error=error)
+            return ""
+
+    def _specs(self, lost: Sequence[Member], found: list[Node], epoch: int) -> list[WorkerSpec]:
+        """With the backend that fits where they are now, if that is for them alone to say. (Workers
+        that gather from each other serve those of other nodes too.)"""
+        if len(lost) == len(self.members):
+            hosts = [node.host for node in found]
+            self.backend = resolve_backend(self._config, self.placed.device, hosts)
+        return [
+            msgspec.structs.replace(
+                member.spec, epoch=epoch, host=node.listen_host, backend=self.backend
+            )
+            for member, node in zip(lost, found, strict=True)
+        ]
+
+    def _introduce(self) -> None:
+        """Tells all that work of each other. Lost ones are left out: whoever dials them waits for
+        nothing, and they are told of, and tell, when they are back."""
+        with self._lock:
+            working = [member for member in self.members if not member.replaced_for]
+            addresses = channel_addresses([member.ready for member in working], self.kind)
+            for member in working:
+                member.handle.call("connect", addresses)
+
+    def _settled(self, member: Member, handle: RayRank, closing: threading.Event) -> Node:
+        """Where its process has started. While no node has room for it, it waits; else raises
+        TimeoutError after groups.ready_timeout_s."""
+        started, timeout_s = handle.started(), self._config.groups.ready_timeout_s
+        end_s, told = time.monotonic() + timeout_s, False
+        while not closing.is_set() and time.monotonic() < end_s:
+            try:
+                started.result(PLACE_PERIOD_S)
+                return self.placed.node(member.bundle)
+            except TimeoutError:
+                if self.placed.is_complete:
+                    continue
+            end_s = time.monotonic() + timeout_s
+            if not told:
+                told, needs = True, self.placed.requests[member.bundle].resources
+                event(log, "worker_has_no_node", logging.ERROR, name=member.name, needs=needs)
+        raise TimeoutError
+
+    def _count(self, member: Member) -> None:
+        with self._lock:
+            self.restarts += 1
+            self._telemetry.count(metrics.RANK_RESTARTS, self.kind.value)
+        epoch, pid = member.spec.epoch, member.ready.pid
+        event(log, "worker_replaced", logging.WARNING, name=member.name, epoch=epoch, pid=pid)
+
+
+def kill_all(handles: Sequence[RayRank]) -> None:
+    for handle in handles:
+        ray.kill(handle.actor)

@@ -1,0 +1,75 @@
+"""What is done about ranks that are of no use: a policy for each group. Pure: no Ray, no clock.
+
+prefill workers             replace_each   another in the place of each that is lost
+prefill workers, all_to_all rebuild        they work in lockstep or not at all: all start again
+attention and expert ranks  give_up        not repaired yet: after a while the server ends
+planner                     do_without     the ranks go on with their default plans
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from contracts.config import TandemConfig
+from contracts.worker import Group
+
+
+class GroupHealth(NamedTuple):
+    """names: of all its ranks. problems: why those that are not being replaced already are of no
+    use, by name. unhealthy_s: for how long there have been problems, without a break."""
+
+    names: Sequence[str]
+    problems: Mapping[str, str]
+    unhealthy_s: float
+
+
+class Replace(NamedTuple):
+    """Other processes in the places of `names`, under one new epoch. lost: who is the reason."""
+
+    names: Sequence[str]
+    lost: str
+    reason: str
+
+
+class GiveUp(NamedTuple):
+    """The group can serve no more: which ranks keep it from serving, and why."""
+
+    reason: str
+
+
+Action = Replace | GiveUp
+Policy = Callable[[GroupHealth], Sequence[Action]]
+
+
+def policy_of(group: Group, config: TandemConfig) -> Policy:
+    """Of the group that this kind of rank belongs to."""
+    if group is Group.PLANNER:
+        return do_without
+    if group is not Group.PREFILL:
+        return partial(give_up, after_s=config.groups.give_up_s)
+    return rebuild if config.prefill.experts == "all_to_all" else replace_each
+
+
+def replace_each(health: GroupHealth) -> Sequence[Action]:
+    return [Replace([name], name, reason) for name, reason in health.problems.items()]
+
+
+def rebuild(health: GroupHealth) -> Sequence[Action]:
+    """One loss is that of all: none of them keeps its process."""
+    first = next(iter(health.problems.items()), None)
+    return [] if first is None else [Replace(health.names, *first)]
+
+
+def give_up(health: GroupHealth, *, after_s: float) -> Sequence[Action]:
+    """A rank may recover for so long. The others can do nothing without it."""
+    if not health.problems or health.unhealthy_s < after_s:
+        return []
+    told = [why if name in why else f"{name}: {why}" for name, why in health.problems.items()]
+    return [GiveUp("; ".join(told))]
+
+
+def do_without(health: GroupHealth) -> Sequence[Action]:
+    """Who misses the planner says so itself (`planner_state`)."""
+    return []

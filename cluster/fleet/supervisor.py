@@ -1,0 +1,87 @@
+"""Looks after every rank: asks it for its status, and does what its group's policy says.
+
+supervisor thread: every CHECK_PERIOD_S asks each for its status
+    gone, silent, not healthy (member.py), or given up by a router ─> its group's policy (repair.py)
+        Replace ─> killed; another in its place, under a higher epoch (rank_group.py)
+        GiveUp  ─> the group is beyond repair: whoever runs the server ends it
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from cluster.fleet.member import CHECK_PERIOD_S, Member
+from cluster.fleet.rank_group import RankGroup
+from cluster.fleet.repair import Action, GiveUp
+from contracts.logs import event
+
+log = logging.getLogger("tandem.fleet")
+
+RETRY_S = 1.0  # before another try to replace a rank; doubled up to MAX_RETRY_S
+MAX_RETRY_S = 30.0
+
+
+class Supervisor:
+    """From `start` to `close`. Replacing takes threads of its own: nobody else's waits for it."""
+
+    def __init__(self, groups: Sequence[RankGroup]) -> None:
+        self._groups = groups
+        self._closing = threading.Event()
+        ranks = sum(len(group.members) for group in groups)
+        self._threads = ThreadPoolExecutor(ranks, thread_name_prefix="replace")
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def check(self, now_s: float, stalled_s: float) -> None:
+        """One round. stalled_s: how long this process itself stood still since the last one."""
+        for group in self._groups:
+            for action in group.policy(group.health(now_s, stalled_s)):
+                self._act(group, action)
+
+    def _run(self) -> None:
+        checked_s = time.monotonic()
+        while not self._closing.wait(CHECK_PERIOD_S):
+            now_s = time.monotonic()
+            stalled_s = max(0.0, now_s - checked_s - 2 * CHECK_PERIOD_S)
+            checked_s = now_s
+            self.check(now_s, stalled_s)
+
+    def _act(self, group: RankGroup, action: Action) -> None:
+        if isinstance(action, GiveUp):
+            if not group.beyond_repair:
+                group.beyond_repair = action.reason
+                event(log, "group_given_up", logging.CRITICAL, reason=action.reason)
+            return
+        event(log, "worker_lost", logging.ERROR, name=action.lost, reason=action.reason)
+        lost = [member for member in group.members if member.name in action.names]
+        for member in lost:
+            member.replaced_for = action.reason
+        self._threads.submit(self._replace, group, lost)
+
+    def _replace(self, group: RankGroup, lost: Sequence[Member]) -> None:
+        """Others in their places, tried until they are there or the fleet is closed."""
+        names = ", ".join(member.name for member in lost)
+        retry_s = RETRY_S
+        for member in lost:
+            member.kill()
+        while not self._closing.is_set():
+            try:
+                group.start_again(lost, self._closing)
+                return
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is told and tried again
+                if not self._closing.is_set():
+                    event(log, "worker_not_replaced", logging.ERROR, name=names, error=error)
+            self._closing.wait(retry_s)
+            retry_s = min(2 * retry_s, MAX_RETRY_S)

@@ -1,0 +1,49 @@
+"""What each group's policy does about ranks that are of no use."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.fleet.repair import Action, GiveUp, GroupHealth, Replace, policy_of
+from contracts.loading import load_config
+from contracts.worker import Group
+
+NAMES = ("prefill-0", "prefill-1", "prefill-2")
+LOST = {"prefill-0": "its loop failed", "prefill-2": "no answer for 3.1 s"}
+
+
+def actions(group: Group, health: GroupHealth, *overrides: str) -> list[Action]:
+    config = load_config(None, ["groups.prefill_ranks=3", "groups.give_up_s=10", *overrides])
+    return list(policy_of(group, config)(health))
+
+
+@pytest.mark.parametrize("experts", ["resident", "gathered", "all_to_all"])
+@pytest.mark.parametrize("group", list(Group))
+def test_nothing_is_done_about_healthy_ranks(group: Group, experts: str) -> None:
+    assert not actions(group, GroupHealth(NAMES, {}, 0.0), f"prefill.experts={experts}")
+
+
+def test_each_lost_prefill_worker_is_replaced_alone_and_at_once() -> None:
+    assert actions(Group.PREFILL, GroupHealth(NAMES, LOST, 0.0), "prefill.experts=gathered") == [
+        Replace(["prefill-0"], "prefill-0", "its loop failed"),
+        Replace(["prefill-2"], "prefill-2", "no answer for 3.1 s"),
+    ]
+
+
+def test_workers_in_lockstep_are_replaced_all_at_once_whoever_is_lost() -> None:
+    assert actions(Group.PREFILL, GroupHealth(NAMES, LOST, 0.0), "prefill.experts=all_to_all") == [
+        Replace(NAMES, "prefill-0", "its loop failed")
+    ]
+
+
+def test_attention_and_expert_ranks_are_given_up_after_the_grace_each_by_its_name() -> None:
+    problems = {"attention-0": "expert-0 closed", "expert-0": "expert-0: its actor died"}
+    names = tuple(problems)
+    assert not actions(Group.ATTENTION, GroupHealth(names, problems, 9.9))
+    assert actions(Group.ATTENTION, GroupHealth(names, problems, 10.0)) == [
+        GiveUp("attention-0: expert-0 closed; expert-0: its actor died")
+    ]
+
+
+def test_nothing_is_done_about_a_lost_planner() -> None:
+    assert not actions(Group.PLANNER, GroupHealth(["planner-0"], {"planner-0": "died"}, 1e9))
