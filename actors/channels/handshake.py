@@ -9,9 +9,9 @@ Each proof is HMAC-SHA256 under the token over both nonces and all that has been
 side's own label, so that it cannot be replayed or reflected. A stranger learns one random nonce
 and nothing else. The handshake proves who opened the connection; it does not encrypt what follows.
 
-Frames are a 4-byte little-endian length and one msgpack map. One set of steps (`_initiator`,
-`_acceptor`: generators that yield bytes to send and take the next frame) serves blocking sockets
-and asyncio streams.
+Frames are those of contracts/frames.py, each one msgpack map. One set of steps (`_initiator`,
+`_acceptor`: generators that yield what to send, or how many bytes to receive) serves blocking
+sockets and asyncio streams.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ import asyncio
 import hmac
 import secrets
 import socket
-import struct
 from collections.abc import Callable, Generator
 
 import msgspec
 
 from contracts.clock import monotonic_s
 from contracts.errors import HandshakeBrokenError, HandshakeError
-from contracts.frames import BAD_FRAME
+from contracts.frames import BAD_FRAME, PREFIX_BYTES, body_bytes, framed
 
 PROTOCOL = 1
 NONCE_BYTES = 32
 MAX_FRAME_BYTES = 4096
-_LENGTH = struct.Struct("<I")
 _CLOSED = "the other side closed the connection during the handshake"
 _BROKE = "the connection broke during the handshake"
 
@@ -80,8 +78,8 @@ class _Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 _Message = _Challenge | _Hello | _Welcome | _Refused
-# Yields what to send, is sent the next frame's body, returns what to send last and who it was.
-_Steps = Generator[bytes, bytes, tuple[bytes, Remote]]
+# Yields what to send, or how many bytes to receive, and is sent these; returns who it was.
+_Steps = Generator[bytes | int, bytes, Remote]
 Answer = Callable[[Remote], bytes]  # gives the acceptor's extra, or raises HandshakeError
 
 
@@ -143,7 +141,7 @@ async def accept_async(
 
 
 def _initiator(me: Identity, *, purpose: str, to: str | None, extra: bytes) -> _Steps:
-    challenge = _decode((yield b""))
+    challenge = yield from _hear()
     if not isinstance(challenge, _Challenge) or len(challenge.nonce) != NONCE_BYTES:
         raise HandshakeError("the other side is not a Tandem rank (no challenge)")
     if challenge.protocol != PROTOCOL:
@@ -154,7 +152,8 @@ def _initiator(me: Identity, *, purpose: str, to: str | None, extra: bytes) -> _
     nonce = secrets.token_bytes(NONCE_BYTES)
     hello = _Hello(me.name, to, me.epoch, purpose, extra, nonce)
     hello = msgspec.structs.replace(hello, proof=_proof(me, "initiator", challenge, hello))
-    reply = _decode((yield _frame(hello)))
+    yield _frame(hello)
+    reply = yield from _hear()
     if isinstance(reply, _Refused):
         raise HandshakeError(f"{to or 'the other side'} refused {me.name}: {reply.reason}")
     if not isinstance(reply, _Welcome):
@@ -164,33 +163,37 @@ def _initiator(me: Identity, *, purpose: str, to: str | None, extra: bytes) -> _
         raise HandshakeError("the other side does not hold this cluster's token")
     if to is not None and reply.name != to:
         raise HandshakeError(f"expected to reach {to}, reached {reply.name}")
-    return b"", Remote(name=reply.name, epoch=me.epoch, purpose=purpose, extra=reply.extra)
+    return Remote(name=reply.name, epoch=me.epoch, purpose=purpose, extra=reply.extra)
 
 
 def _acceptor(me: Identity, answer: Answer | None) -> _Steps:
     challenge = _Challenge(PROTOCOL, secrets.token_bytes(NONCE_BYTES))
-    hello = _decode((yield _frame(challenge)))
+    yield _frame(challenge)
+    hello = yield from _hear()
     if not isinstance(hello, _Hello) or len(hello.nonce) != NONCE_BYTES:
         raise HandshakeError("a stranger broke the handshake: expected a hello")
-    bare = msgspec.structs.replace(hello, proof=b"")
-    if not hmac.compare_digest(hello.proof, _proof(me, "initiator", challenge, bare)):
-        raise _RefusalError("wrong token")
-    if hello.epoch != me.epoch:
-        raise _RefusalError(f"it is at epoch {hello.epoch}, {me.name} is at epoch {me.epoch}")
-    if hello.to is not None and hello.to != me.name:
-        raise _RefusalError(f"it looks for {hello.to}, this is {me.name}")
     remote = Remote(name=hello.name, epoch=hello.epoch, purpose=hello.purpose, extra=hello.extra)
     try:
+        _check_hello(me, challenge, hello)
         extra = answer(remote) if answer is not None else b""
     except HandshakeError as error:
-        raise _RefusalError(error.message) from None
+        yield _frame(_Refused(error.message))
+        raise
     welcome = _Welcome(me.name, extra)
     proof = _proof(me, "acceptor", challenge, hello, welcome)
-    return _frame(msgspec.structs.replace(welcome, proof=proof)), remote
+    yield _frame(msgspec.structs.replace(welcome, proof=proof))
+    return remote
 
 
-class _RefusalError(HandshakeError):
-    """Said to the initiator before it is raised here."""
+def _check_hello(me: Identity, challenge: _Challenge, hello: _Hello) -> None:
+    """Raises HandshakeError with what the initiator may know of the reason."""
+    bare = msgspec.structs.replace(hello, proof=b"")
+    if not hmac.compare_digest(hello.proof, _proof(me, "initiator", challenge, bare)):
+        raise HandshakeError("wrong token")
+    if hello.epoch != me.epoch:
+        raise HandshakeError(f"it is at epoch {hello.epoch}, {me.name} is at epoch {me.epoch}")
+    if hello.to is not None and hello.to != me.name:
+        raise HandshakeError(f"it looks for {hello.to}, this is {me.name}")
 
 
 def _proof(me: Identity, label: str, *said: _Message) -> bytes:
@@ -205,22 +208,18 @@ def _frame(message: _Message) -> bytes:
             f"a handshake message of {len(body)} bytes exceeds {MAX_FRAME_BYTES} bytes: "
             "send less in `extra`"
         )
-    return _LENGTH.pack(len(body)) + body
+    return framed(body)
 
 
-def _decode(body: bytes) -> _Message:
+def _hear() -> Generator[bytes | int, bytes, _Message]:
+    """The next message."""
     try:
+        body = yield body_bytes((yield PREFIX_BYTES), MAX_FRAME_BYTES)
         message: _Message = msgspec.msgpack.decode(body, type=_Message)
-    except BAD_FRAME:
-        raise HandshakeError("the other side sent something that is not a handshake") from None
+    except BAD_FRAME as error:
+        text = f"the other side sent something that is not a handshake ({error})"
+        raise HandshakeError(text) from None
     return message
-
-
-def _body_bytes(prefix: bytes) -> int:
-    size: int = _LENGTH.unpack(prefix)[0]
-    if not 0 < size <= MAX_FRAME_BYTES:
-        raise HandshakeError(f"a first frame of {size} bytes (limit {MAX_FRAME_BYTES} bytes)")
-    return size
 
 
 def _run_blocking(
@@ -231,10 +230,10 @@ def _run_blocking(
     first_s = end_s if first_byte_s is None else min(end_s, start_s + first_byte_s)
     heard = False
 
-    def say(data: bytes) -> None:
-        if data:
-            sock.settimeout(max(end_s - monotonic_s(), 1e-3))
-            sock.sendall(data)
+    def say(data: bytes) -> bytes:
+        sock.settimeout(max(end_s - monotonic_s(), 1e-3))
+        sock.sendall(data)
+        return b""
 
     def hear(size: int) -> bytes:
         nonlocal heard
@@ -252,18 +251,11 @@ def _run_blocking(
         return data
 
     try:
-        out = next(steps)
+        step = next(steps)
         while True:
-            say(out)
-            body = hear(_body_bytes(hear(_LENGTH.size)))
-            try:
-                out = steps.send(body)
-            except StopIteration as done:
-                say(done.value[0])
-                return _remote(done)
-            except _RefusalError as error:
-                say(_frame(_Refused(error.message)))
-                raise
+            step = steps.send(hear(step) if isinstance(step, int) else say(step))
+    except StopIteration as done:
+        return _remote(done)
     except TimeoutError:
         raise _too_late(deadline_s, None if heard else first_byte_s) from None
     except OSError as error:
@@ -291,25 +283,18 @@ async def _run_async(
             heard = True
         return first + await reader.readexactly(size - len(first))
 
-    async def say(data: bytes) -> None:
-        if data:
-            writer.write(data)
-            await writer.drain()
+    async def say(data: bytes) -> bytes:
+        writer.write(data)
+        await writer.drain()
+        return b""
 
     try:
         async with asyncio.timeout_at(end_s):
-            out = next(steps)
+            step = next(steps)
             while True:
-                await say(out)
-                body = await hear(_body_bytes(await hear(_LENGTH.size)))
-                try:
-                    out = steps.send(body)
-                except StopIteration as done:
-                    await say(done.value[0])
-                    return _remote(done)
-                except _RefusalError as error:
-                    await say(_frame(_Refused(error.message)))
-                    raise
+                step = steps.send(await (hear(step) if isinstance(step, int) else say(step)))
+    except StopIteration as done:
+        return _remote(done)
     except TimeoutError:
         raise _too_late(deadline_s, None if heard else first_byte_s) from None
     except asyncio.IncompleteReadError:
@@ -326,5 +311,5 @@ def _too_late(deadline_s: float, first_byte_s: float | None) -> HandshakeBrokenE
 
 
 def _remote(done: StopIteration) -> Remote:
-    remote: Remote = done.value[1]
+    remote: Remote = done.value
     return remote

@@ -20,7 +20,7 @@ import msgspec
 from actors.channels.handshake import Identity, initiate_async
 from contracts.clock import Clock
 from contracts.errors import HandshakeError
-from contracts.frames import BAD_FRAME
+from contracts.frames import BAD_FRAME, framed, read_frame
 from contracts.planning import (
     MAX_PLANNER_FRAME_BYTES,
     PLANNER_PURPOSE,
@@ -157,7 +157,8 @@ class PlannerLink:
             )
             self._writer = writer
             while True:
-                self._take(await self._read(reader))
+                body = await read_frame(reader, MAX_PLANNER_FRAME_BYTES)
+                self._take(self._decoder.decode(body))
         finally:
             self._forget()
             writer.close()
@@ -170,12 +171,6 @@ class PlannerLink:
         self._version = 0
         self.plans.clear()
         self.cold = ""
-
-    async def _read(self, reader: asyncio.StreamReader) -> FromPlanner:
-        size = int.from_bytes(await reader.readexactly(4), "little")
-        if size > MAX_PLANNER_FRAME_BYTES:
-            raise msgspec.DecodeError(f"frame of {size} bytes")
-        return self._decoder.decode(await reader.readexactly(size))
 
     def _take(self, message: FromPlanner) -> None:
         if not isinstance(message, PlanAnswer):
@@ -212,5 +207,4 @@ class PlannerLink:
 
     def _write(self, message: ToPlanner) -> None:
         if self._writer is not None and not self._writer.is_closing():
-            body = self._encoder.encode(message)
-            self._writer.write(len(body).to_bytes(4, "little") + body)
+            self._writer.write(framed(self._encoder.encode(message)))

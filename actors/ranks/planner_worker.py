@@ -27,7 +27,7 @@ from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.errors import HandshakeError
 from contracts.events import TaskSpan
-from contracts.frames import BAD_FRAME
+from contracts.frames import BAD_FRAME, framed, read_frame
 from contracts.logs import event
 from contracts.plan import Order
 from contracts.planning import (
@@ -124,17 +124,12 @@ class PlannerWorker:
             self._writers.add(writer)
             self._write(writer, ModelsChanged(self._planner.version))
             while True:
-                self._take(writer, await self._read(reader))
+                body = await read_frame(reader, MAX_PLANNER_FRAME_BYTES)
+                self._take(writer, self._decoder.decode(body))
         except (OSError, EOFError, *BAD_FRAME) as error:
             event(log, "planner_connection_ended", reason=error)
         finally:
             self._writers.discard(writer)
-
-    async def _read(self, reader: asyncio.StreamReader) -> ToPlanner:
-        size = int.from_bytes(await reader.readexactly(4), "little")
-        if size > MAX_PLANNER_FRAME_BYTES:
-            raise msgspec.DecodeError(f"frame of {size} bytes")
-        return self._decoder.decode(await reader.readexactly(size))
 
     def _take(self, writer: asyncio.StreamWriter, message: ToPlanner) -> None:
         if isinstance(message, PlanQuery):
@@ -170,8 +165,7 @@ class PlannerWorker:
         )
 
     def _write(self, writer: asyncio.StreamWriter, message: FromPlanner) -> None:
-        body = self._encoder.encode(message)
-        writer.write(len(body).to_bytes(4, "little") + body)
+        writer.write(framed(self._encoder.encode(message)))
         if writer.transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
             writer.transport.abort()
 

@@ -21,7 +21,7 @@ from actors.channels.loop_watch import LoopWatch
 from actors.channels.neighbour import here
 from actors.wire.event_frames import event_frames
 from contracts.errors import ChannelError
-from contracts.frames import BAD_FRAME
+from contracts.frames import BAD_FRAME, read_frame
 from contracts.logs import event
 from contracts.messages import MAX_FRAME_BYTES, STATE_PERIOD_S, Events, RankState, ToRank
 
@@ -149,18 +149,13 @@ class ClientServer:
             self._write(client, self._state_frame(self._state))
         try:
             while True:
-                self._put(client, await self._read(reader))
+                body = await read_frame(reader, MAX_FRAME_BYTES)
+                self._put(client, self._decoder.decode(body))
         except (OSError, EOFError, *BAD_FRAME):
             pass  # a broken connection, or not our language: gone either way
         finally:
             self._writers.pop(client, None)
             self._put(client, None)
-
-    async def _read(self, reader: asyncio.StreamReader) -> ToRank:
-        size = int.from_bytes(await reader.readexactly(4), "little")
-        if size > MAX_FRAME_BYTES:
-            raise msgspec.DecodeError(f"frame of {size} bytes")
-        return self._decoder.decode(await reader.readexactly(size))
 
     def _put(self, client: int, message: ToRank | Joined | None) -> None:
         self._inbox.append(FromClient(client, message))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from contracts.errors import ChannelError, TooCostlyError
+from contracts.frames import framed
 from contracts.messages import (
     MAX_FRAME_BYTES,
     Event,
@@ -26,7 +27,7 @@ def event_frames(events: Sequence[Event], max_bytes: int = MAX_FRAME_BYTES) -> l
     """
     body = _encoder.encode(Events(list(events)))
     if len(body) <= max_bytes:
-        return [len(body).to_bytes(4, "little") + body]
+        return [framed(body)]
     if len(events) == 1:
         return event_frames([_failed(events[0], len(body), max_bytes)], max_bytes)
     half = len(events) // 2  # halved at most log2 times: each event is encoded as often

@@ -24,7 +24,7 @@ from contracts.errors import (
     PeerHungError,
     TooCostlyError,
 )
-from contracts.frames import BAD_FRAME
+from contracts.frames import BAD_FRAME, framed, read_frame
 from contracts.messages import MAX_FRAME_BYTES, Event, Events, ToRank
 
 PURPOSE = "requests"  # what we say in the handshake that this connection is for
@@ -102,7 +102,7 @@ class RankSocket:
             )
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self.flush)
-        self._unsent += len(body).to_bytes(4, "little") + body
+        self._unsent += framed(body)
 
     async def drain(self) -> None:
         """Sends at once, and waits while the socket is full. Raises OSError."""
@@ -131,12 +131,9 @@ class RankSocket:
 
     async def _read_frames(self, handle: Callable[[Event], None]) -> NoReturn:
         while True:
-            size = int.from_bytes(await self._reader.readexactly(4), "little")
-            if size > MAX_FRAME_BYTES:
-                raise PeerDeadError(f"{self.name} sent a frame of {size} bytes", self.name)
-            body = await self._reader.readexactly(size)
-            self._last_frame_s = self._clock()
             try:
+                body = await read_frame(self._reader, MAX_FRAME_BYTES)
+                self._last_frame_s = self._clock()
                 events = self._decoder.decode(body)
             except BAD_FRAME as error:
                 raise PeerDeadError(

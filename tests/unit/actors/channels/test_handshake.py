@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 import torch
 
@@ -141,7 +142,7 @@ def test_an_initiator_cannot_be_answered_with_its_own_proof() -> None:
 
 
 def _reflect(sock: socket.socket) -> None:
-    hello = handshake._decode(sock.recv(4096)[4:])
+    hello = msgspec.msgpack.decode(sock.recv(4096)[4:], type=handshake._Message)
     assert isinstance(hello, handshake._Hello)
     sock.sendall(handshake._frame(handshake._Welcome("right", b"", hello.proof)))
 
@@ -191,7 +192,10 @@ def test_a_hello_is_bound_to_one_challenge() -> None:
         thread.start()
         steps = handshake._initiator(LEFT, purpose="test", to="right", extra=b"")
         next(steps)
-        hello = steps.send(a.recv(4096)[4:])
+        challenge = a.recv(4096)
+        steps.send(challenge[:4])
+        hello = steps.send(challenge[4:])
+        assert isinstance(hello, bytes)
         a.sendall(hello)
         thread.join(5)
         c.sendall(hello)
