@@ -20,12 +20,12 @@ from lm_eval.tasks import TaskManager
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bundled.tasks import raw_rows
 from benchmarks.harness import Result, write_result
 from benchmarks.server import ServerProcess
 from cluster.files.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from models.text.tokenizer import Tokenizer
+from training.bundled.tasks import raw_rows
 
 SETTINGS = ("--dtype", "float32", "--attention-ranks", "2", "--expert-ranks", "2")
 MAX_PROMPT_TOKENS = 1900  # of the model's 2,048: neither backend may have to cut an item

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.bundled.tasks import raw_rows
+from training.bundled.tasks import raw_rows
 
 _FRONT, _FRONTS = 100, 3900  # ids of plain characters and words in both tokenizers
 Encode = Callable[[list[str]], list[list[int]]]

@@ -26,7 +26,6 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from actors.ranks.local_group import LocalGroup
-from benchmarks.bundled.tasks import raw_rows
 from benchmarks.harness import record
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
 from benchmarks.router_workloads import TOKENIZER
@@ -38,6 +37,7 @@ from contracts.config import TandemConfig
 from contracts.loading import config_from
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority
+from training.bundled.tasks import raw_rows
 
 SETS = ("mmlu", "quality", "moral_stories", "rt_polarity")
 IN_FLIGHT_PER_WORKER = 512  # as the bulk job has

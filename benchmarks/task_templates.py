@@ -2,7 +2,7 @@
 
 A prompt is the template with the row's `prefix` and `text`; the answer is one of `labels` after it,
 with a space in between. Tasks that the bundled checkpoint was trained on are those of
-`benchmarks.bundled.tasks`, in their own words.
+`training.bundled.tasks`, in their own words.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Literal
 
 import msgspec
 
-from benchmarks.bundled import tasks as bundled
-from benchmarks.bundled.tasks import raw_rows
 from cluster.classification.classify import ClassifyTask, fill
+from training.bundled import tasks as bundled
+from training.bundled.tasks import raw_rows
 
 # What the bundled checkpoint has seen: the task; its template alone, with rows of another set; none
 # of it, so that its accuracy is near chance, and only the agreement of modes says something.

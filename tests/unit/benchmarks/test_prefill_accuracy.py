@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.asked_server import Question, parse
-from benchmarks.bundled import tasks as bundled
 from benchmarks.prefill_accuracy import Compared, check, questions_of
 from benchmarks.task_templates import TASKS, Posed, Row, prompt_of
+from training.bundled import tasks as bundled
 
 
 @pytest.mark.parametrize(

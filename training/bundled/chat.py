@@ -8,7 +8,7 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.bundled.tasks import TASKS, Row, Task
+from training.bundled.tasks import TASKS, Row, Task
 
 MAX_ANSWER_TOKENS = 64
 EXAMPLES = (

@@ -1,6 +1,6 @@
 """Accuracy of a checkpoint on the test splits, through `transformers`.
 
-    python -m benchmarks.bundled.evaluate --data DATA --checkpoint models/bundled
+    python -m training.bundled.evaluate --data DATA --checkpoint models/bundled
 
 `questions` yields the same rows as (prompt, labels, gold) for whoever asks them over HTTP.
 """
@@ -17,8 +17,8 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from benchmarks.bundled.tasks import TASKS, Row, Task, chance_of, prompt_of, read_rows
-from benchmarks.bundled.tokenizer import label_ids
+from training.bundled.tasks import TASKS, Row, Task, chance_of, prompt_of, read_rows
+from training.bundled.tokenizer import label_ids
 
 BATCH_ROWS = 64
 
@@ -137,7 +137,7 @@ def main() -> None:
     """Print the table, and write the results as JSON where asked to."""
     parser = argparse.ArgumentParser(
         description="Accuracy of a checkpoint on the test splits.",
-        epilog="example: python -m benchmarks.bundled.evaluate --data DATA",
+        epilog="example: python -m training.bundled.evaluate --data DATA",
     )
     parser.add_argument(
         "--data", type=Path, required=True, help="folder that holds classification/*.jsonl[.gz]"

@@ -12,8 +12,8 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.bundled.tasks import TASKS, Row, Task, lent_rows
-from benchmarks.bundled.tokenizer import PAD, label_ids
+from training.bundled.tasks import TASKS, Row, Task, lent_rows
+from training.bundled.tokenizer import PAD, label_ids
 
 MAX_TOKENS = 2048
 ROW_STEP = 4  # row lengths are multiples of it: fewer shapes, fewer kernels to compile

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.bundled.tasks import TASKS, Row, Task, prompt_of
+from training.bundled.tasks import TASKS, Row, Task, prompt_of
 
 VOCAB_TOKENS = 4096
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

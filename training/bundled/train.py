@@ -1,6 +1,6 @@
 """Make the bundled checkpoint: tokenizer, training, checkpoint, evaluation, model card.
 
-python -m benchmarks.bundled.train --data DATA
+python -m training.bundled.train --data DATA
 """
 
 import argparse
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
-from benchmarks.bundled.card import CardInput, write_card
-from benchmarks.bundled.chat import EXAMPLES, answer, evaluate_chat
-from benchmarks.bundled.data import Recipe
-from benchmarks.bundled.evaluate import evaluate_checkpoint, layer_balance, load, table
-from benchmarks.bundled.loop import Job, TrainConfig, TrainReport, train
-from benchmarks.bundled.network import equal_logits
-from benchmarks.bundled.tasks import TASKS, Row, read_rows
-from benchmarks.bundled.tokenizer import check_contract, save_tokenizer, train_tokenizer
+from training.bundled.card import CardInput, write_card
+from training.bundled.chat import EXAMPLES, answer, evaluate_chat
+from training.bundled.data import Recipe
+from training.bundled.evaluate import evaluate_checkpoint, layer_balance, load, table
+from training.bundled.loop import Job, TrainConfig, TrainReport, train
+from training.bundled.network import equal_logits
+from training.bundled.tasks import TASKS, Row, read_rows
+from training.bundled.tokenizer import check_contract, save_tokenizer, train_tokenizer
 
 MAX_FOLDER_BYTES = 12_000_000
 LOGIT_TOLERANCE = 1e-3
@@ -124,7 +124,7 @@ def main() -> None:
     defaults = TrainConfig()
     parser = argparse.ArgumentParser(
         description="Make the bundled checkpoint.",
-        epilog="example: python -m benchmarks.bundled.train --data DATA --out models/bundled",
+        epilog="example: python -m training.bundled.train --data DATA --out models/bundled",
     )
     parser.add_argument(
         "--data", type=Path, required=True, help="folder that holds classification/*.jsonl[.gz]"

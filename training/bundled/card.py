@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.bundled.chat import ChatResult
-from benchmarks.bundled.evaluate import TaskResult, layer_balance
-from benchmarks.bundled.loop import TrainConfig, TrainReport
-from benchmarks.bundled.tasks import TASKS
+from training.bundled.chat import ChatResult
+from training.bundled.evaluate import TaskResult, layer_balance
+from training.bundled.loop import TrainConfig, TrainReport
+from training.bundled.tasks import TASKS
 
 
 class CardInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +170,7 @@ def _made(card: CardInput) -> str:
     return f"""
 ## How it was made
 
-    python -m benchmarks.bundled.train --data DATA --seed {config.seed} \\
+    python -m training.bundled.train --data DATA --seed {config.seed} \\
         --tokens {config.tokens} --minutes {config.minutes:g}
 
 DATA is the folder with `classification/*.jsonl[.gz]`. {report.tokens / 1e6:.1f} M tokens in

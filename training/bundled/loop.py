@@ -15,11 +15,11 @@ from torch import Tensor, multiprocessing
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
-from benchmarks.bundled.data import Batch, ExampleSource, Recipe
-from benchmarks.bundled.network import FastForward, Noise, make_config
-from benchmarks.bundled.optimizer import make_optimizers
-from benchmarks.bundled.tasks import TASKS, Row
-from benchmarks.bundled.tokenizer import label_ids
+from training.bundled.data import Batch, ExampleSource, Recipe
+from training.bundled.network import FastForward, Noise, make_config
+from training.bundled.optimizer import make_optimizers
+from training.bundled.tasks import TASKS, Row
+from training.bundled.tokenizer import label_ids
 
 BARRIER_TIMEOUT_S = 300.0
 LOG_STEPS = 250  # where there is no terminal for the progress bar

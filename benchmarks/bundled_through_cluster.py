@@ -1,6 +1,6 @@
 """The test splits through the whole cluster over HTTP, beside `transformers`, row by row.
 
-    python -m benchmarks.bundled.through_cluster --data DATA
+    python -m benchmarks.bundled_through_cluster --data DATA
 
 Both compute in float32. Reported per task: accuracy on either side, rows whose answer differs, and
 the largest difference of any label's probability.
@@ -20,14 +20,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.bundled.evaluate import Evaluator, Question, load, questions
-from benchmarks.bundled.tasks import TASKS, Task, read_rows
 from benchmarks.harness import Result, write_result
 from cluster.files.model_folder import resolve_model_folder
 from cluster.serving.front import free_port
 from cluster.serving.server import serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
+from training.bundled.evaluate import Evaluator, Question, load, questions
+from training.bundled.tasks import TASKS, Task, read_rows
 
 ROWS_PER_REQUEST = 64
 REQUESTS_AT_ONCE = 4
