@@ -27,6 +27,7 @@ from rich.table import Table
 from actors.channels.handshake import Identity
 from benchmarks.harness import Result, write_result
 from benchmarks.http_line import HttpLine
+from benchmarks.rank_stream import ask
 from cluster.files.model_folder import resolve_model_folder
 from cluster.routing.rank_client import RankClient
 from cluster.serving.front import free_port
@@ -112,7 +113,7 @@ class Bench:
 
     async def _direct(self, case: Case) -> Timing:
         started_s = time.perf_counter()
-        stream = await self._client.submit(case.submit)
+        stream = await ask(self._client, case.submit)
         first_s = 0.0
         while batch := await stream.next_batch():
             last_s = time.perf_counter()

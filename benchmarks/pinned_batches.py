@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from actors.channels.handshake import Identity
+from benchmarks.rank_stream import ask
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_socket import RankClientConfig
 from contracts.events import Stage, TaskSpan
@@ -69,9 +70,9 @@ class BatchRunner:
             Submit(request_id=0, token_ids=ids, sampling=None, candidates=CANDIDATES)
             for ids in (self._ahead_ids, *rows)
         ]
-        streams = [await self._client.submit(submits[0])]
+        streams = [await ask(self._client, submits[0])]
         await asyncio.sleep(_HEAD_START_S)
-        streams += [await self._client.submit(submit) for submit in submits[1:]]
+        streams += [await ask(self._client, submit) for submit in submits[1:]]
         logits = []
         for stream in streams:
             async for event in stream:
@@ -90,7 +91,7 @@ async def bench_client(
     client.start()
     await client.wait_until(lambda ready: ready.problem is None)
     submit = Submit(request_id=0, token_ids=[1], sampling=None, candidates=CANDIDATES)
-    async for _ in await client.submit(submit):
+    async for _ in await ask(client, submit):
         pass
     return client
 

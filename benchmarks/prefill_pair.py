@@ -18,6 +18,7 @@ import torch
 from actors.ranks.process import RankProcess
 from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
 from benchmarks.pinned_batches import CANDIDATES, bench_client, pin_to_core
+from benchmarks.rank_stream import ask
 from benchmarks.two_nodes import HEAD, OTHER, TwoNodes
 from cluster.routing.rank_client import RankClient
 from contracts.events import Stage, TaskSpan
@@ -123,7 +124,7 @@ class Pair:
     async def score(self, worker: int, ids: list[int]) -> list[float]:
         """One request. Raises RuntimeError if it fails."""
         submit = Submit(request_id=0, token_ids=ids, sampling=None, candidates=CANDIDATES)
-        async for event in await self.clients[worker].submit(submit):
+        async for event in await ask(self.clients[worker], submit):
             if isinstance(event, Scored) and event.candidate_logits is not None:
                 return list(event.candidate_logits)
             raise RuntimeError(f"the request failed: {event}")

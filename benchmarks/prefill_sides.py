@@ -18,9 +18,12 @@ from actors.ranks.local_group import LocalGroup
 from benchmarks.padded import Asked, PaddedModel
 from benchmarks.prefill_rows import Encode, Rows
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
+from benchmarks.rank_stream import ask
 from benchmarks.sides import Implementation
 from cluster.files.model_folder import resolve_model_folder
-from cluster.routing.prefill_router import PrefillRouter, PrefillRouterConfig
+from cluster.routing.admission import Admission
+from cluster.routing.placer import RoutingConfig
+from cluster.routing.prefill_backlog import PrefillBacklog
 from cluster.routing.rank_client import RankClient
 from contracts.config import BUNDLED, TandemConfig
 from contracts.messages import Scored, Submit
@@ -67,10 +70,9 @@ class RoutedPrefill:
             pinned=prefill.saturation,
         )
         clients = _clients(group)
-        settings = PrefillRouterConfig(
-            saturation=saturation, block_tokens=config.kv.block_tokens, max_waiting=1 << 20
-        )
-        self._router = PrefillRouter(clients, settings, work_of(shape_of(spec, dtype)))
+        settings = RoutingConfig(block_tokens=config.kv.block_tokens, max_waiting=1 << 20)
+        work = work_of(shape_of(spec, dtype))
+        self._router = Admission(PrefillBacklog(clients, settings, saturation, work))
 
     async def start(self) -> None:
         self._router.start()
@@ -116,7 +118,7 @@ class DealtPrefill:
         return Answer(logits, [answer.usage.cached_tokens for answer in answers])
 
     async def _score(self, client: RankClient, ids: list[int], candidates: list[int]) -> Scored:
-        stream = await client.submit(_job(ids, candidates))
+        stream = await ask(client, _job(ids, candidates))
         (answer,) = await stream.next_batch()
         if not isinstance(answer, Scored):
             raise RuntimeError(f"{client.name} answered {answer}")

@@ -121,7 +121,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
-    """What the dispatcher must know of a rank; sent on connecting, when it changes, and every
+    """What an ingress must know of a rank; sent on connecting, when it changes, and every
     STATE_PERIOD_S. stuck: its loop hangs, so that nothing that waits there will be answered."""
 
     rank: str

@@ -9,7 +9,7 @@ from contracts.messages import Finished, Scored, Submit, Tokens
 
 
 class Backend(Protocol):
-    """What runs requests: `dispatcher.Dispatcher`, or a test's own."""
+    """What runs requests: `pipelines.Pipelines`, an `admission.Admission`, or a test's own."""
 
     def generate(
         self, submit: Submit, *, patient: bool = False

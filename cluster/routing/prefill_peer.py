@@ -63,10 +63,6 @@ class PrefillPeer:
             problem = self.contradiction or "has not told its state yet"
         return problem if problem is None or name in problem else f"{name}: {problem}"
 
-    async def wait_ready(self) -> None:
-        """Returns once it takes requests."""
-        await self.client.wait_until(lambda _: self.problem is None)
-
     def on_log(self, entry: WorkerReport | WorkerSnapshot) -> None:
         """Raises PeerDeadError if the entry contradicts what the worker said before: it is given
         up, until it is replaced."""

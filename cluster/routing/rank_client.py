@@ -1,8 +1,8 @@
 """The ingress's connection to one rank: submits sequences, hands out their events.
 
-    submit ─> [Submit frame] ─────────────> rank
-              [Events frame] <─────────────  one per step, for all sequences of this connection
-    RankStream <─ its own events
+    post ─> [Submit frame] ─────────────> rank
+            [Events frame] <─────────────  one per step, for all sequences of this connection
+    Sink <─ its own events
 
 When the rank is lost, hung or dead, or says that its loop is stuck, every waiting request fails at
 once with the rank's name; the client goes on trying to reconnect to one that is lost.
@@ -14,26 +14,47 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import msgspec
 
 from actors.channels.handshake import Identity
 from cluster.routing.rank_socket import RankClientConfig, RankSocket
-from cluster.routing.rank_stream import Listener, RankStream, Sink
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError, NotReadyError, PeerDeadError, PeerError, PeerHungError
 from contracts.logs import event
-from contracts.messages import Cancel, Event, RankState, Submit, Tokens
-from contracts.routing import WorkerReport, WorkerSnapshot
+from contracts.messages import Cancel, Event, RankState, SequenceEvent, Submit, Tokens
+from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
 
 _LOG = logging.getLogger("tandem.rank_client")
+
+
+class Sink(Protocol):
+    """Where the events of one request go, on the client's event loop."""
+
+    def put(self, event: SequenceEvent) -> None: ...
+
+    def lose(self, error: ChannelError) -> None:
+        """The rank is lost before it has ended the request; nothing more arrives."""
+
+
+class Listener(Protocol):
+    """Who must know more of a rank than its answers."""
+
+    def on_log(self, entry: WorkerReport | WorkerSnapshot) -> None:
+        """An entry of its log, in order, ahead of the answers that it goes with. Raises
+        ChannelError to break the connection."""
+
+    def on_state(self, state: RankState) -> None: ...
+
+    def on_lost(self, error: ChannelError) -> None:
+        """The connection is gone, or another attempt at it has failed; ahead of `Sink.lose`."""
 
 
 class RankClient:
     """address: "unix:/path" or "tcp:host:port". me: this ingress, with the cluster's token.
 
-    Belongs to one event loop; `start` before `submit`.
+    Belongs to one event loop; `start` before `post`.
     """
 
     def __init__(
@@ -113,34 +134,16 @@ class RankClient:
 
     # ---- requests
 
-    async def submit(self, submit: Submit) -> RankStream:
-        """Sends it under a request id of our own. Raises PeerError, NotReadyError or, for what is
-        more than one message may hold, TooCostlyError."""
-        stream = RankStream(self.name, next(self._ids), self.cancel)
-        connection = self._post(submit, stream.request_id, stream)
-        try:
-            await connection.drain()
-        except OSError as error:
-            self._sinks.pop(stream.request_id, None)
-            raise self.lost or PeerDeadError(f"{self.name}: {error}", self.name) from None
-        except BaseException:
-            self.cancel(stream.request_id)
-            raise
-        return stream
-
-    def post(self, submit: Submit, sink: Sink) -> int:
-        """Sends it without waiting for a full socket: the caller bounds what is open. Returns the
-        request id. Raises as `submit`."""
-        request_id = next(self._ids)
-        self._post(submit, request_id, sink)
-        return request_id
-
-    def _post(self, submit: Submit, request_id: int, sink: Sink) -> RankSocket:
+    def post(self, submit: Submit, sink: Sink, key: RequestKey | None = None) -> int:
+        """Sends it under a request id of our own, which it returns, without waiting for a full
+        socket: the caller bounds what is open. key: what a router calls it. Raises PeerError,
+        NotReadyError or, for what is more than one message may hold, TooCostlyError."""
         if self._socket is None:
             raise self.lost or NotReadyError(f"{self.name} is not connected yet")
-        self._socket.send(msgspec.structs.replace(submit, request_id=request_id))
+        request_id = next(self._ids)
+        self._socket.send(msgspec.structs.replace(submit, request_id=request_id, key=key))
         self._sinks[request_id] = sink
-        return self._socket
+        return request_id
 
     def flush(self) -> None:
         """Sends now what would go out at the end of this turn of the event loop."""

@@ -1,48 +1,161 @@
-"""A request between the router and its answer, whichever workers it meets on the way."""
+"""A request between its admission and its answer, whichever ranks it meets on the way."""
 
 from __future__ import annotations
 
+import array
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
+from cluster.routing.rank_client import RankClient
 from contracts.errors import ChannelError, RankError, TandemError
-from contracts.messages import Failed, Finished, Scored, SequenceEvent, Submit, Tokens
+from contracts.messages import Failed, Finished, SequenceEvent, Submit, Tokens
 from contracts.metrics import Pipeline
-from contracts.requests import Priority
-from contracts.routing import Prompt
-from planner.routing.line import Lane
+from contracts.requests import GREEDY_BELOW, Sampling
+from contracts.routing import RequestKey
 
 _LOST_CODES = frozenset({"not_ready", "peer_lost", "peer_dead", "peer_hung", "channel_error"})
 
 
 class Ticket:
-    """A `rank_client.Sink`. reroute: called when its worker is lost, or refuses to work.
+    """A `rank_client.Sink`. lost: called when its rank is lost, or says that it cannot work.
 
-    prompt: as it is booked now (a new key for each attempt). worker: who has it; None: the backlog.
+    kind: its pipeline and class, as metrics name them. submit: what a rank is to be asked now; once
+    another one goes on with it (`go_on`) its prompt ends with the tokens so far. patient: it is not
+    the first sequence of its client's request. waits: for a first answer. client: of the rank that
+    has it; None: it has not been sent. failed_on: ranks that failed with it, the last one last,
+    each with the connection on which it did so last; attempts: how many of these count. failure:
+    the first of them.
     """
 
     def __init__(
-        self,
-        submit: Submit,
-        hashes: tuple[bytes, ...],
-        lane: Lane,
-        reroute: Callable[[Ticket, str], None],
+        self, submit: Submit, *, patient: bool, lost: Callable[[Ticket, Failed], None]
     ) -> None:
+        self.kind = _kind_of(submit)
         self.submit = submit
-        self.hashes = hashes
-        self.lane = lane
-        self.prompt: Prompt | None = None
-        self.worker: int | None = None
-        self.request_id = 0
-        self.connection = 0  # of that worker
-        self.attempts = 0  # that count: see `failed_on`
-        self.failed_on: dict[int, int] = {}  # worker → the connection on which it failed this last
-        self.counted = True  # among those that wait for a first answer
+        self.patient = patient
+        self.waits = True
         self.ended = False
-        self.answered = False  # something has come back
-        self._reroute = reroute
+        self.client: RankClient | None = None
+        self.failed_on: dict[RankClient, int] = {}
+        self.attempts = 0
+        self.failure: Failed | None = None
+        self._lost = lost
+        self._request_id = self._connection = 0
+        self._tokens = array.array("q")  # that have come since it was sent
+        self._earlier_tokens = 0  # those that came before that
+        self._cached_tokens = 0  # where it was sent first
+        self._hashes: tuple[bytes, ...] | None = None
         self._events: list[SequenceEvent] = []
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether tokens of it have come."""
+        return bool(self._tokens or self._earlier_tokens)
+
+    def hashes(self, block_tokens: int) -> tuple[bytes, ...]:
+        """Of the full blocks of its prompt."""
+        if self._hashes is None:
+            self._hashes = tuple(self.submit.block_hashes(block_tokens))
+        return self._hashes
+
+    # ---- towards a rank
+
+    def send(self, client: RankClient, key: RequestKey | None = None) -> None:
+        """Raises what `RankClient.post` does."""
+        self._request_id = client.post(self.submit, self, key)
+        self.client, self._connection = client, client.connections
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        if not self.ended and self.client is not None:
+            self.client.cancel(self._request_id)
+        self.ended = True
+
+    def count_failure(self, cause: Failed, *, others: Callable[[list[RankClient]], bool]) -> None:
+        """A rank counts once for each of its connections, until there are no others but those that
+        have failed."""
+        self.failure = self.failure or cause
+        client, self.client = self.client, None
+        if client is None:
+            return  # it was not sent yet
+        is_known = self.failed_on.pop(client, None) == self._connection
+        self.failed_on[client] = self._connection
+        if not is_known or not others(self.tried()):
+            self.attempts += 1
+
+    def tried(self) -> list[RankClient]:
+        """Ranks that have failed it and have not begun anew since, the last one last."""
+        return [client for client, number in self.failed_on.items() if client.connections == number]
+
+    def go_on(self) -> bool:
+        """Makes `submit` what is still wanted, for another rank. False if that would not draw what
+        this one would have drawn."""
+        if not self._tokens:
+            return True
+        sampling, tokens = self.submit.sampling, self._tokens
+        if sampling is None or not _is_told_by_tokens(sampling):
+            return False
+        left = sampling.max_tokens - len(tokens)
+        if left < 1 or tokens[-1] in self.submit.ending_ids:
+            return False  # all that is missing is how it ended
+        self.submit = msgspec.structs.replace(
+            self.submit,
+            token_ids=[*self.submit.token_ids, *tokens],
+            sampling=msgspec.structs.replace(
+                sampling, max_tokens=left, min_tokens=max(0, sampling.min_tokens - len(tokens))
+            ),
+        )
+        self._earlier_tokens += len(tokens)
+        self._tokens = array.array("q")
+        self._hashes = None
+        return True
+
+    # ---- from a rank
+
+    def put(self, event: SequenceEvent) -> None:
+        if isinstance(event, Tokens):
+            if not self.begun:
+                self._cached_tokens = event.cached_tokens or 0
+            self._tokens.extend(event.token_ids)
+        elif isinstance(event, Failed) and event.code in _LOST_CODES:
+            if not self.ended:
+                self._lost(self, event)
+            return
+        self._deliver(self._as_of_one(event) if self._earlier_tokens else event)
+
+    def lose(self, error: ChannelError) -> None:
+        if not self.ended:
+            self._lost(self, _failed(error))
+
+    def fail(self, error: TandemError | Failed) -> None:
+        self._deliver(error if isinstance(error, Failed) else _failed(error))
+
+    def _as_of_one(self, event: SequenceEvent) -> SequenceEvent:
+        """As if one rank had done it all."""
+        if isinstance(event, Tokens):
+            return msgspec.structs.replace(event, cached_tokens=None)
+        if isinstance(event, Finished):
+            usage = msgspec.structs.replace(
+                event.usage,
+                prompt_tokens=event.usage.prompt_tokens - self._earlier_tokens,
+                completion_tokens=event.usage.completion_tokens + self._earlier_tokens,
+                cached_tokens=self._cached_tokens,
+            )
+            return msgspec.structs.replace(event, usage=usage)
+        return event
+
+    def _deliver(self, event: SequenceEvent) -> None:
+        if self.ended:
+            return
+        self.ended = not isinstance(event, Tokens)
+        self._events.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # ---- towards the client
 
     async def next_batch(self) -> list[SequenceEvent]:
         """All events that arrived since the last call, at least one; none come after the end."""
@@ -52,49 +165,28 @@ class Ticket:
         batch, self._events = self._events, []
         return batch
 
-    def put(self, event: SequenceEvent) -> None:
-        if isinstance(event, Failed) and event.code in _LOST_CODES:
-            self._moved(event.message, event)
-            return
-        self._deliver(event)
 
-    def lose(self, error: ChannelError) -> None:
-        self._moved(error.message, error)
-
-    def fail(self, error: TandemError) -> None:
-        self._deliver(Failed(self.request_id, error.code, error.message, error.status))
-
-    def _moved(self, reason: str, cause: ChannelError | Failed) -> None:
-        """A stream that has begun is not begun again: it would be drawn anew."""
-        if self.answered:
-            self._deliver(Failed(self.request_id, cause.code, reason, cause.status))
-        else:
-            self._reroute(self, reason)
-
-    def _deliver(self, event: SequenceEvent) -> None:
-        if self.ended:
-            return
-        self.answered = True
-        self.ended = not isinstance(event, Tokens)
-        self._events.append(event)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def lane_of(submit: Submit, *, patient: bool) -> Lane:
-    """patient: it is not the first prompt of its client's request."""
-    if submit.priority is Priority.BE:
-        return Lane.LATER
-    return Lane.REST if patient else Lane.FIRST
-
-
-def class_of(submit: Submit) -> tuple[str, str]:
-    """(pipeline, class), as metrics name them."""
+def _kind_of(submit: Submit) -> tuple[str, str]:
     pipeline = Pipeline.PREFILL if submit.prefill_only else Pipeline.GENERATION
     return pipeline.value, submit.priority.label
 
 
-def failure_of(event: Tokens | Finished | Scored | Failed) -> RankError:
+def _is_told_by_tokens(sampling: Sampling) -> bool:
+    """Whether what follows depends on the tokens before it alone: not on how many of them have been
+    generated, nor on how often was drawn from a seed."""
+    return (
+        (sampling.seed is None or sampling.temperature < GREEDY_BELOW)
+        and not sampling.presence_penalty
+        and not sampling.frequency_penalty
+        and sampling.choices is None
+    )
+
+
+def _failed(error: TandemError) -> Failed:
+    return Failed(0, error.code, error.message, error.status)
+
+
+def failure_of(event: SequenceEvent) -> RankError:
     if isinstance(event, Failed):
         return RankError(event.message, event.code, event.status)
     return RankError(f"expected a score, got {type(event).__name__}", "no_answer", 500)

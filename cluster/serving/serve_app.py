@@ -223,7 +223,7 @@ def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Applicat
     ingress = serve.deployment(
         name="Ingress",
         num_replicas=1,
-        max_ongoing_requests=10_000,  # admission is the dispatcher's: 429, not Serve's 503
+        max_ongoing_requests=10_000,  # admission is cluster.routing's: 429, not Serve's 503
         # listening itself on host:port is a promise about the head node
         ray_actor_options=on_head if config.http.front == "direct" else anywhere,
         graceful_shutdown_timeout_s=5,

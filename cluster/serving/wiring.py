@@ -18,10 +18,12 @@ from cluster.api.app import build_app
 from cluster.api.schemas import ServedModel
 from cluster.files.model_folder import resolve_model_folder
 from cluster.fleet.codec import Directory
-from cluster.routing.dispatcher import Dispatcher, DispatcherConfig
+from cluster.routing.admission import Admission
+from cluster.routing.least_work import LeastWork
 from cluster.routing.pipelines import Pipelines
+from cluster.routing.placer import RoutingConfig
+from cluster.routing.prefill_backlog import PrefillBacklog
 from cluster.routing.prefill_peer import Find
-from cluster.routing.prefill_router import PrefillRouter, PrefillRouterConfig
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_socket import RankClientConfig
 from contracts.config import ChannelConfig, TandemConfig
@@ -73,31 +75,28 @@ def pipelines(config: TandemConfig, directory: Directory, find: Find | None = No
 
     find: where the prefill workers are, asked while one of them is missing.
     """
-    waiting, block_tokens = config.schedule.max_waiting, config.kv.block_tokens
-    share = config.schedule.request_share
-    dispatcher = prefill = None
+    settings = RoutingConfig(
+        block_tokens=config.kv.block_tokens,
+        max_waiting=config.schedule.max_waiting,
+        request_share=config.schedule.request_share,
+        alone_s=config.groups.ready_timeout_s,
+    )
+    generating = prefilling = None
     if directory.client_addresses:
-        settings = DispatcherConfig(
-            block_tokens=block_tokens, max_waiting=waiting, request_share=share
-        )
         clients = rank_clients(directory.client_addresses, directory.token, config.channel)
-        dispatcher = Dispatcher(clients, settings)
+        generating = Admission(LeastWork(clients, settings))
     if directory.prefill_addresses:
         spec = check_checkpoint(resolve_model_folder(config.model.path))
         context_tokens = config.model.context_tokens(spec.max_context_tokens)
-        prefill = PrefillRouter(
+        backlog = PrefillBacklog(
             rank_clients(directory.prefill_addresses, directory.token, config.channel),
-            PrefillRouterConfig(
-                saturation=saturation_of(config.prefill, context_tokens),
-                block_tokens=block_tokens,
-                max_waiting=waiting,
-                request_share=share,
-                alone_s=config.groups.ready_timeout_s,
-            ),
+            settings,
+            saturation_of(config.prefill, context_tokens),
             work_of(shape_of(spec, resolve_dtype(spec, config.model.dtype))),
             find,
         )
-    return Pipelines(dispatcher, prefill)
+        prefilling = Admission(backlog)
+    return Pipelines(generating, prefilling)
 
 
 async def build_ingress_app(

@@ -87,7 +87,7 @@ def token_load(candidates: Sequence[Candidate], turn: int) -> Candidate:
 
 def least_finish(candidates: Sequence[Candidate], turn: int) -> Candidate:
     """Least load before this request is done, its own work included; then the longest match. In
-    tokens that is what the dispatcher of attention ranks does (cluster/routing/dispatcher.py)."""
+    tokens that is how attention ranks are chosen (cluster/routing/least_work.py)."""
     return min(candidates, key=_by_finish)
 
 

@@ -19,7 +19,9 @@ import pytest
 from cluster.classification.classify import ClassifyTask, Row, classify_row, tokenize_rows
 from cluster.files.model_folder import resolve_model_folder
 from cluster.fleet.codec import decode_directory
-from cluster.routing.dispatcher import Dispatcher, DispatcherConfig
+from cluster.routing.admission import Admission
+from cluster.routing.least_work import LeastWork
+from cluster.routing.placer import RoutingConfig
 from cluster.serving.front import free_port
 from cluster.serving.server import Served, serving
 from cluster.serving.wiring import rank_clients
@@ -119,7 +121,7 @@ def test_both_pipelines_give_the_same_probabilities(server: Server) -> None:
     async def through_attention_ranks() -> list[list[float]]:
         directory = server.served.directory
         clients = rank_clients(directory.client_addresses, directory.token)
-        dispatcher = Dispatcher(clients, DispatcherConfig())
+        dispatcher = Admission(LeastWork(clients, RoutingConfig()))
         dispatcher.start()
         await dispatcher.wait_ready()
         rows = tokenize_rows(tokenizer, [(text, task) for text in texts_of(1)])

@@ -16,6 +16,7 @@ import cluster.fleet.nodes
 from actors.ranks.remote import rank_class
 from actors.ranks.shell import WorkerShell
 from actors.ranks.stub_worker import StubWorker
+from benchmarks.rank_stream import ask
 from cluster.files.model_folder import resolve_model_folder
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.launch import launch
@@ -79,7 +80,7 @@ def test_it_is_replaced_and_what_waited_there_is_answered_elsewhere(
         (client,) = rank_clients({"prefill-0": address}, directory.token)
         client.start()
         await client.wait_until(lambda client: client.problem is None)
-        stream = await client.submit(job(0))  # from here on it hangs
+        stream = await ask(client, job(0))  # from here on it hangs
         scores = [asyncio.create_task(router.score(job(number))) for number in range(1, 60)]
         failed = await anext(stream)
         assert isinstance(failed, Failed)

@@ -18,7 +18,9 @@ from starlette.applications import Starlette
 from actors.channels.handshake import Identity
 from cluster.api.app import build_app
 from cluster.api.schemas import ServedModel
-from cluster.routing.dispatcher import Dispatcher, DispatcherConfig
+from cluster.routing.admission import Admission
+from cluster.routing.least_work import LeastWork
+from cluster.routing.placer import RoutingConfig
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_socket import RankClientConfig
 from cluster.serving.front import DirectFront
@@ -83,7 +85,7 @@ class Api:
         self.openai = openai.OpenAI(
             base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=TIMEOUT_S
         )
-        self.dispatcher: Dispatcher
+        self.dispatcher: Admission
         self.app: Starlette
         self.eos: list[int]
         self.folder: Path
@@ -124,14 +126,14 @@ def serve_api(
     **limits: int,
 ) -> Iterator[Api]:
     """The API in front of `ranks`; config: its section `limits`; limits: fields of
-    DispatcherConfig."""
+    RoutingConfig."""
     tokenizer = Tokenizer.load(folder)
     loop = Loop()
     settings = msgspec.structs.replace(http or HttpConfig(), port=0)
 
-    async def start() -> tuple[Dispatcher, Starlette, DirectFront]:
+    async def start() -> tuple[Admission, Starlette, DirectFront]:
         clients = [RankClient(rank.name, await rank.listen(), ME, QUICK) for rank in ranks]
-        dispatcher = Dispatcher(clients, DispatcherConfig(**limits))
+        dispatcher = Admission(LeastWork(clients, RoutingConfig(**limits)))
         dispatcher.start()
         await dispatcher.wait_ready()
         eos = tokenizer.encode(eos_text, add_special_tokens=False)

@@ -7,8 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from actors.ranks.worker_log import WorkerLog
+from cluster.routing.admission import Admission
+from cluster.routing.placer import RoutingConfig
+from cluster.routing.prefill_backlog import PrefillBacklog
 from cluster.routing.prefill_peer import Find
-from cluster.routing.prefill_router import PrefillRouter, PrefillRouterConfig
 from cluster.routing.rank_client import RankClient
 from contracts.messages import Cancel, Failed, Submit, Tokens, ToRank
 from contracts.routing import Prompt, RequestKey, WorkerReport
@@ -114,6 +116,15 @@ class FakePrefill(FakeRank):
             self.send(writer, [report])
 
 
+class PrefillAdmission(Admission):
+    """With what its router knows."""
+
+    def __init__(self, backlog: PrefillBacklog) -> None:
+        super().__init__(backlog)
+        self.load = backlog.load
+        self.number = backlog.number
+
+
 @contextlib.asynccontextmanager
 async def routing(
     workers: Sequence[FakePrefill],
@@ -121,12 +132,12 @@ async def routing(
     tau: int = UNLIMITED,
     find: Find | None = None,
     **limits: float,
-) -> AsyncIterator[PrefillRouter]:
+) -> AsyncIterator[PrefillAdmission]:
     """A router in front of `workers`, which listen from now on."""
     clients = [RankClient(w.name, await w.listen(), ME, QUICK) for w in workers]
     saturation = SaturationConfig(fallback_prompts=(1,), pinned=tau)
-    config = PrefillRouterConfig(saturation=saturation, block_tokens=BLOCK, **limits)  # type: ignore[arg-type]
-    router = PrefillRouter(clients, config, token_work, find)
+    config = RoutingConfig(block_tokens=BLOCK, **limits)  # type: ignore[arg-type]
+    router = PrefillAdmission(PrefillBacklog(clients, config, saturation, token_work, find))
     router.start()
     try:
         await router.wait_ready()

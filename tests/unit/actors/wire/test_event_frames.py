@@ -18,6 +18,7 @@ from actors.channels.handshake import Identity
 from actors.channels.loop_watch import LoopWatch
 from actors.wire.client_server import ClientServer
 from actors.wire.event_frames import event_frames
+from benchmarks.rank_stream import ask
 from cluster.routing.rank_client import RankClient
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, TooCostlyError
@@ -107,7 +108,7 @@ def test_one_request_with_too_large_an_answer_fails_and_others_on_the_rank_do_no
         client.start()
         await client.wait_until(lambda client: client.problem is None)
         submit = Submit(request_id=0, token_ids=[1], sampling=None)
-        large, small = await client.submit(submit), await client.submit(submit)
+        large, small = await ask(client, submit), await ask(client, submit)
         number, first = await asyncio.to_thread(rank.next_submit)
         _, second = await asyncio.to_thread(rank.next_submit)
         events: list[Event] = [answer(first.request_id, 1_000), answer(second.request_id, 3)]
@@ -131,9 +132,9 @@ def test_a_prompt_that_is_more_than_a_message_holds_is_refused_alone(rank: _Rank
         client = RankClient("attention-0", rank.address, me, QUICK)
         client.start()
         await client.wait_until(lambda client: client.problem is None)
-        small = await client.submit(Submit(request_id=0, token_ids=[1], sampling=None))
+        small = await ask(client, Submit(request_id=0, token_ids=[1], sampling=None))
         with pytest.raises(TooCostlyError, match="2000"):
-            await client.submit(Submit(request_id=0, token_ids=[1] * 3_000, sampling=None))
+            await ask(client, Submit(request_id=0, token_ids=[1] * 3_000, sampling=None))
         number, first = await asyncio.to_thread(rank.next_submit)
         rank.server.send(number, Events([answer(first.request_id, 3)]))
         (scored,) = await small.next_batch()

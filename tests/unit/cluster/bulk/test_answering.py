@@ -12,7 +12,9 @@ from cluster.bulk.rows import Answer, Answered, Refused
 from cluster.classification.classify import ClassifyTask, classify_row, tokenize_row
 from cluster.classification.multilabel import YES, questions
 from cluster.files.model_folder import resolve_model_folder
-from cluster.routing.dispatcher import Dispatcher, DispatcherConfig
+from cluster.routing.admission import Admission
+from cluster.routing.least_work import LeastWork
+from cluster.routing.placer import RoutingConfig
 from cluster.serving.wiring import rank_clients
 from contracts.config import BUNDLED
 from contracts.errors import NotReadyError, PeerDeadError, RankError, TandemError
@@ -72,7 +74,7 @@ def test_answers_are_those_of_classify(
     async def run() -> None:
         worker = group.attention[0].ready
         clients = rank_clients({worker.name: worker.client_address}, group.token)
-        dispatcher = Dispatcher(clients, DispatcherConfig())
+        dispatcher = Admission(LeastWork(clients, RoutingConfig()))
         dispatcher.start()
         async with asyncio.timeout(60):
             await dispatcher.wait_ready()

@@ -18,9 +18,11 @@ from actors.kv.block_manager import BlockManager
 from cluster.api.app import build_app
 from cluster.api.callers import MAX_CACHE_SALT_CHARACTERS, Callers, salted
 from cluster.api.schemas import ServedModel
-from cluster.routing.dispatcher import Dispatcher, DispatcherConfig, PrefixTable
+from cluster.routing.admission import Admission
+from cluster.routing.least_work import LeastWork, PrefixTable
 from cluster.routing.pipelines import Pipelines
-from cluster.routing.prefill_router import PrefillRouter, PrefillRouterConfig
+from cluster.routing.placer import RoutingConfig
+from cluster.routing.prefill_backlog import PrefillBacklog
 from cluster.routing.rank_client import RankClient
 from contracts.config import HttpConfig, ScheduleConfig
 from contracts.messages import Submit
@@ -76,13 +78,10 @@ async def asking(
         RankClient(name, address, Identity(name="ingress", token=token, epoch=None))
         for name, address, token in (attention, prefill)
     ]
+    limits = RoutingConfig(block_tokens=BLOCK)
     backend = Pipelines(
-        Dispatcher(clients[:1], DispatcherConfig(block_tokens=BLOCK)),
-        PrefillRouter(
-            clients[1:],
-            PrefillRouterConfig(saturation=saturation, block_tokens=BLOCK),
-            token_work,
-        ),
+        Admission(LeastWork(clients[:1], limits)),
+        Admission(PrefillBacklog(clients[1:], limits, saturation, token_work)),
     )
     model = ServedModel(name="m", max_context_tokens=256, vocab_size=420, eos_token_ids=())
     app = build_app(

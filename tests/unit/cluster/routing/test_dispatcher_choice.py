@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.routing.dispatcher import PrefixTable, RankView, least_work
+from cluster.routing.least_work import PrefixTable, RankView, least_work
 from contracts.block_hash import chain_hashes
 
 

@@ -11,7 +11,10 @@ import pytest
 
 from actors.channels.handshake import Identity
 from actors.channels.neighbour import here
-from cluster.routing.dispatcher import Choose, Dispatcher, DispatcherConfig, RankView, least_work
+from benchmarks.rank_stream import ask
+from cluster.routing.admission import Admission
+from cluster.routing.least_work import Choose, LeastWork, RankView, least_work
+from cluster.routing.placer import RoutingConfig
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_socket import RankClientConfig
 from contracts.clock import ManualClock
@@ -27,7 +30,7 @@ from contracts.requests import Sampling
 from tests.support.api_harness import ME, QUICK
 from tests.support.fake_rank import TOKEN, FakeRank
 
-Body = Callable[[Dispatcher, list[FakeRank]], Coroutine[Any, Any, None]]
+Body = Callable[[Admission, list[FakeRank]], Coroutine[Any, Any, None]]
 
 
 def submit(tokens: int = 40, max_tokens: int = 4, *, first: int = 0) -> Submit:
@@ -50,7 +53,7 @@ def run(
             RankClient(fake.name, address, ME, QUICK)
             for fake, address in zip(fakes, addresses, strict=True)
         ]
-        dispatcher = Dispatcher(clients, DispatcherConfig(max_waiting=max_waiting), choose)
+        dispatcher = Admission(LeastWork(clients, RoutingConfig(max_waiting=max_waiting), choose))
         dispatcher.start()
         try:
             await dispatcher.wait_ready()
@@ -63,7 +66,7 @@ def run(
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-async def tokens_of(dispatcher: Dispatcher, wanted: Submit) -> list[int]:
+async def tokens_of(dispatcher: Admission, wanted: Submit) -> list[int]:
     out: list[int] = []
     async for batch in dispatcher.generate(wanted):
         for event in batch:
@@ -76,14 +79,14 @@ async def tokens_of(dispatcher: Dispatcher, wanted: Submit) -> list[int]:
 
 @pytest.mark.parametrize("use_unix", [True, False])
 def test_tokens_come_back_over_unix_and_tcp_sockets(tmp_path: Path, use_unix: bool) -> None:
-    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
         assert await tokens_of(dispatcher, submit()) == [1, 2, 3, 4]
 
     run(body, path=tmp_path if use_unix else None)
 
 
 def test_concurrent_requests_on_one_connection_do_not_mix() -> None:
-    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].reply = lambda s: [s.token_ids[0]] * 10
         wanted = [submit(first=i, max_tokens=i % 5 + 1) for i in range(50)]
         results = await asyncio.gather(*(tokens_of(dispatcher, s) for s in wanted))
@@ -95,7 +98,7 @@ def test_concurrent_requests_on_one_connection_do_not_mix() -> None:
 
 
 def test_a_known_prefix_draws_a_request_to_its_rank() -> None:
-    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 1
         busy = dispatcher.generate(submit(first=0))
         await anext(busy)
@@ -108,7 +111,7 @@ def test_a_known_prefix_draws_a_request_to_its_rank() -> None:
 
 
 def test_load_is_spread_while_requests_are_outstanding() -> None:
-    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
         for rank in ranks:
             rank.hold_after = 1
         streams = [dispatcher.generate(submit(first=i * 50)) for i in range(4)]
@@ -122,7 +125,7 @@ def test_load_is_spread_while_requests_are_outstanding() -> None:
 
 
 def test_an_unhealthy_rank_gets_nothing() -> None:
-    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].healthy = False
         await dispatcher.clients[0].wait_until(lambda client: client.problem is not None)
         for _ in range(3):
@@ -137,7 +140,7 @@ def test_an_unhealthy_rank_gets_nothing() -> None:
 
 
 def test_a_full_rank_is_passed_over_and_all_full_is_an_overload() -> None:
-    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
         for rank in ranks:
             rank.hold_after = 0
         waiting = [asyncio.create_task(tokens_of(dispatcher, submit())) for _ in range(2)]
@@ -155,7 +158,7 @@ def test_a_full_rank_is_passed_over_and_all_full_is_an_overload() -> None:
 
 
 def test_a_patient_request_runs_once_there_is_room() -> None:
-    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 0
         first = asyncio.create_task(tokens_of(dispatcher, submit()))
         await _until(lambda: ranks[0].submits.qsize() == 1)
@@ -170,7 +173,7 @@ def test_a_patient_request_runs_once_there_is_room() -> None:
 
 
 def test_closing_a_generation_early_cancels_it_and_a_finished_one_does_not() -> None:
-    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
         await tokens_of(dispatcher, submit())
         ranks[0].hold_after = 1
         stream = dispatcher.generate(submit())
@@ -183,7 +186,7 @@ def test_closing_a_generation_early_cancels_it_and_a_finished_one_does_not() -> 
 
 
 def test_a_lost_connection_fails_every_waiting_request_with_the_ranks_name() -> None:
-    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 1
         waiting = [asyncio.create_task(tokens_of(dispatcher, submit())) for _ in range(5)]
         await _until(lambda: ranks[0].submits.qsize() == 5)
@@ -206,7 +209,7 @@ def test_what_a_rank_had_cached_is_forgotten_when_it_comes_back() -> None:
         seen.append(views[0].prefix_tokens)
         return views[0]
 
-    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
         await tokens_of(dispatcher, submit())
         await tokens_of(dispatcher, submit())
         client = dispatcher.clients[0]
@@ -227,7 +230,7 @@ def test_a_wrong_token_is_refused_and_said() -> None:
         await client.wait_until(lambda c: c.lost is not None)
         assert isinstance(client.lost, HandshakeError)
         with pytest.raises(HandshakeError):
-            await client.submit(submit())
+            await ask(client, submit())
         await client.close()
         await fake.close()
 
@@ -235,7 +238,7 @@ def test_a_wrong_token_is_refused_and_said() -> None:
 
 
 def test_closing_the_dispatcher_ends_waiting_requests() -> None:
-    async def body(dispatcher: Dispatcher, ranks: list[FakeRank]) -> None:
+    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 1
         waiting = asyncio.create_task(tokens_of(dispatcher, submit()))
         await _until(lambda: ranks[0].submits.qsize() == 1)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from cluster.routing.dispatcher import Dispatcher, DispatcherConfig
+from cluster.routing.admission import Admission
+from cluster.routing.least_work import LeastWork
 from cluster.routing.pipelines import Pipelines
+from cluster.routing.placer import RoutingConfig
 from cluster.routing.rank_client import RankClient
 from contracts.messages import Finished, Submit
 from contracts.requests import Sampling
@@ -38,8 +40,8 @@ async def drain(pipelines: Pipelines, submit: Submit) -> Finished:
 def test_each_request_goes_to_the_pipeline_that_is_made_for_it() -> None:
     async def body() -> None:
         rank, worker = FakeRank("attention-0", lambda _: [1, 2, 3, 4]), FakePrefill(0)
-        dispatcher = Dispatcher(
-            [RankClient(rank.name, await rank.listen(), ME, QUICK)], DispatcherConfig()
+        dispatcher = Admission(
+            LeastWork([RankClient(rank.name, await rank.listen(), ME, QUICK)], RoutingConfig())
         )
         async with routing([worker]) as router:
             both = Pipelines(dispatcher, router)
@@ -72,7 +74,7 @@ def test_where_one_pipeline_is_deployed_it_does_the_work_of_both() -> None:
             assert (await drain(only, generation(3))).usage.completion_tokens == 3
         rank = FakeRank("attention-0", lambda _: [1, 2, 3, 4])
         client = RankClient(rank.name, await rank.listen(), ME, QUICK)
-        dispatcher = Dispatcher([client], DispatcherConfig())
+        dispatcher = Admission(LeastWork([client], RoutingConfig()))
         only = Pipelines(dispatcher, None)
         only.start()
         await only.wait_ready()

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from cluster.routing.prefill_router import PrefillRouter
 from contracts.errors import NotReadyError, OverloadError, RankError
 from contracts.messages import Failed, Scored, Submit
 from contracts.requests import Priority, Sampling
-from tests.support.fake_prefill import BLOCK, FakePrefill, routing
+from tests.support.fake_prefill import BLOCK, FakePrefill, PrefillAdmission, routing
 
 
 def run(body: Coroutine[Any, Any, None]) -> None:
@@ -25,7 +24,7 @@ def job(first: int, tokens: int = 2 * BLOCK, **fields: Any) -> Submit:
     return Submit(request_id=0, token_ids=ids, sampling=None, candidates=[first % 7], **fields)
 
 
-def scores(router: PrefillRouter, count: int, **fields: Any) -> list[asyncio.Task[Scored]]:
+def scores(router: PrefillAdmission, count: int, **fields: Any) -> list[asyncio.Task[Scored]]:
     return [asyncio.create_task(router.score(job(n * 100, **fields))) for n in range(count)]
 
 

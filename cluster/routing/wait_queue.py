@@ -20,7 +20,7 @@ from planner.policies.turns import Turns
 _Whose = tuple[bytes, int]
 
 
-class Room:
+class WaitQueue:
     """On one event loop. places: how many there are now. Every place that was taken is left once.
 
     share: of the places, what one request may hold while others are in line, and what is kept for

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.routing.room import Room
+from cluster.routing.wait_queue import WaitQueue
 from contracts.requests import Caller
 from planner.policies.drain import LONGEST_S, SHORTEST_S, DrainRate, retry_after_s
 
@@ -28,11 +28,11 @@ def run(body: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(body, 20))
 
 
-def room_of(places: int, clock: Clock | None = None) -> Room:
-    return Room(lambda: places, 0.25, clock or Clock())
+def room_of(places: int, clock: Clock | None = None) -> WaitQueue:
+    return WaitQueue(lambda: places, 0.25, clock or Clock())
 
 
-async def waiting(room: Room, caller: Caller, count: int) -> list[asyncio.Task[None]]:
+async def waiting(room: WaitQueue, caller: Caller, count: int) -> list[asyncio.Task[None]]:
     tasks = [asyncio.create_task(room.wait(caller)) for _ in range(count)]
     await asyncio.sleep(0)
     return tasks

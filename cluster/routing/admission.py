@@ -1,0 +1,196 @@
+"""Requests in front of the ranks of one pipeline: who is let in, and what becomes of him.
+
+    score, generate ─> WaitQueue ─> Ticket ─> Placer ─> RankClient ─> rank
+                                      ▲  another rank, if  │
+                                      └── this is lost  <──┴─> events, to their tickets
+
+Everything happens on one event loop, and nothing of a request has a task of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+from cluster.routing.placer import Placer, nobody, problems, ready
+from cluster.routing.rank_client import RankClient, smallest_pool_tokens
+from cluster.routing.ticket import Ticket, failure_of
+from cluster.routing.wait_queue import WaitQueue
+from contracts.clock import Clock, monotonic_s
+from contracts.errors import NotReadyError, OverloadError, PeerDeadError, TandemError
+from contracts.logs import event
+from contracts.messages import Failed, Finished, Scored, Submit, Tokens
+
+log = logging.getLogger("tandem.admission")
+
+
+class Admission:
+    """A backend of the API. Owns the clients of its placer's ranks; use on one event loop."""
+
+    def __init__(self, placer: Placer, clock: Clock = monotonic_s) -> None:
+        self._placer = placer
+        self._config = placer.config
+        self._open: set[Ticket] = set()
+        self._waiting: Counter[tuple[str, str]] = Counter()
+        self._queue = WaitQueue(self._slots, placer.config.request_share, clock)
+        placer.listen(self._queue.look)
+
+    # ---- life
+
+    @property
+    def clients(self) -> list[RankClient]:
+        return [peer.client for peer in self._placer.peers]
+
+    def start(self) -> None:
+        for client in self.clients:
+            client.start()
+
+    async def close(self) -> None:
+        await self._placer.close()
+        for ticket in self._open:
+            ticket.fail(NotReadyError("this ingress is shutting down"))
+        for client in self.clients:
+            await client.close()
+
+    async def wait_ready(self) -> None:
+        """Returns once every rank takes requests."""
+        for peer in self._placer.peers:
+            await ready(peer)
+
+    @property
+    def serves(self) -> bool:
+        """Whether any rank takes requests."""
+        return any(peer.problem is None for peer in self._placer.peers)
+
+    def pool_tokens(self, *, prefill: bool) -> int | None:
+        """What the smallest rank's KV pool holds; None: no rank has told."""
+        return smallest_pool_tokens(self.clients, self._config.block_tokens)
+
+    def problems(self) -> list[str]:
+        """One line per rank that takes no requests now; empty: ready."""
+        return problems(self._placer.peers)
+
+    def waiting(self) -> Mapping[tuple[str, str], int]:
+        """Requests that wait for a first answer, by (pipeline, class)."""
+        return self._waiting
+
+    # ---- requests
+
+    async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
+        """The answer of a prefill-only job. Raises TandemError; cancelling cancels the job.
+
+        Where all queues are full it raises OverloadError, or if `patient` waits for its turn: for
+        the later sequences of a client whose first one was let in.
+        """
+        ticket = await self._admit(submit, patient)
+        try:
+            answer = (await ticket.next_batch())[-1]
+        finally:
+            self._leave(ticket)
+        if isinstance(answer, Scored):
+            return answer
+        raise failure_of(answer)
+
+    async def generate(
+        self, submit: Submit, *, patient: bool = False
+    ) -> AsyncGenerator[list[Tokens | Finished], None]:
+        """Events as they arrive, batch by batch; the last one is a `Finished`. Raises TandemError.
+        Closing it (or cancelling the task that iterates) cancels the request. patient: as in
+        `score`."""
+        ticket = await self._admit(submit, patient)
+        try:
+            while True:
+                batch = await ticket.next_batch()
+                self._answered(ticket)
+                good = [event for event in batch if isinstance(event, Tokens | Finished)]
+                if good:
+                    yield good
+                last = batch[-1]
+                if isinstance(last, Finished):
+                    return
+                if not isinstance(last, Tokens):
+                    raise failure_of(last)
+        finally:
+            self._leave(ticket)
+
+    async def _admit(self, submit: Submit, patient: bool) -> Ticket:
+        """Raises NotReadyError, or OverloadError unless patient."""
+        if patient:  # it belongs to a request that was let in: it waits with the others
+            await self._queue.wait(submit.caller)
+        elif not self._present or not self._queue.enter(submit.caller):
+            raise self._refusal()
+        ticket = Ticket(submit, patient=patient, lost=self._place_again)
+        self._open.add(ticket)
+        self._waiting[ticket.kind] += 1
+        try:
+            self._placer.put(ticket)
+        except BaseException:
+            self._leave(ticket)
+            raise
+        return ticket
+
+    def _place_again(self, ticket: Ticket, cause: Failed) -> None:
+        """Its rank is lost, or says that it cannot work: another one runs it, or goes on with it.
+
+        Where requests do not wait for ranks, and for one that has begun, another must be there that
+        has not failed it: else it ends with what it met first.
+        """
+        self._placer.remove(ticket)
+        ticket.count_failure(cause, others=self._has_others)
+        may_wait = self._placer.waits and not ticket.begun
+        if not may_wait and not (self._has_others(ticket.tried()) and ticket.go_on()):
+            ticket.fail(ticket.failure or cause)
+        elif ticket.attempts < self._config.max_attempts:
+            try:
+                self._placer.put(ticket)
+            except TandemError as error:
+                ticket.fail(error)
+        else:
+            ticket.fail(self._given_up(ticket, cause.message))
+
+    def _has_others(self, tried: Sequence[RankClient]) -> bool:
+        return any(peer.present for peer in self._placer.peers if peer.client not in tried)
+
+    def _given_up(self, ticket: Ticket, reason: str) -> PeerDeadError:
+        event(log, "request_given_up", logging.ERROR, attempts=ticket.attempts, reason=reason)
+        return PeerDeadError(
+            f"{ticket.attempts} {self._placer.kind}s were lost with this request; last: {reason}",
+            "",
+        )
+
+    def _leave(self, ticket: Ticket) -> None:
+        """It is answered, or nobody waits for it any more."""
+        self._answered(ticket)
+        ticket.cancel()
+        self._open.discard(ticket)
+        self._placer.remove(ticket)
+
+    def _answered(self, ticket: Ticket) -> None:
+        """Something has come back, or nothing will. May be called again."""
+        if ticket.waits:
+            ticket.waits = False
+            self._waiting[ticket.kind] -= 1
+            self._placer.answered(ticket)
+            self._queue.leave(ticket.submit.caller)
+
+    # ---- slots
+
+    @property
+    def _present(self) -> int:
+        return sum(peer.present for peer in self._placer.peers)
+
+    def _slots(self) -> int:
+        """Without a rank as many as one has: who enters then is told so."""
+        return self._config.max_waiting * max(1, self._present)
+
+    def _refusal(self) -> NotReadyError | OverloadError:
+        present, limit, wait_s = self._present, self._config.max_waiting, self._queue.retry_after_s
+        if not present:
+            return nobody(self._placer)
+        return OverloadError(
+            f"{limit} requests wait for each of {present} {self._placer.kind}s"
+            f" (schedule.max_waiting): try again in {math.ceil(wait_s)} s",
+            wait_s,
+        )

@@ -1,0 +1,82 @@
+"""Which rank runs a request, and when: what an `admission.Admission` asks of whoever decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from cluster.routing.rank_client import RankClient
+from cluster.routing.ticket import Ticket
+from contracts.errors import NotReadyError
+
+
+class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """block_tokens: as in the ranks' prefix caches. max_waiting: sequences per rank of which no
+    answer has come back yet. request_share: of those, what one request may hold while others are
+    there. max_attempts: how many ranks (or incarnations of one) may fail with a request before it
+    counts as what ends them. alone_s: how long requests that wait for a prefill worker do so while
+    there is none at all."""
+
+    block_tokens: int = 16
+    max_waiting: int = 1024
+    request_share: float = 0.25
+    max_attempts: int = 3
+    alone_s: float = 60.0
+
+
+class Peer(Protocol):
+    """A rank, as the ingress knows it. present: it can be given requests. problem: why it takes
+    none now, or None."""
+
+    client: RankClient
+
+    @property
+    def present(self) -> bool: ...
+
+    @property
+    def problem(self) -> str | None: ...
+
+
+class Placer(Protocol):
+    """kind: of its ranks, in words. waits: requests wait for a rank while there is none that could
+    run them."""
+
+    kind: str
+    waits: bool
+    config: RoutingConfig
+
+    @property
+    def peers(self) -> Sequence[Peer]: ...
+
+    def listen(self, on_present: Callable[[], None]) -> None:
+        """Before `start`. on_present: to be called when a rank is there that was not."""
+
+    def put(self, ticket: Ticket) -> None:
+        """Sends the request to a rank, now or later, rather to none of `ticket.tried()`. Raises
+        NotReadyError where it would neither, and what `Ticket.send` does."""
+
+    def answered(self, ticket: Ticket) -> None:
+        """Something of it has come back. Once."""
+
+    def remove(self, ticket: Ticket) -> None:
+        """Off the books. Without effect for what is not on them."""
+
+    async def close(self) -> None:
+        """Before the clients are closed."""
+
+
+def problems(peers: Sequence[Peer]) -> list[str]:
+    """One line per rank that takes no requests now; empty: ready."""
+    found = (peer.problem for peer in peers)
+    return [problem for problem in found if problem is not None]
+
+
+async def ready(peer: Peer) -> None:
+    """Returns once it takes requests."""
+    await peer.client.wait_until(lambda _: peer.problem is None)
+
+
+def nobody(placer: Placer) -> NotReadyError:
+    return NotReadyError(f"no {placer.kind} takes requests: {'; '.join(problems(placer.peers))}")

@@ -1,0 +1,191 @@
+"""Generations whose rank is lost: another one goes on with them, where the client cannot tell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from cluster.routing.admission import Admission
+from cluster.routing.least_work import LeastWork
+from cluster.routing.placer import RoutingConfig
+from cluster.routing.rank_client import RankClient
+from contracts.errors import RankError
+from contracts.messages import Finished, Submit, Tokens
+from contracts.requests import Sampling
+from tests.support.api_harness import ME, QUICK
+from tests.support.fake_rank import CACHED_TOKENS, FakeRank
+
+PROMPT = list(range(40))
+WANTED = 6
+
+Body = Callable[[Admission, list[FakeRank]], Coroutine[Any, Any, None]]
+
+
+def counted_on(submit: Submit) -> list[int]:
+    """A model whose next token is how many there are."""
+    return list(range(len(submit.token_ids), len(submit.token_ids) + 100))
+
+
+def run(body: Body, ranks: int = 2) -> None:
+    async def main() -> None:
+        fakes = [FakeRank(f"attention-{i}", counted_on) for i in range(ranks)]
+        clients = [RankClient(fake.name, await fake.listen(), ME, QUICK) for fake in fakes]
+        admission = Admission(LeastWork(clients, RoutingConfig()))
+        admission.start()
+        try:
+            await admission.wait_ready()
+            await body(admission, fakes)
+        finally:
+            await admission.close()
+            for fake in fakes:
+                await fake.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+class Asked:
+    """A generation that is read as it comes."""
+
+    def __init__(self, admission: Admission, **sampling: Any) -> None:
+        wanted = Sampling(**{"max_tokens": WANTED, "temperature": 0.0, **sampling})
+        submit = Submit(request_id=0, token_ids=PROMPT, sampling=wanted, eos_token_ids=[43])
+        self.tokens: list[int] = []
+        self.cached: list[int] = []
+        self.finished: Finished | None = None
+        self.task = asyncio.create_task(self._read(admission, submit))
+
+    async def _read(self, admission: Admission, submit: Submit) -> None:
+        async for batch in admission.generate(submit):
+            for event in batch:
+                if isinstance(event, Tokens):
+                    self.tokens += event.token_ids
+                    self.cached += [] if event.cached_tokens is None else [event.cached_tokens]
+                else:
+                    self.finished = event
+
+    async def has(self, tokens: int) -> None:
+        while len(self.tokens) < tokens:
+            await asyncio.sleep(0)
+
+
+async def sent(rank: FakeRank, count: int) -> list[Submit]:
+    while rank.submits.qsize() < count:
+        await asyncio.sleep(0)
+    return [rank.submits.get() for _ in range(count)]
+
+
+def test_what_has_got_no_token_yet_goes_to_another_rank_as_it_is() -> None:
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = 0
+        asked = [Asked(admission, seed=7, frequency_penalty=1.0) for _ in range(2)]
+        await sent(ranks[0], 1)
+        ranks[0].drop_connections()
+        await asyncio.gather(*(each.task for each in asked))
+        (_, again) = await sent(ranks[1], 2)
+        assert (again.token_ids, again.sampling and again.sampling.seed) == (PROMPT, 7)
+        assert not admission.waiting()["generation", "ls"]
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"seed": 7}, {"temperature": 1.0}, {"repetition_penalty": 1.5}]
+)
+def test_a_stream_goes_on_with_its_prompt_and_the_tokens_so_far(sampling: dict[str, Any]) -> None:
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = 2
+        asked = Asked(admission, min_tokens=5, ignore_eos=True, **sampling)
+        await asked.has(2)
+        ranks[0].drop_connections()
+        await asked.task
+        assert asked.tokens == list(range(40, 40 + WANTED))
+        (rest,) = await sent(ranks[1], 1)
+        assert rest.token_ids == [*PROMPT, 40, 41]
+        assert rest.sampling is not None
+        assert (rest.sampling.max_tokens, rest.sampling.min_tokens) == (WANTED - 2, 3)
+        assert asked.cached == [CACHED_TOKENS], "of the prompt, once"
+        assert asked.finished is not None
+        usage = asked.finished.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), WANTED)
+        assert usage.cached_tokens == CACHED_TOKENS
+
+    run(body)
+
+
+def test_a_stream_goes_on_a_second_time() -> None:
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = ranks[1].hold_after = 2
+        asked = Asked(admission, ignore_eos=True)
+        await asked.has(2)
+        ranks[0].drop_connections()
+        await asked.has(4)
+        ranks[1].drop_connections()
+        await asked.task
+        assert asked.tokens == list(range(40, 40 + WANTED))
+        (rest,) = await sent(ranks[2], 1)
+        assert rest.token_ids == [*PROMPT, 40, 41, 42, 43]
+        assert asked.finished is not None
+        assert asked.finished.usage.prompt_tokens == len(PROMPT)
+        assert asked.finished.usage.completion_tokens == WANTED
+
+    run(body, ranks=3)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0, "seed": 7},
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 1.0},
+        {"choices": [[40, 41, 42], [40, 42]]},
+    ],
+)
+def test_a_stream_that_another_rank_would_draw_otherwise_ends_with_the_lost_ranks_name(
+    sampling: dict[str, Any],
+) -> None:
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = 2
+        asked = Asked(admission, **sampling)
+        await asked.has(2)
+        ranks[0].drop_connections()
+        with pytest.raises(RankError, match="attention-0") as caught:
+            await asked.task
+        assert caught.value.code == "peer_dead"
+        assert ranks[1].submits.empty()
+
+    run(body)
+
+
+@pytest.mark.parametrize("held", [4, WANTED])
+def test_nothing_is_added_to_a_stream_that_had_all_its_tokens(held: int) -> None:
+    """After its end-of-sequence token 43, or as many as were wanted."""
+
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = held
+        asked = Asked(admission, ignore_eos=held == WANTED)
+        await asked.has(held)
+        ranks[0].drop_connections()
+        with pytest.raises(RankError, match="attention-0"):
+            await asked.task
+        assert ranks[1].submits.empty()
+
+    run(body)
+
+
+def test_where_the_others_fail_too_the_first_loss_is_what_is_told() -> None:
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = 0
+        ranks[1].fail_with = ("attention-1 failed: its group is lost", "not_ready", 503)
+        asked = Asked(admission)
+        await sent(ranks[0], 1)
+        ranks[0].drop_connections()
+        with pytest.raises(RankError, match="attention-0") as caught:
+            await asked.task
+        assert caught.value.code == "peer_dead"
+        assert ranks[1].submits.qsize() == 1
+        assert not admission.waiting()["generation", "ls"]
+
+    run(body)
