@@ -24,7 +24,9 @@ import torch
 from actors.batching.finisher import Finisher
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence
-from actors.engine.prefill_executor import PrefillExecutor, PrefillParts
+from actors.engine.executor import Executor, ExecutorParts
+from actors.engine.timed_layers import time_layers
+from actors.experts.stored_plane import StoredPlane
 from actors.planning.calibration import calibrate, product_flops_per_s
 from actors.planning.model_shape import shape_of
 from actors.telemetry.timeline import Timeline
@@ -34,6 +36,7 @@ from benchmarks.random_in_memory import QWEN3_30B_A3B, SMALL, RandomModel, rando
 from benchmarks.streamed_report import show, summarise
 from contracts.clock import monotonic_s
 from contracts.messages import Scored, Submit
+from contracts.plan import Plan
 from contracts.requests import Priority
 from models.decoder.batch import SequenceSlice
 from models.decoder.kv_pool import KvPool
@@ -69,8 +72,13 @@ class Worker:
         self._vocab = model.layout.spec.vocab_size
         longest = model.layout.spec.max_context_tokens
         self._finisher = Finisher(model.attention, max_context_tokens=longest)
-        self.executor = PrefillExecutor(
-            PrefillParts(name, model.attention, kv, store, self._finisher, Timeline(0), monotonic_s)
+        timeline = Timeline(0)
+        plane = StoredPlane(name, model.attention, store, timeline, monotonic_s)
+        self._parts = ExecutorParts(
+            name, model.attention, kv, plane, self._finisher, timeline, monotonic_s
+        )
+        self.executor = Executor(
+            self._parts, chunk_cost=lambda start, stop: float(stop - start), wanted_rows_only=True
         )
         self._numbers = itertools.count()
 
@@ -88,7 +96,7 @@ class Worker:
             sequence.block_table = list(range(first, first + sequence.blocks_for(len(row))))
             first += len(sequence.block_table)
             chunks.append(Chunk(sequence, 0, len(row), frozenset()))
-        self.executor.submit(ScheduledBatch(next(self._numbers), Priority.LS, chunks))
+        self.executor.submit(ScheduledBatch(next(self._numbers), Priority.LS, chunks), Plan())
         while not self.executor.step(0.0):
             if self.executor.failure is not None:
                 raise self.executor.failure
@@ -101,7 +109,7 @@ class Worker:
             last = first + -(-len(ids) // BLOCK_TOKENS)
             slices.append(SequenceSlice(ids, 0, range(first, last)))
             first = last
-        return self.executor.time_layers(slices)
+        return time_layers(self._parts, slices)
 
 
 def _candidates(answer: object) -> list[float]:

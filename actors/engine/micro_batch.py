@@ -1,7 +1,7 @@
 """A batch in flight on an attention rank, and the micro-batches it is cut into.
 
 Each micro-batch is a small state machine (actors/engine/executor.py draws it): `stage` and `layer`
-say what it would run next, `pending` and `after` what it still waits for.
+say what it would run next, `pending` (its experts) and `after` what it still waits for.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
-from actors.channels.base import Packet
-from actors.experts.dispatch import RankSlice
+from actors.experts.plane import Pending
 from contracts.plan import Plan
-from models.decoder.batch import AttentionBatch
+from models.decoder.batch import AttentionBatch, LastRows
 from planner.findep.orders import Task, TaskStage
 from planner.findep.split import chunk_bounds, sequence_ranges
 
@@ -83,13 +82,11 @@ class MicroBatch:
         "hidden_TD",
         "index",
         "inputs",
+        "last",
         "layer",
         "pending",
         "previous",
-        "replies",
-        "sent_s",
         "shared_TD",
-        "slices",
         "stage",
         "x_TD",
     )
@@ -101,6 +98,7 @@ class MicroBatch:
         self.index = index
         self.chunks = chunks
         self.inputs = inputs
+        self.last: LastRows | None = None  # what the last layer is computed for; None: all rows
         self.after: list[MicroBatch] = []  # whose blocks this one reads
         self.previous: MicroBatch | None = None  # the chunk before this one: it finishes first
         self.layer = 0
@@ -109,18 +107,17 @@ class MicroBatch:
         self.hidden_TD: torch.Tensor | None = None
         self.x_TD: torch.Tensor | None = None
         self.shared_TD: torch.Tensor | None = None
-        self.slices: list[RankSlice] = []
-        self.replies: dict[tuple[int, int], Packet] = {}  # by (token group, expert rank)
-        self.pending = 0  # replies that have not arrived
-        self.sent_s = 0.0  # when the last packet went out that it waits to be answered
+        self.pending: Pending | None = None  # of the layer attended last
 
     @property
     def is_ready(self) -> bool:
         if self.stage is TaskStage.SHARED:
             return True
+        if self.pending is not None and not self.pending.is_complete:
+            return False
         if self.stage is TaskStage.FINISH:
-            return self.pending == 0 and (self.previous is None or self.previous.layer < 0)
-        return self.pending == 0 and all(other.attended >= self.layer for other in self.after)
+            return self.previous is None or self.previous.layer < 0
+        return all(other.attended >= self.layer for other in self.after)
 
     def task(self) -> Task:
         run = self.batch

@@ -6,14 +6,18 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from actors.experts.peer_supply import LockstepSupply, PeerSupply
+from actors.experts.plane import ExpertPlane
+from actors.experts.stored_plane import StoredPlane
 from actors.telemetry.timeline import Timeline
+from contracts.clock import monotonic_s
 from contracts.events import Stage, TaskSpan
 from contracts.worker import WorkerSpec
+from models.decoder.decoder import AttentionHalf
 from models.experts.copying_store import CopyingStore, split_layers
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertSource, ExpertStore, ResidentStore
@@ -25,10 +29,12 @@ from models.weights.loading import progress_line
 
 
 class ExpertSupply(Protocol):
-    """A store and what stands behind it. address: where peers join this worker, "" if nowhere."""
+    """A plane and what stands behind it. address: where peers join this worker, "" if nowhere."""
 
-    store: ExpertStore
     address: str
+
+    def plane(self, half: AttentionHalf) -> ExpertPlane[Any]:
+        """Where the experts of a worker with this half are computed."""
 
     @property
     def degraded(self) -> str:
@@ -42,7 +48,7 @@ class ExpertSupply(Protocol):
         another thread than the store's. Raises ChannelError."""
 
     def close(self) -> None:
-        """Ends the store too. May be called twice."""
+        """Ends the plane's store too. May be called twice."""
 
 
 class OwnSupply:
@@ -51,8 +57,11 @@ class OwnSupply:
     address = ""
     degraded = ""
 
-    def __init__(self, store: ExpertStore) -> None:
-        self.store = store
+    def __init__(self, name: str, store: ExpertStore, timeline: Timeline) -> None:
+        self._name, self._store, self._timeline = name, store, timeline
+
+    def plane(self, half: AttentionHalf) -> StoredPlane:
+        return StoredPlane(self._name, half, self._store, self._timeline, monotonic_s)
 
     def bytes_moved(self) -> tuple[int, int]:
         return 0, 0
@@ -61,7 +70,7 @@ class OwnSupply:
         """There is nobody to join."""
 
     def close(self) -> None:
-        self.store.close()
+        self._store.close()
 
 
 def expert_supply(
@@ -71,7 +80,8 @@ def expert_supply(
     Raises CheckpointError, ResourceError."""
     kind = spec.config.prefill.experts
     if kind == "resident":
-        return OwnSupply(ResidentStore(_load(spec, model, dtype, model.moe_layers)))
+        store: ExpertStore = ResidentStore(_load(spec, model, dtype, model.moe_layers))
+        return OwnSupply(spec.name, store, timeline)
     if kind == "all_to_all":
         return LockstepSupply(spec, model, dtype, timeline)
     layout = ExpertLayout(
@@ -80,11 +90,11 @@ def expert_supply(
     if kind == "streamed":
         source = host_source(spec, layout)
         store = copying_store(spec, layout, source, stage=Stage.HOST_COPY, observe=timeline.add)
-        return OwnSupply(store)
+        return OwnSupply(spec.name, store, timeline)
     host = host_source(spec, layout) if kind == "hybrid" else None
     _, layers = split_layers(model, spec.config.prefill.resident_layers)
     new_store = partial(copying_store, spec, layout, stage=Stage.GATHER, observe=timeline.add)
-    return PeerSupply(spec, layout, layers=layers, host=host, new_store=new_store)
+    return PeerSupply(spec, layout, timeline, layers=layers, host=host, new_store=new_store)
 
 
 def host_source(spec: WorkerSpec, layout: ExpertLayout) -> HostSource:

@@ -10,14 +10,17 @@ import torch
 
 from actors.channels.factory import rank_endpoint
 from actors.experts.all_to_all import AllToAll
+from actors.experts.lockstep_plane import LockstepPlane
+from actors.experts.stored_plane import StoredPlane
 from actors.telemetry.timeline import Timeline
 from actors.weights.weight_shard import HeldShard, PartSource, Shard, ShardWindow
 from actors.weights.weight_source import PeerSource, check_placement, own_part
 from contracts.clock import monotonic_s
 from contracts.worker import Group, WorkerSpec, rank_name
+from models.decoder.decoder import AttentionHalf
 from models.experts.checkpoint_part import CheckpointParts
 from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_store import ExpertSource, ExpertStore, ResidentStore
+from models.experts.expert_store import ExpertSource, ExpertStore
 from models.experts.moe import ExpertHalf
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint
@@ -34,6 +37,7 @@ class PeerSupply:
         self,
         spec: WorkerSpec,
         layout: ExpertLayout,
+        timeline: Timeline,
         *,
         layers: Sequence[int],
         host: PartSource | None,
@@ -51,7 +55,11 @@ class PeerSupply:
             shard = ShardWindow(layers, part, host, spec.config.prefill.shard_window)
         self.source = PeerSource(spec, part, shard, backup)
         self.address = self.source.listen(spec.host)
-        self.store = new_store(self.source)
+        self._name, self._timeline = spec.name, timeline
+        self._store = new_store(self.source)
+
+    def plane(self, half: AttentionHalf) -> StoredPlane:
+        return StoredPlane(self._name, half, self._store, self._timeline, monotonic_s)
 
     @property
     def degraded(self) -> str:
@@ -65,12 +73,14 @@ class PeerSupply:
         self.source.connect(addresses)
 
     def close(self) -> None:
-        self.store.close()
+        self._store.close()
 
 
 class LockstepSupply:
-    """all_to_all: the store has this worker's experts and no others. A lost worker ends the group:
-    it starts anew, with a new epoch, as a whole."""
+    """all_to_all: this worker has its share of the experts. A lost worker ends the group: it starts
+    anew, with a new epoch, as a whole."""
+
+    degraded = ""
 
     def __init__(
         self, spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype, timeline: Timeline
@@ -78,7 +88,7 @@ class LockstepSupply:
         workers = [rank_name(Group.PREFILL, rank) for rank in range(spec.prefill_ranks)]
         device = torch.device(spec.device)
         placement = ExpertPlacement.contiguous(model.num_experts, len(workers))
-        half = ExpertHalf.load(
+        experts = ExpertHalf.load(
             Checkpoint(Path(spec.model_folder)),
             model,
             placement.experts_of(spec.rank),
@@ -86,17 +96,18 @@ class LockstepSupply:
             device=device,
             progress=progress_line(spec.name, sys.stderr),
         )
-        self.store: ExpertStore = ResidentStore(half)
         self._endpoint = rank_endpoint(spec, device, monotonic_s)
         self.address = self._endpoint.listen(spec.host)
-        self.all_to_all = AllToAll(self._endpoint, workers, half, timeline, monotonic_s)
-        self.degraded = ""
+        self._all_to_all = AllToAll(self._endpoint, workers, experts, timeline, monotonic_s)
+
+    def plane(self, half: AttentionHalf) -> LockstepPlane:
+        return LockstepPlane(half, self._all_to_all)
 
     def bytes_moved(self) -> tuple[int, int]:
         return self._endpoint.bytes_moved()
 
     def connect(self, addresses: dict[str, str]) -> None:
-        self.all_to_all.connect(addresses)
+        self._all_to_all.connect(addresses)
 
     def close(self) -> None:
         self._endpoint.close()

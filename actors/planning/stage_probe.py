@@ -25,6 +25,7 @@ from actors.channels.base import Endpoint, PeerJoined
 from actors.channels.factory import make_endpoint
 from actors.engine.executor import Executor, ExecutorParts
 from actors.experts.expert_server import ExpertServer
+from actors.experts.remote_plane import RemotePlane
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock, monotonic_s
 from contracts.config import ChannelConfig
@@ -92,14 +93,15 @@ class StageProbe:
         clock: Clock = monotonic_s
         attention_end, expert_end = _joined(clock)
         self._ends = (attention_end, expert_end)
+        timeline = Timeline(0, self._spans.append)
+        placement = ExpertPlacement.contiguous(self.spec.num_experts, 1)
         parts = ExecutorParts(
+            name=attention_end.name,
             half=half,
             kv=KvPool(self.spec, -(-pool_tokens // BLOCK_TOKENS), BLOCK_TOKENS, dtype),
-            endpoint=attention_end,
-            placement=ExpertPlacement.contiguous(self.spec.num_experts, 1),
-            expert_ranks=[_EXPERT],
+            plane=RemotePlane(attention_end, placement, [_EXPERT], timeline, clock),
             sink=_forget,
-            timeline=Timeline(0, self._spans.append),
+            timeline=timeline,
             clock=clock,
         )
         self._executor = Executor(parts, chunk_cost=lambda start, stop: float(stop - start))
@@ -119,8 +121,8 @@ class StageProbe:
         times = PassTimes([], [])
         with torch.inference_mode():  # as the ranks' loops
             while not self._attention_step(times):
-                if self._executor.lost is not None:
-                    raise self._executor.lost.error
+                if self._executor.failure is not None:
+                    raise self._executor.failure
                 self._expert_step(times)
         moe = self.spec.moe_layers
         counted = set(moe[1:] if len(moe) > 1 else moe)

@@ -7,6 +7,7 @@ import msgspec
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.channels.factory import rank_endpoint
 from actors.engine.executor import Executor, ExecutorParts
+from actors.experts.remote_plane import RemotePlane
 from actors.planning.rank_planning import RankPlanning
 from actors.ranks.serving_worker import NOBODY, ServingWorker
 from actors.wire.client_server import FromClient
@@ -36,21 +37,27 @@ class AttentionWorker(ServingWorker):
         self._upcoming_changed = False
         self._planning = RankPlanning(spec, chunk_cost=chunk_cost, clock=monotonic_s)
         self._endpoint = rank_endpoint(spec, half.device, monotonic_s)
+        plane = RemotePlane(
+            self._endpoint,
+            ExpertPlacement.contiguous(half.spec.num_experts, spec.expert_ranks),
+            [rank_name(Group.EXPERT, rank) for rank in range(spec.expert_ranks)],
+            self._timeline,
+            monotonic_s,
+            reply_s=spec.config.channel.reply_s,
+        )
         parts = ExecutorParts(
+            name=spec.name,
             half=half,
             kv=self._kv,
-            endpoint=self._endpoint,
-            placement=ExpertPlacement.contiguous(half.spec.num_experts, spec.expert_ranks),
-            expert_ranks=[rank_name(Group.EXPERT, rank) for rank in range(spec.expert_ranks)],
+            plane=plane,
             sink=self._finisher,
             timeline=self._timeline,
             clock=monotonic_s,
-            reply_s=spec.config.channel.reply_s,
         )
         self._executor = Executor(parts, chunk_cost=chunk_cost)
 
     def _wake(self) -> None:
-        self._endpoint.wake()
+        self._executor.wake()
 
     def _close(self) -> None:
         try:

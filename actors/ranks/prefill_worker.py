@@ -13,10 +13,9 @@ import torch
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
-from actors.engine.lockstep_executor import LockstepExecutor
-from actors.engine.prefill_executor import PrefillExecutor, PrefillParts
+from actors.engine.executor import Executor, ExecutorParts
+from actors.engine.timed_layers import time_layers
 from actors.experts.expert_supply import expert_supply
-from actors.experts.peer_supply import LockstepSupply
 from actors.kv.block_manager import BlockManager
 from actors.planning.calibration import calibrate, product_flops_per_s
 from actors.planning.model_shape import shape_of
@@ -28,18 +27,22 @@ from contracts.clock import monotonic_s
 from contracts.config import ScheduleConfig
 from contracts.errors import ChannelError, NotFiniteError, RequestError
 from contracts.messages import Event, Submit
+from contracts.plan import Plan
 from contracts.routing import Prompt, RequestKey
 from contracts.worker import RankStatus
 from models.decoder.batch import SequenceSlice
 from models.decoder.kv_pool import KvPool
+from planner.findep.orders import by_layer
 from planner.routing.request_work import work_of
 from planner.routing.saturation import saturation_of, threshold
+
+_WHOLE = Plan()  # one micro-batch
 
 
 class PrefillWorker(ServingWorker):
     """Copies of experts run on threads of their own."""
 
-    _executor: PrefillExecutor
+    _executor: Executor
 
     @property
     def _schedule(self) -> ScheduleConfig:
@@ -86,19 +89,20 @@ class PrefillWorker(ServingWorker):
         self._peak_flops_per_s = 0.0
         self._supply = expert_supply(spec, half.spec, half.dtype, self._timeline)
         self._channel_address = self._supply.address
-        parts = PrefillParts(
+        self._parts = ExecutorParts(
             name=spec.name,
             half=half,
             kv=self._kv,
-            store=self._supply.store,
+            plane=self._supply.plane(half),
             sink=self._finisher,
             timeline=self._timeline,
             clock=monotonic_s,
         )
-        self._executor = (
-            LockstepExecutor(parts, self._supply.all_to_all)
-            if isinstance(self._supply, LockstepSupply)
-            else PrefillExecutor(parts)
+        self._executor = Executor(
+            self._parts,
+            chunk_cost=lambda start, stop: float(stop - start),
+            policy=by_layer,
+            wanted_rows_only=True,
         )
 
     def _wake(self) -> None:
@@ -159,7 +163,7 @@ class PrefillWorker(ServingWorker):
             last = first + -(-tokens // self._kv.block_tokens)
             slices.append(SequenceSlice(ids.tolist(), 0, range(first, last)))
             first = last
-        return self._executor.time_layers(slices)
+        return time_layers(self._parts, slices)
 
     # ---- requests, batches, and what the log says of them
 
@@ -200,7 +204,7 @@ class PrefillWorker(ServingWorker):
         for chunk in batch.chunks:
             self._computed_flops += self._work(chunk.start, chunk.stop)
             self._advance(chunk.sequence, chunk.start, chunk.stop)
-        self._executor.submit(batch)
+        self._executor.submit(batch, _WHOLE)
 
     def _completed(self, batch: ScheduledBatch) -> None:
         for chunk in batch.chunks:

@@ -54,6 +54,8 @@ class CopyingStore:
         self._queues = layout.device.type == "cuda"  # copies and compute, and the host goes on
         self._filled: dict[int, Loan] = {}  # or to be filled by what is queued
         self._held: tuple[int, Loan] | None = None  # what the last `fetch` returned
+        self._wanted: tuple[int, float] | None = None  # the layer waited for, and until when
+        self._woken = False
         self._copying: int | None = None
         self._error: BaseException | None = None
         self._closing = False
@@ -79,21 +81,28 @@ class CopyingStore:
         held = [] if self._held is None else [self._held[1]]
         return sum(loan.buffer.num_bytes for loan in [*self._free, *self._filled.values(), *held])
 
-    def fetch(self, layer: int) -> ExpertLayer:
-        if layer in self._resident:
-            with self._changed:
-                self._give_back()
-            return self._resident[layer]
+    def has(self, layer: int) -> bool:
+        if layer in self._resident or layer in self._filled:
+            return True
+        return self._held is not None and self._held[0] == layer
+
+    def bring(self, layer: int, timeout_s: float) -> bool:
         with self._changed:
+            return self.has(layer) or self._bring(layer, timeout_s, lambda: self._woken)
+
+    def wake(self) -> None:
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def fetch(self, layer: int) -> ExpertLayer:
+        with self._changed:
+            if layer in self._resident:
+                self._give_back()
+                return self._resident[layer]
             if self._held is not None and self._held[0] == layer:
                 return self._held[1].buffer.layer
-            self._give_back()
-            self._check_open(layer)
-            deadline_s = self._clock() + self._deadline_s
-            if layer != self._order[self._expected]:
-                self._start_over(layer, deadline_s)
-            self._wait(lambda: layer in self._filled or self._error is not None, layer, deadline_s)
-            self._raise_error(layer)
+            self._bring(layer, self._deadline_s, lambda: False)
             self._held = (layer, self._filled.pop(layer))
             self._lane.take(self._held[1])
             self._expected = self._after(self._expected)
@@ -126,12 +135,31 @@ class CopyingStore:
             self._free.append(loan)
             self._changed.notify_all()
 
-    def _start_over(self, layer: int, deadline_s: float) -> None:
+    def _bring(self, layer: int, timeout_s: float, enough: Callable[[], bool]) -> bool:
+        """Waits until the layer is there, or it is `enough`. Raises ChannelError once the layer has
+        been wanted for the deadline."""
+        self._give_back()
+        self._check_open(layer)
+        if self._wanted is None or self._wanted[0] != layer:
+            self._wanted = (layer, self._clock() + self._deadline_s)
+        if layer != self._order[self._expected]:
+            self._start_over(layer)
+        self._wait(lambda: self._came(layer) or enough(), layer, timeout_s)
+        self._woken = False
+        if self._came(layer):
+            self._wanted = None
+        self._raise_error(layer)
+        return layer in self._filled
+
+    def _came(self, layer: int) -> bool:
+        return layer in self._filled or self._error is not None
+
+    def _start_over(self, layer: int) -> None:
         """The pass does not go on where the last one was: what was brought in is not wanted."""
         at = self._order.index(layer)
         self._next = self._expected = at
         if self._copying is not None and self._copying != layer:
-            self._wait(lambda: self._copying is None, layer, deadline_s)
+            self._wait(lambda: self._copying is None, layer, self._deadline_s)
         self._error = None
         for other in [other for other in self._filled if other != layer]:
             self._free.append(self._filled.pop(other))
@@ -139,16 +167,19 @@ class CopyingStore:
             self._next = self._after(at)
         self._changed.notify_all()
 
-    def _wait(self, ready: Callable[[], bool], layer: int, deadline_s: float) -> None:
+    def _wait(self, ready: Callable[[], bool], layer: int, timeout_s: float) -> None:
+        """At most `timeout_s`. Raises ChannelError at the deadline of the layer."""
         if ready():
             return
-        start_s = self._clock()
+        assert self._wanted is not None
+        start_s, deadline_s = self._clock(), self._wanted[1]
         came = self._changed.wait_for(
-            lambda: ready() or self._closing, max(0.0, deadline_s - start_s)
+            lambda: ready() or self._closing, max(0.0, min(timeout_s, deadline_s - start_s))
         )
         self._host_waited_s += self._clock() - start_s
         self._check_open(layer)
-        if not came:
+        if not came and start_s + timeout_s >= deadline_s:
+            self._wanted = None
             raise ChannelError(
                 f"experts of layer {layer} did not arrive within {self._deadline_s:g} s; see "
                 "channel.deadline_s"

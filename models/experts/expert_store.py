@@ -80,10 +80,20 @@ class ExpertStore(Protocol):
     def waited_s(self) -> float:
         """So far: time in which nothing was computed because a layer was not there yet."""
 
+    def has(self, layer: int) -> bool:
+        """Whether `fetch` would return at once."""
+
+    def bring(self, layer: int, timeout_s: float) -> bool:
+        """Waits for what `fetch` would wait for, at most so long. Raises as `fetch`; whether the
+        layer has come."""
+
+    def wake(self) -> None:
+        """Ends a `bring` that waits. Called from any thread."""
+
     def fetch(self, layer: int) -> ExpertLayer:
-        """All experts of `layer`; begins to bring the next layers in. What an earlier call
-        returned must not be used any more. Raises PeerError or ChannelError that names who failed;
-        never waits longer than the channel's deadline."""
+        """All experts of `layer`; begins to bring the next layers in. What an earlier call for
+        another layer returned must not be used any more. Raises PeerError or ChannelError that
+        names who failed; never waits longer than the channel's deadline."""
 
     def release(self) -> None:
         """What `fetch` has returned is not used any more (on a GPU: all that uses it is queued),
@@ -100,6 +110,15 @@ class ResidentStore:
 
     def __init__(self, experts: ExpertHalf) -> None:
         self._experts = experts
+
+    def has(self, layer: int) -> bool:
+        return True
+
+    def bring(self, layer: int, timeout_s: float) -> bool:
+        return True
+
+    def wake(self) -> None:
+        """Nobody waits."""
 
     def fetch(self, layer: int) -> ExpertLayer:
         return self._experts.held(layer)

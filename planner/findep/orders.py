@@ -59,6 +59,12 @@ def by_plan(ready: Sequence[Task]) -> Task:
     return min(ready, key=lambda task: (task.priority, task.batch, *position(task)))
 
 
+def by_layer(ready: Sequence[Task]) -> Task:
+    """The next task where batches share what a layer needs: latency-sensitive before best-effort,
+    then whoever is furthest behind, so that all come to a layer before any leaves it."""
+    return min(ready, key=lambda task: (task.priority, *position(task), task.batch))
+
+
 def static_order(
     order: Order, micro_batches: int, num_layers: int, shared_lag: int = 0
 ) -> list[Task]:

@@ -14,6 +14,7 @@ from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.channels.base import Header, Kind, Packet, Part, PeerLost
 from actors.engine.executor import Executor, ExecutorParts
+from actors.experts.remote_plane import RemotePlane
 from actors.telemetry.timeline import Timeline
 from contracts.clock import ManualClock
 from contracts.errors import PeerDeadError, PeerHungError
@@ -51,7 +52,12 @@ class FakeHalf:
         return batch.token_ids_T[:, None].float().repeat(1, DIM)
 
     def attend(
-        self, layer: int, hidden_TD: torch.Tensor, batch: AttentionBatch, kv: object
+        self,
+        layer: int,
+        hidden_TD: torch.Tensor,
+        batch: AttentionBatch,
+        kv: object,
+        last: object = None,
     ) -> Attended:
         self._sequence = int(batch.token_ids_T[0]) // 10
         self._log.append(("attend", layer, self._sequence))
@@ -157,10 +163,10 @@ class Rig:
         kv: Any = SimpleNamespace(block_tokens=BLOCK, device=torch.device("cpu"))
         endpoint: Any = self.endpoint
         self.clock, self.reply_s = ManualClock(), 300.0
-        parts = ExecutorParts(
-            half, kv, endpoint, placement, RANKS, self._sink, self.timeline, self.clock,
-            self.reply_s,
-        )  # fmt: skip
+        plane = RemotePlane(
+            endpoint, placement, RANKS, self.timeline, self.clock, reply_s=self.reply_s
+        )
+        parts = ExecutorParts(endpoint.name, half, kv, plane, self._sink, self.timeline, self.clock)
         self.executor = Executor(parts, chunk_cost=lambda start, stop: stop - start)
 
     def _sink(self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor) -> None:
@@ -415,8 +421,8 @@ def test_a_lost_expert_rank_is_named_whether_told_or_met_on_sending() -> None:
     met.submit(Plan(), [0])
     met.executor.step(0.0)
     for rig in (told, met):
-        assert rig.executor.lost is not None
-        assert rig.executor.lost.peer == "expert-1"
+        assert isinstance(rig.executor.failure, PeerDeadError)
+        assert rig.executor.failure.peer == "expert-1"
         assert len(rig.executor.fail_all()) == 1
         assert rig.executor.in_flight == 0
 
@@ -428,8 +434,8 @@ def test_of_two_expert_ranks_that_are_lost_the_first_is_the_cause() -> None:
     for name in ("expert-1", "expert-0"):
         rig.endpoint.arrived.append(PeerLost(name, PeerDeadError(f"{name} is gone", name)))
     rig.executor.step(0.0)
-    assert rig.executor.lost is not None
-    assert rig.executor.lost.peer == "expert-1"
+    assert isinstance(rig.executor.failure, PeerDeadError)
+    assert rig.executor.failure.peer == "expert-1"
 
 
 def test_a_stranger_that_is_lost_is_none_of_our_business() -> None:
@@ -438,7 +444,7 @@ def test_a_stranger_that_is_lost_is_none_of_our_business() -> None:
     rig.submit(Plan(), [0])
     rig.endpoint.arrived.append(PeerLost("attention-9", gone))
     assert len(rig.run_all()) == 1
-    assert rig.executor.lost is None
+    assert rig.executor.failure is None
 
 
 def test_an_expert_rank_that_lives_and_never_answers_is_lost_by_name_at_a_deadline() -> None:
@@ -453,7 +459,7 @@ def test_an_expert_rank_that_lives_and_never_answers_is_lost_by_name_at_a_deadli
     rig.run_ready()
     rig.clock.advance(rig.reply_s - 1.0)
     rig.run_ready()
-    assert rig.executor.lost is None  # they have answered something since
+    assert rig.executor.failure is None  # they have answered something since
     rig.clock.advance(2.0)
     rig.executor.step(0.0)
     assert isinstance(rig.executor.failure, PeerHungError)

@@ -1,0 +1,72 @@
+"""Where routed experts are computed: a *plane*. The executor knows no other kind of expert.
+
+    begin ──> (the plane computes, or fetches, or waits) ──> is_complete ──> add_to
+
+`RemotePlane`: on expert ranks, over A2E and E2A. `StoredPlane`: here, with weights from an expert
+store. `LockstepPlane`: on all workers at once, the DP+EP baseline.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from contracts.errors import ChannelError
+from contracts.events import Stage
+from contracts.plan import Plan
+from contracts.requests import Priority
+from models.experts.router import Routed
+
+
+class TaskKey(NamedTuple):
+    """Whose experts: those of a layer of one micro-batch."""
+
+    batch: int
+    layer: int
+    micro_batch: int
+    priority: Priority
+
+
+class Pending(Protocol):
+    """What `begin` has begun."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `add_to` has nothing to wait for."""
+
+
+P = TypeVar("P", bound=Pending)
+
+
+class ExpertPlane(Protocol[P]):
+    """Owned by the executor's thread, but for `wake`. After an error of kind `fatal` it computes
+    nothing any more; any other ends the batches in flight."""
+
+    @property
+    def fatal(self) -> type[ChannelError]: ...
+
+    @property
+    def stage(self) -> Stage | None:
+        """What the time of `add_to` is noted as; None: as part of the attention that follows."""
+
+    @property
+    def is_engaged(self) -> bool:
+        """Whether it takes part in the computation of others, so that no batch may begin."""
+
+    def begin(self, key: TaskKey, routed: Routed, plan: Plan) -> P:
+        """At most one at a time of each micro-batch. Raises ChannelError."""
+
+    def poll(self, timeout_s: float, *, idle: bool) -> bool:
+        """Takes what has arrived, or waits for it; idle: no batch is in flight. Returns whether
+        something came. Raises ChannelError."""
+
+    def add_to(self, hidden_TD: Tensor, pending: P, shared_TD: Tensor | None) -> None:
+        """Adds what the experts gave, and the shared expert, to the residual, in place. What
+        `pending` held is released. Raises ChannelError."""
+
+    def drop(self, pending: P) -> None:
+        """Its batch has failed."""
+
+    def wake(self) -> None:
+        """Ends a `poll` that waits. Called from any thread."""

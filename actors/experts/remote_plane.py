@@ -1,0 +1,219 @@
+"""Experts on expert ranks: routed rows go out in A2E packets, the answers (E2A) are added to the
+residual.
+
+Packets are written straight into the channel's memory: no copy of a row is made on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.channels.base import (
+    Endpoint,
+    Happening,
+    Header,
+    Kind,
+    Packet,
+    Part,
+    PeerLost,
+    transfer_span,
+    transfers,
+)
+from actors.experts.dispatch import RankSlice, plan_dispatch
+from actors.experts.plane import TaskKey
+from actors.telemetry.timeline import Timeline
+from contracts.clock import Clock
+from contracts.config import ChannelConfig
+from contracts.errors import ChannelError, PeerError, PeerHungError
+from contracts.events import Stage, TaskSpan
+from contracts.plan import Plan
+from models.experts.router import Routed
+from planner.findep.placement import ExpertPlacement
+from planner.findep.split import token_group_bounds
+
+
+class RemotePending:
+    """Packets under way. replies: by (token group, expert rank)."""
+
+    __slots__ = ("key", "missing", "replies", "sent_s", "slices")
+
+    def __init__(self, key: TaskKey, slices: list[RankSlice]) -> None:
+        self.key = key
+        self.slices = slices
+        self.replies: dict[tuple[int, int], Packet] = {}
+        self.missing = len(slices)
+        self.sent_s = 0.0  # the last of them
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.missing
+
+
+class RemotePlane:
+    """One attention rank's way to all expert ranks. Their loss ends it."""
+
+    fatal = PeerError
+    stage = None
+    is_engaged = False
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        placement: ExpertPlacement,
+        expert_ranks: Sequence[str],
+        timeline: Timeline,
+        clock: Clock,
+        *,
+        reply_s: float = ChannelConfig().reply_s,
+    ) -> None:
+        """expert_ranks: names, by rank number. reply_s: a rank that lives and answers nothing for
+        so long is given up."""
+        self._endpoint = endpoint
+        self._placement = placement
+        self._expert_ranks = expert_ranks
+        self._rank_of = {name: rank for rank, name in enumerate(expert_ranks)}
+        self._timeline = timeline
+        self._clock = clock
+        self._reply_s = reply_s
+        self._heard_s: dict[str, float] = {}  # when each expert rank's last answer came
+        self._pending: dict[tuple[int, int], RemotePending] = {}  # by (batch, micro-batch)
+
+    def wake(self) -> None:
+        self._endpoint.wake()
+
+    def begin(self, key: TaskKey, routed: Routed, plan: Plan) -> RemotePending:
+        """A2E: one packet per token group and expert rank that has work in it."""
+        slices = plan_dispatch(
+            routed.topk_ids_TK.cpu().numpy(),
+            routed.topk_weights_TK.cpu().numpy(),
+            token_group_bounds(routed.x_TD.shape[0], plan.r2),
+            self._placement,
+        )
+        pending = self._pending[key.batch, key.micro_batch] = RemotePending(key, slices)
+        try:
+            for piece in slices:
+                pending.sent_s = self._clock()
+                self._send(key, piece, routed.x_TD, pending.sent_s)
+        except ChannelError:
+            self.drop(pending)
+            raise
+        return pending
+
+    def _send(self, key: TaskKey, piece: RankSlice, x_TD: Tensor, sent_s: float) -> None:
+        pairs = len(piece.index_N)
+        reservation = self._endpoint.reserve(
+            self._expert_ranks[piece.rank],
+            (
+                Part(str(x_TD.dtype)[6:], (piece.num_rows, x_TD.shape[1])),
+                Part("int32", (pairs,)),
+                Part("float32", (pairs,)),
+                Part("int32", (len(piece.counts_e),)),
+            ),
+        )
+        x_UD, index_N, weights_N, counts_e = reservation.tensors
+        if piece.rows_U is None:
+            x_UD.copy_(x_TD[piece.start : piece.stop])
+        else:
+            torch.index_select(x_TD, 0, _to(piece.rows_U, x_TD.device), out=x_UD)
+        index_N.copy_(torch.from_numpy(piece.index_N))
+        weights_N.copy_(torch.from_numpy(piece.weights_N))
+        counts_e.copy_(torch.from_numpy(piece.counts_e))
+        header = Header(
+            Kind.A2E,
+            self._endpoint.epoch,
+            key.batch,
+            key.layer,
+            key.micro_batch,
+            piece.token_group,
+            key.priority,
+            sent_s,
+        )
+        self._endpoint.commit(reservation, header)
+
+    def poll(self, timeout_s: float, *, idle: bool) -> bool:
+        start_s = self._clock()
+        happenings = self._endpoint.poll(timeout_s)
+        if timeout_s > 0.0 and not idle:
+            end_s = self._clock()
+            self._timeline.add(TaskSpan(self._endpoint.name, Stage.WAIT, start_s, end_s))
+            self._timeline.waited(start_s, end_s, transfers(happenings))
+        self._take(happenings)
+        if not happenings:
+            self._check_replies()
+        return bool(happenings)
+
+    def _take(self, happenings: Sequence[Happening]) -> None:
+        """Raises the loss of an expert rank, the first one if there are several: the cause."""
+        lost: PeerError | None = None
+        for happening in happenings:
+            if isinstance(happening, Packet):
+                self._take_packet(happening)
+            elif isinstance(happening, PeerLost) and happening.peer in self._rank_of:
+                lost = lost or happening.error
+        if lost is not None:
+            raise lost
+
+    def _take_packet(self, packet: Packet) -> None:
+        header = packet.header
+        pending = self._pending.get((header.batch, header.micro_batch))
+        if pending is None or header.kind is not Kind.E2A:
+            packet.release()  # an answer to a batch that has failed
+            return
+        pending.replies[header.token_group, self._rank_of[packet.peer]] = packet
+        pending.missing -= 1
+        self._heard_s[packet.peer] = packet.arrived_s
+        self._timeline.add(transfer_span(packet, self._endpoint.name))
+
+    def _check_replies(self) -> None:
+        """Raises PeerHungError for an expert rank that lives, but has answered nothing for
+        reply_s."""
+        now_s = self._clock()
+        for pending in self._pending.values():
+            if not pending.missing or now_s - pending.sent_s < self._reply_s:
+                continue
+            for piece in pending.slices:
+                peer = self._expert_ranks[piece.rank]
+                came = (piece.token_group, piece.rank) in pending.replies
+                if not came and now_s - self._heard_s.get(peer, 0.0) >= self._reply_s:
+                    raise PeerHungError(
+                        f"{peer} lives, but has answered nothing for {self._reply_s:g} s "
+                        f"(channel.reply_s): batch {pending.key.batch} waits at layer "
+                        f"{pending.key.layer}",
+                        peer,
+                    )
+
+    def add_to(self, hidden_TD: Tensor, pending: RemotePending, shared_TD: Tensor | None) -> None:
+        """Sums go rank by rank in fp32, whatever the order of arrival: equal inputs, equal bits."""
+        self._forget(pending)
+        total_TD = hidden_TD
+        if self._placement.ranks > 1 or shared_TD is not None:
+            total_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
+        for piece in pending.slices:
+            packet = pending.replies.pop((piece.token_group, piece.rank))
+            (y_UD,) = packet.tensors
+            if piece.rows_U is None:
+                total_TD[piece.start : piece.stop] += y_UD
+            else:
+                rows_U = _to(piece.rows_U, hidden_TD.device)
+                total_TD.index_add_(0, rows_U, y_UD.to(total_TD.dtype))
+            packet.release()
+        if shared_TD is not None:
+            total_TD += shared_TD
+        if total_TD is not hidden_TD:
+            hidden_TD += total_TD.to(hidden_TD.dtype)
+
+    def drop(self, pending: RemotePending) -> None:
+        self._forget(pending)
+        for packet in pending.replies.values():
+            packet.release()
+
+    def _forget(self, pending: RemotePending) -> None:
+        del self._pending[pending.key.batch, pending.key.micro_batch]
+
+
+def _to(rows_U: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(rows_U).to(device)

@@ -1,0 +1,123 @@
+"""Experts here, with the weights of a store: resident, or a layer ahead of the compute.
+
+Where a layer's copy is slower than the compute, the micro-batches in flight that have come to it
+wait for one copy, and others attend meanwhile. On a GPU a layer is only queued: the host is some
+layers ahead, and spans are the host's.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from torch import Tensor
+
+from actors.experts.plane import TaskKey
+from actors.telemetry.timeline import Timeline
+from contracts.clock import Clock
+from contracts.errors import ChannelError
+from contracts.events import Stage, TaskSpan
+from contracts.plan import Plan
+from kernels.device import Pace
+from kernels.routing import local_index
+from models.decoder.decoder import AttentionHalf
+from models.experts.expert_store import ExpertStore
+from models.experts.moe import expert_sums
+from models.experts.router import Routed
+
+_LAYERS_AHEAD = 3
+
+
+class StoredPending:
+    """Rows whose experts are computed once the store has them."""
+
+    __slots__ = ("_store", "key", "routed")
+
+    def __init__(self, key: TaskKey, routed: Routed, store: ExpertStore) -> None:
+        self.key = key
+        self.routed = routed
+        self._store = store
+
+    @property
+    def is_complete(self) -> bool:
+        return self._store.has(self.key.layer)
+
+
+class StoredPlane:
+    """name: of the worker, for its spans. What the store cannot bring ends the worker."""
+
+    fatal = ChannelError
+    stage = Stage.EXPERT
+    is_engaged = False
+
+    def __init__(
+        self, name: str, half: AttentionHalf, store: ExpertStore, timeline: Timeline, clock: Clock
+    ) -> None:
+        self._name = name
+        self._store = store
+        self._timeline = timeline
+        self._clock = clock
+        experts = half.spec.num_experts
+        self._local_of_E = local_index(list(range(experts)), experts).to(half.device)
+        self._pending: list[StoredPending] = []
+        self._waited_s = 0.0  # by the store's account, as far as it was noted
+        self._pace = Pace(half.device, _LAYERS_AHEAD)
+        self._woken = threading.Event()
+
+    def wake(self) -> None:
+        self._woken.set()
+        self._store.wake()
+
+    def begin(self, key: TaskKey, routed: Routed, plan: Plan) -> StoredPending:
+        pending = StoredPending(key, routed, self._store)
+        self._pending.append(pending)
+        return pending
+
+    def poll(self, timeout_s: float, *, idle: bool) -> bool:
+        if timeout_s <= 0.0:
+            return False  # what has come is complete without
+        if not self._pending:
+            self._woken.wait(timeout_s)
+            self._woken.clear()
+            return False
+        first = min(self._pending, key=lambda pending: (pending.key.priority, pending.key.layer))
+        start_s = self._clock()
+        came = self._store.bring(first.key.layer, timeout_s)
+        self._note_exposed(first, start_s)
+        return came
+
+    def add_to(self, hidden_TD: Tensor, pending: StoredPending, shared_TD: Tensor | None) -> None:
+        start_s, layer = self._clock(), pending.key.layer
+        held = self._store.fetch(layer)
+        self._note_exposed(pending, start_s)
+        hidden_TD.add_(expert_sums(pending.routed, held, self._local_of_E))
+        self._pending.remove(pending)
+        if not any(other.key.layer == layer for other in self._pending):
+            self._store.release()
+        if shared_TD is not None:
+            hidden_TD.add_(shared_TD)
+        self._pace.step()
+
+    def drop(self, pending: StoredPending) -> None:
+        self._pending.remove(pending)
+
+    def _note_exposed(self, pending: StoredPending, start_s: float) -> None:
+        """What has been waited for copies since the last time. A GPU tells some layers later."""
+        waited_s = self._store.waited_s
+        if waited_s <= self._waited_s:
+            return
+        self._timeline.exposed_s += waited_s - self._waited_s
+        self._waited_s = waited_s
+        key, tokens = pending.key, pending.routed.x_TD.shape[0]
+        end_s = self._clock()
+        self._timeline.add(
+            TaskSpan(
+                self._name,
+                Stage.WAIT,
+                start_s,
+                end_s,
+                key.batch,
+                key.layer,
+                key.micro_batch,
+                tokens=tokens,
+            )
+        )
