@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.telemetry.telemetry import CONTENT_TYPE, Telemetry, merge_expositions
 from cluster.api.answers import json_response
-from cluster.api.callers import Callers, CallersBackend
+from cluster.api.callers import Callers
 from cluster.api.chat import chat_completions
 from cluster.api.classification import classify
 from cluster.api.completions import completions
@@ -166,8 +165,7 @@ class _Counted:
             session.account.close()
 
     async def _respond(self, session: Session, request: Request) -> Response:
-        backend = CallersBackend(self._services.backend, session)
-        services = msgspec.structs.replace(self._services, backend=backend)
+        services = self._services
         outcome = Outcome.ERROR
         try:
             session.caller = self._callers.caller(check_key(services.http, request))

@@ -14,6 +14,7 @@ from cluster.api.cost import decoded_bytes
 from cluster.api.errors import BodyTooLargeError, MediaTypeError, UnknownFieldError
 from cluster.api.open_requests import Account
 from cluster.api.schemas import NESTED
+from cluster.api.session import Services, Session
 from cluster.files.json_input import wrong_field
 from contracts.errors import ClientGoneError, RequestError
 
@@ -21,6 +22,12 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 MAX_SHOWN_CHARACTERS = 64
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?([^`]*)`)?", re.DOTALL)
+
+
+async def body_of(services: Services, session: Session, request: Request, kind: type[Body]) -> Body:
+    """The request's body, if it comes in its time; charged to the session's account."""
+    limit = services.http.max_body_bytes
+    return await session.read(read_body(request, kind, limit, session.account))
 
 
 async def read_body(request: Request, kind: type[Body], max_bytes: int, account: Account) -> Body:

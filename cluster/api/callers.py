@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from cluster.api.session import Session
-from cluster.routing.backend import Backend
 from contracts.block_hash import DIGEST_BYTES
 from contracts.errors import RequestError
-from contracts.messages import Finished, Scored, Submit, Tokens
 from contracts.requests import Caller
 
 MAX_CACHE_SALT_CHARACTERS = 1024
@@ -61,31 +58,3 @@ def salted(caller: Caller, cache_salt: str | None) -> Caller:
 
 def _salt(text: bytes, domain: bytes, within: bytes = b"") -> bytes:
     return hashlib.blake2b(text, digest_size=DIGEST_BYTES, key=within, person=domain).digest()
-
-
-class CallersBackend:
-    """The backend as one request sees it: all that it submits says whose it is."""
-
-    def __init__(self, backend: Backend, session: Session) -> None:
-        self._backend = backend
-        self._session = session
-
-    def generate(
-        self, submit: Submit, *, patient: bool = False
-    ) -> AsyncGenerator[list[Tokens | Finished], None]:
-        return self._backend.generate(self._owned(submit), patient=patient)
-
-    async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
-        return await self._backend.score(self._owned(submit), patient=patient)
-
-    def pool_tokens(self, *, prefill: bool) -> int | None:
-        return self._backend.pool_tokens(prefill=prefill)
-
-    def problems(self) -> list[str]:
-        return self._backend.problems()
-
-    def waiting(self) -> Mapping[tuple[str, str], int]:
-        return self._backend.waiting()
-
-    def _owned(self, submit: Submit) -> Submit:
-        return msgspec.structs.replace(submit, caller=self._session.caller)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -12,16 +10,7 @@ from starlette.responses import Response
 
 from cluster.api.answers import (
     Collected,
-    Deltas,
-    Json,
-    collect,
-    header,
-    json_list,
-    json_object,
-    pieces_response,
 )
-from cluster.api.body import read_body
-from cluster.api.callers import salted
 from cluster.api.checks import (
     check_logprobs,
     check_model,
@@ -32,43 +21,21 @@ from cluster.api.checks import (
 )
 from cluster.api.cost import CHAT_ALTERNATIVE_BYTES, generated_answer_bytes
 from cluster.api.errors import UnsupportedFieldError
+from cluster.api.generation import Job, Prompt, generation
 from cluster.api.guided import samplings
 from cluster.api.logprobs import ChatLogprobs, chat_logprobs
 from cluster.api.schemas import ChatBody, ChatMessage, GenerationOptions
-from cluster.api.sequences import Choice, Tally, run_choices, with_seed
-from cluster.api.session import DONE, EventStream, Services, Session, sse
-from cluster.api.text import ShownToken
+from cluster.api.session import Services, Session
+from cluster.api.text import Delta, ShownToken
 from contracts.errors import RequestError, TooLongError
-from contracts.messages import Submit
-from contracts.metrics import Pipeline
-from contracts.requests import Sampling, Usage
+from models.text.tokenizer import Tokenizer
 
 _NO_TEMPLATES = frozenset({"refusal", "annotations", "audio", "function_call"})
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
 
 
-class Job(msgspec.Struct, frozen=True):
-    token_ids: list[int]
-    sampling: Sampling
-    options: GenerationOptions
-
-
 async def chat_completions(services: Services, session: Session, request: Request) -> Response:
-    limit = services.http.max_body_bytes
-    body = await session.read(read_body(request, ChatBody, limit, session.account))
-    session.caller = salted(session.caller, body.cache_salt)
-    return await session.run(_response(services, session, body))
-
-
-async def _response(services: Services, session: Session, body: ChatBody) -> Response:
-    job = await _job(services, session, body)
-    session.priority = job.options.priority
-    if job.sampling.max_tokens <= 1:
-        session.pipeline = Pipeline.PREFILL
-    run = _Run(services, session, job)
-    if job.options.stream:
-        return await EventStream.open(session, run.frames())
-    return pieces_response(await run.answer())
+    return await generation(services, session, request, ChatBody, _job, _Wording)
 
 
 async def _job(services: Services, session: Session, body: ChatBody) -> Job:
@@ -105,7 +72,7 @@ async def _job(services: Services, session: Session, body: ChatBody) -> Job:
         answered = generated_answer_bytes(options.n * room, top, CHAT_ALTERNATIVE_BYTES)
         services.bounds.check_answer("max_tokens", answered)
     (sampling,) = await samplings(services.tokenizing, [(token_ids, room)], options, services.model)
-    return Job(token_ids, sampling, options)
+    return Job([Prompt(token_ids, sampling)], options)
 
 
 def _default_max_tokens(services: Services, options: GenerationOptions, prompt_tokens: int) -> int:
@@ -190,93 +157,43 @@ def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
     return dict(given or {})
 
 
-class _Run:
-    """A job at work: its deltas, as one answer or as a stream of chunks."""
+class _Wording:
+    """A message; in a stream the role first, with the first arrival, then text and the reason."""
 
-    def __init__(self, services: Services, session: Session, job: Job) -> None:
-        self._services = services
-        self._session = session
-        self._job = job
-        self._usages: dict[int, Usage] = {}
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _header(self, kind: str) -> dict[str, Any]:
-        return header("chatcmpl", kind, self._services.model.name)
+    def __init__(self, tokenizer: Tokenizer, wanted: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._wants_logprobs = wanted is not None
+        self._begun: set[int] = set()
 
-    def _deltas(self) -> Deltas:
-        choices = [
-            Choice(index=index, submit=self._submit(index), stops=self._job.options.stops)
-            for index in range(self._job.options.n)
-        ]
-        return run_choices(self._services, self._session, choices, self._usages)
+    def logprobs(self) -> ChatLogprobs | None:
+        return ChatLogprobs(self._tokenizer) if self._wants_logprobs else None
 
-    def _submit(self, index: int) -> Submit:
-        options = self._job.options
-        return Submit(
-            request_id=0,
-            token_ids=self._job.token_ids,
-            sampling=with_seed(self._job.sampling, index),
-            priority=options.priority,
-            eos_token_ids=list(self._services.model.eos_token_ids),
-        )
+    def choice(self, index: int, choice: Collected) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "finish_reason": choice.finish_reason,
+        }
 
-    async def answer(self) -> Json:
-        wanted = self._job.options.sampling.logprobs is not None
-        collected = [
-            Collected(
-                ChatLogprobs(self._services.tokenizer) if wanted else None, self._session.account
-            )
-            for _ in range(self._job.options.n)
-        ]
-        await collect(self._deltas(), collected)
-        choices = [
-            json_object(
-                {
-                    "index": index,
-                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                    "finish_reason": choice.finish_reason,
-                },
-                {"logprobs": choice.logprobs},
-            )
-            for index, choice in enumerate(collected)
-        ]
-        head = {**self._header("chat.completion"), "usage": self._usage()}
-        return json_object(head, {"choices": json_list(choices)})
+    def pieces(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        pieces = []
+        if index not in self._begun:
+            self._begun.add(index)
+            pieces.append(self._piece(index, {"role": "assistant", "content": ""}, [], None))
+        if delta.text or delta.tokens or delta.finish_reason:
+            content = {"content": delta.text} if delta.text or delta.tokens else {}
+            pieces.append(self._piece(index, content, delta.tokens, delta.finish_reason))
+        return pieces
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        """The role first, with the first arrival; then text; the reason; the usage."""
-        head = self._header("chat.completion.chunk")
-        usage = {"usage": None} if self._job.options.include_usage else {}
-        begun: set[int] = set()
-        async with aclosing(self._deltas()) as deltas:
-            async for index, delta in deltas:
-                if index not in begun:
-                    begun.add(index)
-                    role = self._choice(index, {"role": "assistant", "content": ""}, [], None)
-                    yield sse({**head, "choices": [role], **usage})
-                if delta.text or delta.tokens or delta.finish_reason:
-                    content = {"content": delta.text} if delta.text or delta.tokens else {}
-                    choice = self._choice(index, content, delta.tokens, delta.finish_reason)
-                    yield sse({**head, "choices": [choice], **usage})
-        if usage:
-            yield sse({**head, "choices": [], "usage": self._usage()})
-        yield DONE
-
-    def _choice(
+    def _piece(
         self, index: int, delta: dict[str, str], tokens: list[ShownToken], reason: str | None
     ) -> dict[str, Any]:
+        told = tokens and self._wants_logprobs
         return {
             "index": index,
             "delta": delta,
-            "logprobs": self._logprobs(tokens) if tokens else None,
+            "logprobs": chat_logprobs(self._tokenizer, tokens) if told else None,
             "finish_reason": reason,
         }
-
-    def _logprobs(self, tokens: list[ShownToken]) -> dict[str, Any] | None:
-        wanted = self._job.options.sampling.logprobs is not None
-        return chat_logprobs(self._services.tokenizer, tokens) if wanted else None
-
-    def _usage(self) -> dict[str, object]:
-        tally = Tally()
-        for usage in self._usages.values():
-            tally.add(0, usage)
-        return tally.body()

@@ -6,6 +6,8 @@ their range, the context. The first fault found is the one reported. Only then i
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from cluster.api.errors import UnsupportedFieldError
 from cluster.api.guided import check_choices
 from cluster.api.schemas import (
@@ -23,18 +25,9 @@ MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_N = 128
 MAX_ID_DIGITS = 10
-_AS_GIVEN = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "ignore_eos",
-    "stop_token_ids",
-    "min_tokens",
-)
+_USUAL = Sampling()
+
+Value = TypeVar("Value")
 
 
 def check_supported(body: Unsupported) -> None:
@@ -160,18 +153,30 @@ def _check_min_tokens(sampling: Sampling, choices: tuple[str, ...] | None) -> No
 
 
 def _sampling(body: GenerationBody, logprobs: int | None, model: ServedModel) -> Sampling:
-    given = {name: getattr(body, name) for name in _AS_GIVEN}
-    top_k = body.top_k if body.top_k is not None else 0
+    top_k = _given(body.top_k, _USUAL.top_k)
     if top_k < -1:
         raise RequestError(f"top_k={top_k} must be within -1 and {INT64 - 1}", "top_k")
     sampling = Sampling(
-        **{name: value for name, value in given.items() if value is not None},
+        temperature=_given(body.temperature, _USUAL.temperature),
+        top_p=_given(body.top_p, _USUAL.top_p),
+        min_p=_given(body.min_p, _USUAL.min_p),
+        seed=body.seed,
+        presence_penalty=_given(body.presence_penalty, _USUAL.presence_penalty),
+        frequency_penalty=_given(body.frequency_penalty, _USUAL.frequency_penalty),
+        repetition_penalty=_given(body.repetition_penalty, _USUAL.repetition_penalty),
+        ignore_eos=bool(body.ignore_eos),
+        stop_token_ids=_given(body.stop_token_ids, []),
+        min_tokens=_given(body.min_tokens, _USUAL.min_tokens),
         top_k=max(top_k, 0),  # vLLM says -1 where we say 0: no limit
         logit_bias=_biases(body.logit_bias or {}),
         logprobs=logprobs,
     )
     check_sampling(sampling, model.vocab_size)
     return sampling
+
+
+def _given(value: Value | None, usual: Value) -> Value:
+    return usual if value is None else value
 
 
 def _biases(given: dict[str, float]) -> dict[int, float] | None:

@@ -19,7 +19,7 @@ from cluster.api.answers import (
     pieces_response,
     prefill_usage,
 )
-from cluster.api.body import read_body
+from cluster.api.body import body_of
 from cluster.api.callers import salted
 from cluster.api.checks import check_model, check_priority
 from cluster.api.cost import VALUE_BYTES, classified_answer_bytes
@@ -48,8 +48,7 @@ ENCODED_AT_ONCE = 128
 
 async def classify(services: Services, session: Session, request: Request) -> Response:
     session.pipeline = Pipeline.PREFILL
-    limit = services.http.max_body_bytes
-    body = await session.read(read_body(request, ClassifyBody, limit, session.account))
+    body = await body_of(services, session, request, ClassifyBody)
     session.caller = salted(session.caller, body.cache_salt)
     texts, task = _checked(services, body)
     session.priority = task.priority
@@ -157,7 +156,7 @@ async def _run(
     async def classified(numbered: tuple[int, Row]) -> Classified:
         index, row = numbered
         patient = index > 0  # the first row is what the request is admitted or refused with
-        row = msgspec.structs.replace(row, patient=patient)
+        row = msgspec.structs.replace(row, patient=patient, caller=session.caller)
         result = await classify_row(services.backend, asked[index][1], row)
         session.account.grow(len(result.probs) * VALUE_BYTES)
         session.on_token()

@@ -17,7 +17,7 @@ from cluster.api.schemas import GenerationOptions
 from cluster.api.session import Services
 from cluster.api.text import Delta, ShownToken
 from contracts.messages import Scored, Submit, TokenLogprob
-from contracts.requests import Usage
+from contracts.requests import Caller, Usage
 
 SLICE_TOKENS = 256
 
@@ -68,16 +68,29 @@ async def echo(
     text: str,
     token_ids: list[int],
     options: GenerationOptions,
+    caller: Caller,
     *,
     patient: bool,
 ) -> Echo:
-    """The prompt, scored if log-probabilities are wanted. patient: as in `Backend.score`."""
+    """The prompt, scored if log-probabilities are wanted. caller: whose it is. patient: as in
+    `Backend.score`."""
     reason = "length" if options.max_tokens == 0 else None
     top = options.sampling.logprobs
     if top is None:
         usage = Usage(prompt_tokens=len(token_ids))
         return Echo(text=text, token_ids=token_ids, reason=reason, usage=usage)
-    scored = await _score(services, token_ids, options, top, patient)
+    scored = Scored(0, Usage(prompt_tokens=1), token_logprobs=[])
+    if len(token_ids) > 1:
+        submit = Submit(
+            request_id=0,
+            token_ids=token_ids,
+            sampling=None,
+            priority=options.priority,
+            score_from=1,
+            score_top=top,
+            caller=caller,
+        )
+        scored = await services.backend.score(submit, patient=patient)
     return Echo(
         text=text,
         token_ids=token_ids,
@@ -107,21 +120,3 @@ async def _offsets(services: Services, token_ids: list[int]) -> Sequence[int]:
         if index % SLICE_TOKENS == SLICE_TOKENS - 1:
             await asyncio.sleep(0)
     return offsets
-
-
-async def _score(
-    services: Services, token_ids: list[int], options: GenerationOptions, top: int, patient: bool
-) -> Scored:
-    if len(token_ids) == 1:
-        return Scored(0, Usage(prompt_tokens=1), token_logprobs=[])
-    return await services.backend.score(
-        Submit(
-            request_id=0,
-            token_ids=token_ids,
-            sampling=None,
-            priority=options.priority,
-            score_from=1,
-            score_top=top,
-        ),
-        patient=patient,
-    )

@@ -20,7 +20,7 @@ from cluster.api.answers import (
     pieces_response,
     prefill_usage,
 )
-from cluster.api.body import read_body
+from cluster.api.body import body_of
 from cluster.api.callers import salted
 from cluster.api.checks import check_model, check_priority, check_tokens
 from cluster.api.cost import SHARED_TOKEN_BYTES, Bounds, scored_answer_bytes
@@ -47,8 +47,7 @@ class Job(msgspec.Struct, frozen=True):
 
 async def score(services: Services, session: Session, request: Request) -> Response:
     session.pipeline = Pipeline.PREFILL
-    limit = services.http.max_body_bytes
-    body = await session.read(read_body(request, ScoreBody, limit, session.account))
+    body = await body_of(services, session, request, ScoreBody)
     session.caller = salted(session.caller, body.cache_salt)
     answers = await session.run(_run(services, session, body))
     usage = prefill_usage(usage for _, usage in answers)
@@ -136,6 +135,7 @@ async def _run(services: Services, session: Session, body: ScoreBody) -> list[tu
             sampling=None,
             priority=job.priority,
             candidates=job.label_token_ids,
+            caller=session.caller,
         )
         scored = await services.backend.score(submit, patient=index > 0)
         session.on_token()

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.api.answers import json_response
-from cluster.api.body import read_body
+from cluster.api.body import body_of
 from cluster.api.chat import chat_token_ids, template_variables
 from cluster.api.checks import check_model, check_tokens
 from cluster.api.echo import text_of
@@ -21,8 +21,7 @@ from contracts.errors import RequestError, TooLongError
 
 async def tokenize(services: Services, session: Session, request: Request) -> Response:
     session.not_counted()
-    limit = services.http.max_body_bytes
-    body = await session.read(read_body(request, TokenizeBody, limit, session.account))
+    body = await body_of(services, session, request, TokenizeBody)
     token_ids = await session.run(_token_ids(services, session, body))
     answer: dict[str, Any] = {
         "count": len(token_ids),
@@ -37,8 +36,7 @@ async def tokenize(services: Services, session: Session, request: Request) -> Re
 
 async def detokenize(services: Services, session: Session, request: Request) -> Response:
     session.not_counted()
-    limit = services.http.max_body_bytes
-    body = await session.read(read_body(request, DetokenizeBody, limit, session.account))
+    body = await body_of(services, session, request, DetokenizeBody)
     if body.model is not None:
         check_model(body.model, services.model)
     context = services.model.max_context_tokens

@@ -30,7 +30,7 @@ from cluster.classification.bounded import map_bounded
 from cluster.classification.label_trie import LabelPass, LabelTrie, label_trie
 from contracts.errors import RankError, RequestError, TooCostlyError, TooLongError
 from contracts.messages import Scored, Submit
-from contracts.requests import Priority, Usage
+from contracts.requests import Caller, Priority, Usage
 from models.text.continuations import END_CHARACTERS
 from models.text.steps import PIECE_CHARACTERS, PIECE_TEXTS, Steps, finish
 from models.text.tokenizer import Tokenizer
@@ -78,11 +78,13 @@ class ClassifyTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """prompt_ids, and the labels' tokens that continue it. patient: as in `Scorer.score`."""
+    """prompt_ids, and the labels' tokens that continue it. patient: as in `Scorer.score`. caller:
+    whose it is."""
 
     prompt_ids: list[int]
     labels: LabelTrie
     patient: bool = False
+    caller: Caller = Caller()
 
 
 class Classified(msgspec.Struct, frozen=True):
@@ -275,7 +277,7 @@ async def classify_row(scorer: Scorer, task: ClassifyTask, row: Row) -> Classifi
     async def score(numbered: tuple[int, LabelPass]) -> Scored:
         number, each = numbered
         patient = row.patient or number > 0
-        return await scorer.score(_submit(task, row.prompt_ids, each), patient=patient)
+        return await scorer.score(_submit(task, row, each), patient=patient)
 
     scores = await map_bounded(score, enumerate(passes), CONCURRENT_PASSES)
     edges: dict[int, float] = {}
@@ -287,15 +289,16 @@ async def classify_row(scorer: Scorer, task: ClassifyTask, row: Row) -> Classifi
     return Classified(probs, add_usage([scored.usage for scored in scores]))
 
 
-def _submit(task: ClassifyTask, prompt_ids: list[int], each: LabelPass) -> Submit:
+def _submit(task: ClassifyTask, row: Row, each: LabelPass) -> Submit:
     on_the_way = each.scored_from < each.length
     return Submit(
         request_id=0,
-        token_ids=[*prompt_ids, *each.path],
+        token_ids=[*row.prompt_ids, *each.path],
         sampling=None,
         priority=task.priority,
         candidates=each.candidates,
-        score_from=len(prompt_ids) + each.scored_from if on_the_way else None,
+        score_from=len(row.prompt_ids) + each.scored_from if on_the_way else None,
+        caller=row.caller,
     )
 
 
