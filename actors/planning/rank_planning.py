@@ -21,6 +21,8 @@ from actors.planning.stage_report import (
     micro_batch_times,
     transfer_times,
 )
+from actors.telemetry.telemetry import Telemetry
+from contracts import metrics
 from contracts.clock import Clock
 from contracts.events import Stage, TaskSpan
 from contracts.logs import event
@@ -44,7 +46,12 @@ class RankPlanning:
     """
 
     def __init__(
-        self, spec: WorkerSpec, *, chunk_cost: Callable[[int, int], float], clock: Clock
+        self,
+        spec: WorkerSpec,
+        *,
+        chunk_cost: Callable[[int, int], float],
+        clock: Clock,
+        telemetry: Telemetry,
     ) -> None:
         """`chunk_cost(start, stop)`: as the executor's, which cuts batches by it."""
         self.batches: Counter[str] = Counter()
@@ -52,6 +59,7 @@ class RankPlanning:
         self._spec = spec
         self._chunk_cost = chunk_cost
         self._clock = clock
+        self._telemetry = telemetry
         self._link: PlannerLink | None = None
         self._pinned: Plan | None = None
         self._recorder = SpanRecorder()
@@ -97,6 +105,7 @@ class RankPlanning:
             plan = default_plan(self._spec.config.schedule, batch.tokens)
             who = Chooser.DEFAULT
         self.chosen[f"{who} {reason}" if reason else str(who)] += 1
+        self._telemetry.count(metrics.PLAN_BATCHES, self._spec.name, who, reason or "")
         self.batches[general_label(plan)] += 1
         self._running = _Running(batch, plan, known)
         self._record_if_due()

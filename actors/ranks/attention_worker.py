@@ -35,8 +35,11 @@ class AttentionWorker(ServingWorker):
         spec, half = self.spec, self._half
         chunk_cost = ChunkCost(half.spec)
         self._upcoming_changed = False
-        self._planning = RankPlanning(spec, chunk_cost=chunk_cost, clock=monotonic_s)
+        self._planning = RankPlanning(
+            spec, chunk_cost=chunk_cost, clock=monotonic_s, telemetry=self._metrics
+        )
         self._endpoint = rank_endpoint(spec, half.device, monotonic_s)
+        self._metrics.follow(self._timeline, lambda: self._endpoint.bytes_moved()[0])
         plane = RemotePlane(
             self._endpoint,
             ExpertPlacement.contiguous(half.spec.num_experts, spec.expert_ranks),

@@ -55,6 +55,7 @@ class ExpertWorker:
         self._planner: PlannerLink | None = None
         self._recorder: ExpertRecorder | None = None
         self._endpoint = rank_endpoint(spec, device, monotonic_s)
+        self._metrics.follow(self._timeline, lambda: self._endpoint.bytes_moved()[0])
         self._server = ExpertServer(
             self._endpoint, self._half, timeline=self._timeline, clock=monotonic_s
         )
@@ -112,14 +113,14 @@ class ExpertWorker:
 
     def metrics(self) -> str:
         """Prometheus text of this rank."""
-        return self._metrics.text(self.status())
+        return self._metrics.exposition()
 
     def spans(self) -> list[TaskSpan]:
         """The last recorded task spans of this rank."""
         return self._timeline.spans()
 
     def _observe(self, span: TaskSpan) -> None:
-        self._metrics.observe(span)
+        self._metrics.span(span)
         if self._recorder is not None:
             self._recorder.observe(span)
 

@@ -23,6 +23,7 @@ from actors.ranks.memory import kv_pool_blocks
 from actors.ranks.serving_worker import ServingWorker
 from actors.ranks.worker_log import WorkerLog
 from actors.wire.client_server import FromClient, Joined
+from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import ScheduleConfig
 from contracts.errors import ChannelError, NotFiniteError, RequestError
@@ -89,6 +90,9 @@ class PrefillWorker(ServingWorker):
         self._peak_flops_per_s = 0.0
         self._supply = expert_supply(spec, half.spec, half.dtype, self._timeline)
         self._channel_address = self._supply.address
+        self._metrics.follow(self._timeline, lambda: self._supply.bytes_moved()[0])
+        self._metrics.read(metrics.LOAD, spec.name, of=lambda: self._log.load)
+        self._metrics.read(metrics.SATURATION, spec.name, of=self._threshold)
         self._parts = ExecutorParts(
             name=spec.name,
             half=half,
@@ -123,19 +127,26 @@ class PrefillWorker(ServingWorker):
             computed_flops=self._computed_flops,
             peak_flops_per_s=self._peak_flops_per_s,
             load=self._log.load,
-            saturation=threshold(self._saturation, self._work, self._log.calibration),
+            saturation=self._threshold(),
             bytes_sent=sent,
             bytes_received=received,
             degraded=self._supply.degraded,
         )
+
+    def _threshold(self) -> int:
+        """Of saturation, in the unit of the log's load."""
+        return threshold(self._saturation, self._work, self._log.calibration)
 
     # ---- start-up
 
     def _warm_up(self) -> None:
         """The reference pass, in the place of a first batch; then the first report."""
         self._tell_state()
-        half = self._half
-        self._peak_flops_per_s = product_flops_per_s(half.dtype, half.device, monotonic_s)
+        half, rate = self._half, self._metrics.rate(lambda: self._computed_flops)
+        peak = self._peak_flops_per_s = product_flops_per_s(half.dtype, half.device, monotonic_s)
+        if peak > 0:
+            name = self.spec.name
+            self._metrics.read(metrics.MODEL_FLOPS_UTILIZATION, name, of=lambda: rate() / peak)
         try:
             self._calibrate()
         except ChannelError as error:

@@ -96,6 +96,7 @@ class ServingWorker:
         self._computed_tokens = 0
         self._half = self._load_half()
         self._make_pool()
+        self._metrics.read_blocks(lambda: self._blocks.counts)
         self._finisher = Finisher(self._half, max_context_tokens=self._max_context_tokens)
         self._admission = Admission(
             spec.name,
@@ -218,7 +219,7 @@ class ServingWorker:
 
     def metrics(self) -> str:
         """Prometheus text of this rank."""
-        return self._metrics.text(self.status())
+        return self._metrics.exposition()
 
     def spans(self) -> list[TaskSpan]:
         """The last recorded task spans of this rank."""
@@ -226,7 +227,7 @@ class ServingWorker:
 
     def _observe(self, span: TaskSpan) -> None:
         self._watch.moved()
-        self._metrics.observe(span)
+        self._metrics.span(span)
 
     def _load_half(self) -> AttentionHalf:
         spec, folder = self.spec, Path(self.spec.model_folder)

@@ -17,7 +17,7 @@ from actors.channels.loop_watch import LoopWatch
 from actors.planning.model_shape import shape_of
 from actors.ranks.pseudo_answers import pseudo_answer
 from actors.ranks.worker_log import WorkerLog
-from actors.telemetry.telemetry import Telemetry
+from actors.telemetry.rank_metrics import RankMetrics
 from actors.wire.client_server import ClientServer, FromClient, Joined
 from contracts import metrics
 from contracts.clock import monotonic_s
@@ -95,7 +95,9 @@ class StubWorker:
         self._waiting: OrderedDict[tuple[int, int], _Waiting] = OrderedDict()
         pool_tokens = spec.config.kv.pool_tokens or CACHED_BLOCKS * self._block_tokens
         self._cache = _Cache(max(1, pool_tokens // self._block_tokens))
-        self._telemetry = Telemetry()
+        self._metrics = RankMetrics(spec, monotonic_s)
+        self._metrics.read(metrics.LOAD, spec.name, of=lambda: self._log.load)
+        self._metrics.read_blocks(lambda: self._kv_blocks)
         self._everybody: set[int] = set()
         self._answers: defaultdict[int, list[Event]] = defaultdict(list)
         self._started_s = 0.0
@@ -149,11 +151,7 @@ class StubWorker:
 
     def metrics(self) -> str:
         """Prometheus text."""
-        name = self.spec.name
-        self._telemetry.set(metrics.LOAD, name, to=self._log.load)
-        for state, blocks in self._kv_blocks.items():
-            self._telemetry.set(metrics.KV_BLOCKS, name, state, to=blocks)
-        return self._telemetry.exposition()
+        return self._metrics.exposition()
 
     def spans(self) -> list[TaskSpan]:
         """None: it computes nothing."""

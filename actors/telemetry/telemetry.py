@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import (
     CollectorRegistry,
@@ -26,6 +26,7 @@ class Telemetry:
         self._registry = CollectorRegistry()
         self._families: dict[str, Counter | Gauge | Histogram] = {}
         self._children: dict[tuple[str, tuple[str, ...]], Counter | Gauge | Histogram] = {}
+        self._readings: list[tuple[Counter | Gauge, Callable[[], float]]] = []
 
     def count(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
         child = self._child(metric, labels)
@@ -42,8 +43,19 @@ class Telemetry:
         assert isinstance(child, Histogram)
         child.observe(value)
 
+    def read(self, metric: Metric, *labels: str, of: Callable[[], float]) -> None:
+        """Asks `of` at each exposition: for a gauge's value, or how much a counter has grown."""
+        child = self._child(metric, labels)
+        assert isinstance(child, Counter | Gauge)
+        self._readings.append((child, of))
+
     def exposition(self) -> str:
         """All metrics in Prometheus text format."""
+        for child, of in self._readings:
+            if isinstance(child, Counter):
+                child.inc(of())
+            else:
+                child.set(of())
         text: bytes = generate_latest(self._registry)
         return text.decode()
 

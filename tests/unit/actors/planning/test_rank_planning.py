@@ -19,6 +19,7 @@ from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager
 from actors.planning.planner_link import PlannerLink
 from actors.planning.rank_planning import RankPlanning
+from actors.telemetry.telemetry import Telemetry
 from contracts.clock import monotonic_s
 from contracts.config import ScheduleConfig
 from contracts.messages import Submit
@@ -68,7 +69,10 @@ class Rank:
     def __init__(self, **planner: object) -> None:
         self.scheduler = Scheduler(ScheduleConfig(), BlockManager(1024))
         self.planning = RankPlanning(
-            spec(**planner), chunk_cost=lambda start, stop: float(stop - start), clock=monotonic_s
+            spec(**planner),
+            chunk_cost=lambda start, stop: float(stop - start),
+            clock=monotonic_s,
+            telemetry=Telemetry(),
         )
         self._requests = 0
 

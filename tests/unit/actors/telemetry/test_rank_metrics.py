@@ -1,0 +1,75 @@
+"""What a rank exports: counted where it happens, or read when somebody asks."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from actors.telemetry.rank_metrics import RankMetrics
+from actors.telemetry.timeline import Timeline
+from contracts.events import Stage, TaskSpan
+from contracts.worker import Group, WorkerSpec
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def made(time: Time) -> RankMetrics:
+    spec = WorkerSpec(
+        group=Group.EXPERT,
+        rank=1,
+        attention_ranks=1,
+        expert_ranks=2,
+        model_folder="m",
+        token=b"",
+        epoch=3,
+        device="cpu",
+        backend="shm",
+    )
+    return RankMetrics(spec, time)
+
+
+def value(metrics: RankMetrics, name: str) -> float:
+    families = text_string_to_metric_families(metrics.exposition())
+    (found,) = [s.value for family in families for s in family.samples if s.name == name]
+    return found
+
+
+def test_a_ranks_busy_share_is_that_of_the_time_since_the_last_scrape() -> None:
+    time = Time()
+    metrics = made(time)
+    timeline = Timeline(10, metrics.span)
+    metrics.follow(timeline, lambda: 0)
+    for busy_s, expected in ((0.5, 0.25), (2.0, 1.0), (0.0, 0.0)):
+        timeline.add(TaskSpan("expert-1", Stage.EXPERT, time.now_s, time.now_s + busy_s))
+        timeline.add(TaskSpan("expert-1", Stage.WAIT, time.now_s, time.now_s + 1.0))
+        time.now_s += 2.0
+        assert value(metrics, "tandem_rank_busy_fraction") == pytest.approx(expected)
+    assert value(metrics, "tandem_rank_busy_fraction") == 0.0  # no time has passed
+    assert value(metrics, "tandem_stage_seconds_sum") == pytest.approx(2.5)
+
+
+def test_bytes_sent_are_a_counter_of_all_that_was_sent_however_often_it_is_read() -> None:
+    metrics, sent = made(Time()), [0]
+    metrics.follow(Timeline(0), lambda: sent[0])
+    for sent[0] in (10, 10, 35):
+        assert value(metrics, "tandem_channel_bytes_total") == sent[0]
+
+
+def test_blocks_and_epoch_are_what_they_are_when_read() -> None:
+    metrics, counts = made(Time()), {"free": 4, "used": 0}
+    metrics.read_blocks(lambda: counts)
+    assert value(metrics, "tandem_group_epoch") == 3
+    counts.update(free=1, used=3)
+    samples = [
+        (s.labels["state"], s.value)
+        for family in text_string_to_metric_families(metrics.exposition())
+        for s in family.samples
+        if s.name == "tandem_kv_blocks"
+    ]
+    assert dict(samples) == counts
