@@ -186,7 +186,7 @@ class _Workers(NamedTuple):
         )
 
     def computed_tokens(self) -> int:
-        return sum(status.computed_tokens for status in self.group.status())
+        return sum(status.sections["totals"]["computed_tokens"] for status in self.group.status())
 
 
 @contextmanager

@@ -69,13 +69,13 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True):
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What `status` answers at any time.
 
-    stage_s: seconds in each stage since the loop started. exposed_s: seconds in which the rank
-    waited while a payload for it was under way. batches: how many ran under which plan. planner:
-    "ready", or why its plans are not used. chosen: how many batches' plans came from whom.
-    computed_tokens: that batches have run; those from the prefix cache are not among them.
-    Prefill workers only: computed_flops, and peak_flops_per_s, a large product's rate here (0:
-    FLOPs cannot be counted); load and saturation, in FLOPs, or in tokens where those are not
-    counted; degraded: which peers' experts come from elsewhere, and why.
+    sections: numbers, by which part of the rank counts them. Of every rank that computes: stage_s
+    (seconds in each stage since the loop started), channel_bytes (sent, received) and totals. Where
+    there is a KV pool: kv_blocks, by state. Attention ranks: plans (batches by the plan that they
+    ran under) and chosen_by (batches by who chose it). Prefill workers: work, in FLOPs, or in
+    tokens where those cannot be counted.
+    notes: planner: "ready", or why its plans are not used; degraded: which peers' experts come from
+    elsewhere, and why.
     """
 
     name: str
@@ -83,21 +83,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     running: int = 0
     waiting: int = 0
-    kv_blocks: dict[str, int] = {}
-    stage_s: dict[str, float] = {}
-    exposed_s: float = 0.0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    uptime_s: float = 0.0
     epoch: int = 0
-    batches: dict[str, int] = {}
-    kv_evictions: int = 0
-    requeued: int = 0
-    planner: str = ""
-    chosen: dict[str, int] = {}
-    computed_tokens: int = 0
-    computed_flops: int = 0
-    peak_flops_per_s: float = 0.0
-    load: int = 0
-    saturation: int = 0
-    degraded: str = ""
+    uptime_s: float = 0.0
+    sections: dict[str, dict[str, float]] = {}
+    notes: dict[str, str] = {}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.channels.factory import rank_endpoint
 from actors.engine.executor import Executor, ExecutorParts
 from actors.experts.remote_plane import RemotePlane
 from actors.planning.rank_planning import RankPlanning
 from actors.ranks.serving_worker import NOBODY, ServingWorker
+from actors.telemetry.rank_metrics import channel_bytes
 from actors.wire.client_server import FromClient
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, NotFiniteError
@@ -17,7 +16,7 @@ from contracts.events import TaskSpan
 from contracts.messages import Submit
 from contracts.plan import Plan
 from contracts.requests import Sampling
-from contracts.worker import Group, RankStatus, rank_name
+from contracts.worker import Group, rank_name
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
 from planner.findep.placement import ExpertPlacement
@@ -39,7 +38,6 @@ class AttentionWorker(ServingWorker):
             spec, chunk_cost=chunk_cost, clock=monotonic_s, telemetry=self._metrics
         )
         self._endpoint = rank_endpoint(spec, half.device, monotonic_s)
-        self._metrics.follow(self._timeline, lambda: self._endpoint.bytes_moved()[0])
         plane = RemotePlane(
             self._endpoint,
             ExpertPlacement.contiguous(half.spec.num_experts, spec.expert_ranks),
@@ -48,6 +46,13 @@ class AttentionWorker(ServingWorker):
             monotonic_s,
             reply_s=spec.config.channel.reply_s,
         )
+        self._metrics.follow(self._timeline, self._endpoint.bytes_moved)
+        self._sections |= {
+            "channel_bytes": lambda: channel_bytes(self._endpoint.bytes_moved()),
+            "plans": lambda: self._planning.batches,
+            "chosen_by": lambda: self._planning.chosen,
+        }
+        self._notes["planner"] = lambda: self._planning.state
         parts = ExecutorParts(
             name=spec.name,
             half=half,
@@ -84,17 +89,6 @@ class AttentionWorker(ServingWorker):
     def join_planner(self, address: str) -> None:
         """Asks the planner there for the plans of batches from now on."""
         self._planning.join(address)
-
-    def status(self) -> RankStatus:
-        sent, received = self._endpoint.bytes_moved()
-        return msgspec.structs.replace(
-            super().status(),
-            bytes_sent=sent,
-            bytes_received=received,
-            batches=dict(self._planning.batches),
-            planner=self._planning.state,
-            chosen=dict(self._planning.chosen),
-        )
 
     def _observe(self, span: TaskSpan) -> None:
         super()._observe(span)

@@ -18,7 +18,7 @@ from actors.experts.expert_server import ExpertServer
 from actors.planning.planner_link import PlannerLink
 from actors.planning.stage_report import ExpertRecorder
 from actors.ranks.memory import bound_memory
-from actors.telemetry.rank_metrics import RankMetrics
+from actors.telemetry.rank_metrics import RankMetrics, channel_bytes
 from actors.telemetry.timeline import Timeline
 from contracts.clock import monotonic_s
 from contracts.events import TaskSpan
@@ -55,7 +55,7 @@ class ExpertWorker:
         self._planner: PlannerLink | None = None
         self._recorder: ExpertRecorder | None = None
         self._endpoint = rank_endpoint(spec, device, monotonic_s)
-        self._metrics.follow(self._timeline, lambda: self._endpoint.bytes_moved()[0])
+        self._metrics.follow(self._timeline, self._endpoint.bytes_moved)
         self._server = ExpertServer(
             self._endpoint, self._half, timeline=self._timeline, clock=monotonic_s
         )
@@ -97,18 +97,18 @@ class ExpertWorker:
         self._endpoint.close()
 
     def status(self) -> RankStatus:
-        sent, received = self._endpoint.bytes_moved()
         reason = self._reason or self._endpoint.stuck
         return RankStatus(
             name=self.spec.name,
             healthy=not reason,
             reason=reason,
-            stage_s={stage.value: s for stage, s in self._timeline.stage_seconds.items()},
-            exposed_s=self._timeline.exposed_s,
-            bytes_sent=sent,
-            bytes_received=received,
-            uptime_s=monotonic_s() - self._started_s if self._started_s else 0.0,
             epoch=self.spec.epoch,
+            uptime_s=monotonic_s() - self._started_s if self._started_s else 0.0,
+            sections={
+                "stage_s": dict(self._timeline.stage_seconds),
+                "channel_bytes": channel_bytes(self._endpoint.bytes_moved()),
+                "totals": {"exposed_s": self._timeline.exposed_s},
+            },
         )
 
     def metrics(self) -> str:

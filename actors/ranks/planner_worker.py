@@ -95,13 +95,13 @@ class PlannerWorker:
         self._loop.close()
 
     def status(self) -> RankStatus:
-        """`batches`: how many questions it has answered, and under which version of the models."""
+        """totals: how many questions it has answered, and the version of its models."""
         return RankStatus(
             name=self.spec.name,
             healthy=self._thread.is_alive(),
             uptime_s=monotonic_s() - self._started_s,
             epoch=self.spec.epoch,
-            planner=f"answers={self._answered} models={self._planner.version}",
+            sections={"totals": {"answers": self._answered, "models": self._planner.version}},
         )
 
     def metrics(self) -> str:

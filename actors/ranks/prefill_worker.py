@@ -22,6 +22,7 @@ from actors.planning.model_shape import shape_of
 from actors.ranks.memory import kv_pool_blocks
 from actors.ranks.serving_worker import ServingWorker
 from actors.ranks.worker_log import WorkerLog
+from actors.telemetry.rank_metrics import channel_bytes
 from actors.wire.client_server import FromClient, Joined
 from contracts import metrics
 from contracts.clock import monotonic_s
@@ -30,7 +31,6 @@ from contracts.errors import ChannelError, NotFiniteError, RequestError
 from contracts.messages import Event, Submit
 from contracts.plan import Plan
 from contracts.routing import Prompt, RequestKey
-from contracts.worker import RankStatus
 from models.decoder.batch import SequenceSlice
 from models.decoder.kv_pool import KvPool
 from planner.findep.orders import by_layer
@@ -90,7 +90,12 @@ class PrefillWorker(ServingWorker):
         self._peak_flops_per_s = 0.0
         self._supply = expert_supply(spec, half.spec, half.dtype, self._timeline)
         self._channel_address = self._supply.address
-        self._metrics.follow(self._timeline, lambda: self._supply.bytes_moved()[0])
+        self._metrics.follow(self._timeline, self._supply.bytes_moved)
+        self._sections |= {
+            "channel_bytes": lambda: channel_bytes(self._supply.bytes_moved()),
+            "work": self._loads,
+        }
+        self._notes["degraded"] = lambda: self._supply.degraded
         self._metrics.read(metrics.LOAD, spec.name, of=lambda: self._log.load)
         self._metrics.read(metrics.SATURATION, spec.name, of=self._threshold)
         self._parts = ExecutorParts(
@@ -120,18 +125,14 @@ class PrefillWorker(ServingWorker):
         peers = {name: at for name, at in addresses.items() if name != self.spec.name}
         self._supply.connect(peers)
 
-    def status(self) -> RankStatus:
-        sent, received = self._supply.bytes_moved()
-        return msgspec.structs.replace(
-            super().status(),
-            computed_flops=self._computed_flops,
-            peak_flops_per_s=self._peak_flops_per_s,
-            load=self._log.load,
-            saturation=self._threshold(),
-            bytes_sent=sent,
-            bytes_received=received,
-            degraded=self._supply.degraded,
-        )
+    def _loads(self) -> dict[str, float]:
+        """load, and where it saturates; what was computed, and a large product's rate here."""
+        return {
+            "load": self._log.load,
+            "saturation": self._threshold(),
+            "computed_flops": self._computed_flops,
+            "peak_flops_per_s": self._peak_flops_per_s,
+        }
 
     def _threshold(self) -> int:
         """Of saturation, in the unit of the log's load."""

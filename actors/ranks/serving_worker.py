@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -97,6 +98,12 @@ class ServingWorker:
         self._half = self._load_half()
         self._make_pool()
         self._metrics.read_blocks(lambda: self._blocks.counts)
+        self._sections: dict[str, Callable[[], Mapping[str, float]]] = {
+            "stage_s": lambda: self._timeline.stage_seconds,
+            "kv_blocks": lambda: self._blocks.counts,
+            "totals": self._totals,
+        }
+        self._notes: dict[str, Callable[[], str]] = {}
         self._finisher = Finisher(self._half, max_context_tokens=self._max_context_tokens)
         self._admission = Admission(
             spec.name,
@@ -207,15 +214,21 @@ class ServingWorker:
             reason=reason,
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
-            kv_blocks=self._blocks.counts,
-            stage_s={stage.value: s for stage, s in self._timeline.stage_seconds.items()},
-            exposed_s=self._timeline.exposed_s,
-            uptime_s=monotonic_s() - self._started_s if self._started_s else 0.0,
             epoch=self.spec.epoch,
-            kv_evictions=self._blocks.evicted_total,
-            requeued=self._scheduler.requeued_total,
-            computed_tokens=self._computed_tokens,
+            uptime_s=monotonic_s() - self._started_s if self._started_s else 0.0,
+            sections={name: dict(read()) for name, read in self._sections.items()},
+            notes={name: read() for name, read in self._notes.items()},
         )
+
+    def _totals(self) -> dict[str, float]:
+        """computed_tokens: that batches have run; those from the prefix cache are not among them.
+        exposed_s: in which the rank waited while a payload for it was under way."""
+        return {
+            "computed_tokens": self._computed_tokens,
+            "requeued": self._scheduler.requeued_total,
+            "kv_evictions": self._blocks.evicted_total,
+            "exposed_s": self._timeline.exposed_s,
+        }
 
     def metrics(self) -> str:
         """Prometheus text of this rank."""

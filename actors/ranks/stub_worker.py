@@ -144,9 +144,9 @@ class StubWorker:
             healthy=not self._watch.problem,
             reason=self._watch.problem,
             waiting=len(self._waiting),
-            kv_blocks=self._kv_blocks,
             uptime_s=monotonic_s() - self._started_s if self._started_s else 0.0,
             epoch=self.spec.epoch,
+            sections={"kv_blocks": dict(self._kv_blocks)},
         )
 
     def metrics(self) -> str:

@@ -34,12 +34,14 @@ class RankMetrics(Telemetry):
             seconds = max(0.0, span.end_s - span.start_s)
             self.observe(metrics.STAGE, span.stage, self._spec.name, value=seconds)
 
-    def follow(self, timeline: Timeline, bytes_sent: Callable[[], int]) -> None:
+    def follow(self, timeline: Timeline, bytes_moved: Callable[[], tuple[int, int]]) -> None:
         """Has read at each scrape what they have counted so far."""
         spec, direction = self._spec, _DIRECTIONS.get(self._spec.group, "e2a")
         stage_s = timeline.stage_seconds
         busy = self.rate(lambda: sum(stage_s[stage] for stage in _BUSY))
-        self.read(metrics.CHANNEL_BYTES, direction, spec.backend, of=growth(bytes_sent))
+        self.read(
+            metrics.CHANNEL_BYTES, direction, spec.backend, of=growth(lambda: bytes_moved()[0])
+        )
         self.read(metrics.EXPOSED_COMMUNICATION, spec.name, of=lambda: timeline.exposed_s)
         self.read(metrics.RANK_BUSY, spec.group, spec.name, of=lambda: min(1.0, busy()))
 
@@ -62,6 +64,11 @@ class RankMetrics(Telemetry):
             return grown() / passed_s if passed_s > 0 else 0.0
 
         return per_s
+
+
+def channel_bytes(moved: tuple[int, int]) -> dict[str, float]:
+    """The section of a status."""
+    return dict(zip(("sent", "received"), moved, strict=True))
 
 
 def growth(total: Callable[[], float]) -> Callable[[], float]:

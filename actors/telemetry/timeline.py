@@ -23,12 +23,10 @@ class Timeline:
         self._keep = capacity > 0
         self._observe = observe
         self.exposed_s = 0.0
-        self.stage_seconds: dict[Stage, float] = dict.fromkeys(Stage, 0.0)
-        self.stage_counts: dict[Stage, int] = dict.fromkeys(Stage, 0)
+        self.stage_seconds = {stage.value: 0.0 for stage in Stage}
 
     def add(self, span: TaskSpan) -> None:
         self.stage_seconds[span.stage] += span.end_s - span.start_s
-        self.stage_counts[span.stage] += 1
         if self._keep:
             self._spans.append(span)
         if self._observe is not None:

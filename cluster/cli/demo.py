@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -206,7 +206,8 @@ def _busy_s(served: Served) -> dict[str, float]:
 
 
 def _compute_s(status: RankStatus) -> float:
-    return sum(status.stage_s.get(stage, 0.0) for stage in ("attention", "expert", "finish"))
+    stage_s = status.sections.get("stage_s", {})
+    return sum(stage_s.get(stage, 0.0) for stage in ("attention", "expert", "finish"))
 
 
 def _who_worked(before: dict[str, float], after: dict[str, float]) -> str:
@@ -226,21 +227,23 @@ def _ranks(served: Served, spans: Sequence[TaskSpan]) -> Table:
     for heading in ("compute ms", "A2E+E2A sent kB", "KV blocks used"):
         table.add_column(heading, justify="right")
     for status in _statuses(served):
-        blocks = status.kv_blocks
+        sections = defaultdict(dict[str, float], status.sections)
+        blocks = sections["kv_blocks"]
         table.add_row(
             status.name,
-            _counted(status.batches),
-            _counted(status.chosen),
+            _counted(sections["plans"]),
+            _counted(sections["chosen_by"]),
             f"{1e3 * _compute_s(status):.0f}",
-            f"{status.bytes_sent / 1e3:.0f}",
-            f"{sum(blocks.values()) - blocks['free']}" if blocks else "–",
+            f"{sections['channel_bytes'].get('sent', 0) / 1e3:.0f}",
+            f"{sum(blocks.values()) - blocks['free']:.0f}" if blocks else "–",
         )
     return table
 
 
-def _counted(counts: dict[str, int]) -> str:
+def _counted(counts: dict[str, float]) -> str:
     """The three most frequent."""
-    return ", ".join(f"{name} ({count})" for name, count in Counter(counts).most_common(3)) or "–"
+    most = sorted(counts.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} ({count:.0f})" for name, count in most) or "–"
 
 
 def _within_batches(spans: Sequence[TaskSpan]) -> list[TaskSpan]:

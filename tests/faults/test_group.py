@@ -172,11 +172,15 @@ def test_every_request_fails_within_two_seconds_of_the_loss_of_an_expert_rank(
             assert "expert-1" in refused.message
 
         for name in ("attention-0", "attention-1"):
-            until(lambda name=name: status_of(group, name).kv_blocks["used"] == 0)
+            until(lambda name=name: status_of(group, name).sections["kv_blocks"]["used"] == 0)
             status = status_of(group, name)
             assert not status.healthy
             assert "expert-1" in status.reason
-            assert (status.running, status.waiting, status.kv_blocks["used"]) == (0, 0, 0)
+            assert (status.running, status.waiting, status.sections["kv_blocks"]["used"]) == (
+                0,
+                0,
+                0,
+            )
         assert status_of(group, "expert-0").healthy
         if (fault, backend) == (signal.SIGSTOP, "tcp"):
             group.processes["expert-1"].send_signal(signal.SIGCONT)
@@ -298,9 +302,9 @@ def test_a_client_that_leaves_frees_its_blocks_and_changes_nobodys_answer(deep: 
         leaver.wait_begun(leaving[1])
         leaver.close()
         assert [stays.generated(request)[0] for request in requests] == expected
-        until(lambda: group.attention[0].status().kv_blocks["used"] == 0)
+        until(lambda: group.attention[0].status().sections["kv_blocks"]["used"] == 0)
         status = group.attention[0].status()
-        assert (status.running, status.waiting, status.kv_blocks["used"]) == (0, 0, 0)
+        assert (status.running, status.waiting, status.sections["kv_blocks"]["used"]) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

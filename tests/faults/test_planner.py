@@ -71,19 +71,21 @@ def test_requests_go_on_by_default_when_the_planner_dies_or_hangs(
         RankConnection("attention-0", group.client_addresses["attention-0"], group.token) as client,
     ):
         traffic = Traffic(group, client)
-        traffic.goes_on_until(lambda status: status.chosen.get("planner", 0) > 0)
+        traffic.goes_on_until(lambda status: status.sections["chosen_by"].get("planner", 0) > 0)
         planner = group.processes["planner-0"]
         planner.send_signal(fault)
         try:
             client.submit(prompt(9, 300), sampling=greedy(2))  # of a shape that nobody knows
-            traffic.goes_on_until(lambda status: status.planner == state)
+            traffic.goes_on_until(lambda status: status.notes["planner"] == state)
             if fault is signal.SIGKILL:
-                traffic.goes_on_until(lambda status: status.chosen.get("default lost", 0) > 3)
+                traffic.goes_on_until(
+                    lambda status: status.sections["chosen_by"].get("default lost", 0) > 3
+                )
         finally:
             if fault is signal.SIGSTOP:
                 planner.send_signal(signal.SIGCONT)
         if fault is signal.SIGSTOP:
-            traffic.goes_on_until(lambda status: status.planner == "ready")
+            traffic.goes_on_until(lambda status: status.notes["planner"] == "ready")
 
 
 def test_a_group_without_a_hardware_file_comes_to_plan_by_itself(
@@ -96,7 +98,7 @@ def test_a_group_without_a_hardware_file_comes_to_plan_by_itself(
         RankConnection("attention-0", group.client_addresses["attention-0"], group.token) as client,
     ):
         traffic = Traffic(group, client)
-        traffic.goes_on_until(lambda status: status.chosen.get("planner", 0) > 0)
+        traffic.goes_on_until(lambda status: status.sections["chosen_by"].get("planner", 0) > 0)
         text = group.metrics()["planner-0"]
         assert "tandem_plan_predicted_seconds" in text
         assert "tandem_plan_measured_seconds" in text

@@ -47,7 +47,7 @@ def all_logits(folder: Path, workers: int, backend: str, **prefill: Any) -> list
         for rank in range(workers):
             with group.client(rank) as client:
                 found.append(logits_of(client))
-        assert not any(worker.status().degraded for worker in group.workers)
+        assert not any(worker.status().notes["degraded"] for worker in group.workers)
     return found
 
 
@@ -93,9 +93,9 @@ def test_a_worker_goes_on_alone_when_the_one_it_gathers_from_is_gone(
             assert torch.equal(logits_of(client), expected)
         status = group.workers[0].status()
         assert status.healthy
-        assert "prefill-1" in status.degraded
-        assert status.bytes_received > 0
-        assert status.bytes_sent > 0
+        assert "prefill-1" in status.notes["degraded"]
+        assert status.sections["channel_bytes"]["received"] > 0
+        assert status.sections["channel_bytes"]["sent"] > 0
 
 
 def test_in_lockstep_requests_fail_with_the_name_of_the_worker_that_is_gone(

@@ -64,7 +64,10 @@ class Server:
 
     def busy_s(self) -> dict[str, float]:
         answers = self.served.groups.status.remote().result(timeout_s=DEADLINE_S)
-        return {one.name: one.stage_s["attention"] + one.stage_s["expert"] for one in answers}
+        return {
+            one.name: one.sections["stage_s"]["attention"] + one.sections["stage_s"]["expert"]
+            for one in answers
+        }
 
     def who_worked(self, before: dict[str, float]) -> set[str]:
         """Groups of the ranks that have computed since."""

@@ -70,7 +70,7 @@ class Server:
     def wait_until_free(self) -> None:
         """Returns once no KV block is in use."""
         end_s = time.monotonic() + DEADLINE_S
-        while (used := self.status()["attention-0"].kv_blocks["used"]) != 0:
+        while (used := self.status()["attention-0"].sections["kv_blocks"]["used"]) != 0:
             assert time.monotonic() < end_s, f"{used} blocks still in use"
 
     def count(self, name: str, **labels: str) -> float:
@@ -110,7 +110,7 @@ def test_experts_that_the_ranks_do_not_divide_are_all_served(server: Server) -> 
     server.openai.completions.create(model=BUNDLED, prompt=PROMPT * 8, max_tokens=1)
     status = server.status()
     assert all(status[name].healthy for name in names)
-    assert all(status[name].stage_s["expert"] > 0 for name in names[1:])
+    assert all(status[name].sections["stage_s"]["expert"] > 0 for name in names[1:])
 
 
 def test_completions_count_stop_and_stream(server: Server) -> None:
@@ -230,21 +230,21 @@ def test_the_planners_plans_are_run_and_shown(server: Server) -> None:
     number = 0
     # It knows nothing of this machine at first.
     while planned() == 0 or server.count("tandem_plan_predicted_seconds") == 0:
-        assert time.monotonic() < end_s, server.status()["attention-0"].planner
+        assert time.monotonic() < end_s, server.status()["attention-0"].notes["planner"]
         number += 1
         prompt = f"{number} " + PROMPT * (1 + number % 5)
         server.openai.completions.create(model=BUNDLED, prompt=prompt, max_tokens=4)
     text = server.http.get("/metrics").text
     for name in ("measured_seconds", "solve_seconds", 'info{order="asas"}', '{field="r1"}'):
         assert f"tandem_plan_{name}".replace("_{", "{") in text
-    assert server.status()["attention-0"].chosen["planner"] > 0
+    assert server.status()["attention-0"].sections["chosen_by"]["planner"] > 0
 
 
 def test_the_loss_of_the_planner_is_told_and_costs_no_request(server: Server) -> None:
     (planner,) = [one for one in server.processes if _title(one).startswith("ray::planner-0")]
     planner.kill()
     end_s = time.monotonic() + DEADLINE_S
-    while server.status()["attention-0"].planner != "lost":
+    while server.status()["attention-0"].notes["planner"] != "lost":
         assert time.monotonic() < end_s
     server.openai.completions.create(model=BUNDLED, prompt=PROMPT, max_tokens=4)
     assert server.http.get("/health").status_code == 200
@@ -255,7 +255,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_blocks(server:
     gone = server.count("tandem_requests_total", outcome="client_gone")
     stream = endless(server)
     next(stream)
-    assert server.status()["attention-0"].kv_blocks["used"] > 0
+    assert server.status()["attention-0"].sections["kv_blocks"]["used"] > 0
     stream.close()
     server.wait_until_free()
     assert server.status()["attention-0"].running == 0
@@ -294,7 +294,7 @@ def test_the_loss_of_an_expert_rank_ends_a_stream_with_its_name(server: Server) 
         server.openai.completions.create(model=BUNDLED, prompt="The", max_tokens=4)
     assert refused.value.status_code == 503
     status = server.status()
-    assert status["attention-0"].kv_blocks["used"] == 0
+    assert status["attention-0"].sections["kv_blocks"]["used"] == 0
     assert "expert-1" in status["attention-0"].reason
     assert not status["expert-1"].healthy
 

@@ -312,13 +312,13 @@ def test_a_planner_that_never_answers_holds_up_no_batch(tiny_checkpoint: Checkpo
         group.join_planner(planner.address)
         worker = group.attention[0]
         joined = ("ready", "slow")  # the latter once it has been asked for anything
-        until(lambda: worker.status().planner in joined)
+        until(lambda: worker.status().notes["planner"] in joined)
         link = worker._planning._link
         assert link is not None
         try:
             link.report(stuck)
             while not begun.wait(1.0):  # the connection was lost meanwhile: again on the next one
-                until(lambda: worker.status().planner in joined)
+                until(lambda: worker.status().notes["planner"] in joined)
                 link.report(stuck)
             with group.client() as client:
                 lengths = [5, 90, 33]
@@ -327,7 +327,11 @@ def test_a_planner_that_never_answers_holds_up_no_batch(tiny_checkpoint: Checkpo
         finally:
             release.set()
     assert [len(tokens) for tokens in answers] == [8, 8, 8]
-    assert worker.status().chosen.keys() <= {"default off", "default new_shape", "default slow"}
+    assert worker.status().sections["chosen_by"].keys() <= {
+        "default off",
+        "default new_shape",
+        "default slow",
+    }
 
 
 ANY_PLAN = [
@@ -362,7 +366,7 @@ def test_greedy_tokens_are_the_same_under_every_plan_of_a_planner(
         for _ in range(4):
             requests = [client.submit(ids, sampling=greedy(12)) for ids in sequences]
             assert [client.generated(request)[0] for request in requests] == expected
-        assert group.attention[0].status().chosen["planner"] > 0
+        assert group.attention[0].status().sections["chosen_by"]["planner"] > 0
 
 
 def _greedy(local: LocalModel, ids: list[int], count: int) -> list[int]:

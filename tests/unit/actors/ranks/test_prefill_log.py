@@ -119,8 +119,8 @@ def test_a_reference_pass_is_told_with_the_first_report(tiny_checkpoint: Checkpo
         assert snapshot.calibration is not None
         assert sum(snapshot.calibration.reference_prompts) == 200
         status = group.workers[0].status()
-        assert status.saturation > 0
-        assert status.computed_flops > 0
+        assert status.sections["work"]["saturation"] > 0
+        assert status.sections["work"]["computed_flops"] > 0
         text = group.workers[0].metrics()
         assert 'tandem_saturation_flops{rank="prefill-0"}' in text
         assert 'tandem_model_flops_utilization{rank="prefill-0"}' in text

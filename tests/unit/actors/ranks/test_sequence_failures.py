@@ -107,7 +107,7 @@ def test_logits_that_are_not_finite_end_their_sequence_and_no_other(
         assert "\n" not in failed.message
         assert [client.generated(i)[0] for i in (first, third)] == [wanted[0], wanted[2]]
     assert worker.status().healthy
-    assert worker.status().kv_blocks["used"] == 0
+    assert worker.status().sections["kv_blocks"]["used"] == 0
     assert client.generated(client.submit(PROMPTS[1], sampling=sampling))[0] == wanted[1]
 
 
@@ -119,7 +119,7 @@ def test_a_prefix_that_gave_logits_that_are_not_finite_is_not_kept(
     prompt = [40 + i for i in range(50)]
     with logits_spoiled(worker, lambda rows_RV: rows_RV.fill_(math.nan)):
         client.failed(client.submit(prompt, sampling=greedy(1)))
-    assert worker.status().kv_blocks["used"] == 0
+    assert worker.status().sections["kv_blocks"]["used"] == 0
     cached = [
         client.generated(client.submit(prompt, sampling=greedy(1)))[1].usage.cached_tokens
         for _ in range(2)

@@ -29,7 +29,7 @@ def test_the_first_batch_is_the_ranks_own_where_the_pool_has_room_for_it(
     config = group_config(kv={"pool_tokens": pool_tokens})
     with ThreadGroup(tiny_checkpoint("qwen3_moe"), config) as group, group.client() as client:
         client.scored(client.submit([1, 2, 3], candidates=[0]))
-        batches = sum(group.attention[0].status().batches.values())
+        batches = sum(group.attention[0].status().sections["plans"].values())
         assert (batches > 1) is has_own  # our request is one batch at most
 
 

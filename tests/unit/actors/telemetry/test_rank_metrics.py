@@ -44,7 +44,7 @@ def test_a_ranks_busy_share_is_that_of_the_time_since_the_last_scrape() -> None:
     time = Time()
     metrics = made(time)
     timeline = Timeline(10, metrics.span)
-    metrics.follow(timeline, lambda: 0)
+    metrics.follow(timeline, lambda: (0, 0))
     for busy_s, expected in ((0.5, 0.25), (2.0, 1.0), (0.0, 0.0)):
         timeline.add(TaskSpan("expert-1", Stage.EXPERT, time.now_s, time.now_s + busy_s))
         timeline.add(TaskSpan("expert-1", Stage.WAIT, time.now_s, time.now_s + 1.0))
@@ -56,7 +56,7 @@ def test_a_ranks_busy_share_is_that_of_the_time_since_the_last_scrape() -> None:
 
 def test_bytes_sent_are_a_counter_of_all_that_was_sent_however_often_it_is_read() -> None:
     metrics, sent = made(Time()), [0]
-    metrics.follow(Timeline(0), lambda: sent[0])
+    metrics.follow(Timeline(0), lambda: (sent[0], 7))
     for sent[0] in (10, 10, 35):
         assert value(metrics, "tandem_channel_bytes_total") == sent[0]
 

@@ -90,7 +90,6 @@ def test_a_timeline_keeps_the_last_spans_and_all_seconds() -> None:
     assert [s.start_s for s in timeline.spans()] == [4, 9.0]
     assert timeline.stage_seconds[Stage.ATTENTION] == pytest.approx(2.5)
     assert timeline.stage_seconds[Stage.EXPERT] == pytest.approx(2.0)
-    assert timeline.stage_counts[Stage.ATTENTION] == 5
     assert len(seen) == 6
 
 
