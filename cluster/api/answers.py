@@ -11,8 +11,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cluster.api.ids import fresh_id
 from cluster.api.open_requests import Account
+from cluster.api.request_log import fresh_id
 from cluster.api.text import Delta, ShownToken
 from cluster.classification.classify import add_usage
 from contracts.requests import Usage
@@ -90,6 +90,29 @@ def header(prefix: str, kind: str, model: str) -> dict[str, Any]:
         "created": int(time.time()),
         "model": model,
     }
+
+
+class Tally:
+    """The request's usage: each prompt counts once, however many choices it has."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, Usage] = {}
+        self._completion_tokens = 0
+
+    def add(self, prompt: int, usage: Usage) -> None:
+        self._prompts.setdefault(prompt, usage)
+        self._completion_tokens += usage.completion_tokens
+
+    def body(self) -> dict[str, object]:
+        """The `usage` object of an OpenAI answer."""
+        prompt_tokens = sum(usage.prompt_tokens for usage in self._prompts.values())
+        cached = sum(usage.cached_tokens for usage in self._prompts.values())
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
 
 def prefill_usage(usages: Iterable[Usage]) -> dict[str, Any]:

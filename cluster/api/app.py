@@ -15,13 +15,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.telemetry.telemetry import CONTENT_TYPE, Telemetry, merge_expositions
 from cluster.api.answers import json_response
-from cluster.api.callers import Callers
+from cluster.api.callers import Callers, check_key, check_metrics_key
 from cluster.api.chat import chat_completions
 from cluster.api.classification import classify
 from cluster.api.completions import completions
 from cluster.api.cost import Bounds
 from cluster.api.errors import bug_response, error_response, install_handlers, outcome_of
-from cluster.api.keys import check_key, check_metrics_key
 from cluster.api.open_requests import OpenRequests
 from cluster.api.openapi import openapi_document
 from cluster.api.request_log import AccessLog, RequestLog

@@ -1,4 +1,5 @@
-"""Who calls: what of an API key goes on with a request, and the salt of its prefix cache.
+"""Who may call, and who calls: bearer keys, compared in constant time; what of a key goes on with a
+request, and the salt of its prefix cache.
 
 Of a key only digests leave this file. They are the same in every ingress replica, so that a
 client's prefixes are found whichever one takes its request.
@@ -7,15 +8,19 @@ client's prefixes are found whichever one takes its request.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
+from starlette.requests import Request
 
 from contracts.block_hash import DIGEST_BYTES
-from contracts.errors import RequestError
+from contracts.config import HttpConfig
+from contracts.errors import RequestError, UnauthorizedError
 from contracts.requests import Caller
 
+PROVE = "prove"  # in scope["state"], from a front of our own: to be called when the key is valid
 MAX_CACHE_SALT_CHARACTERS = 1024
 TENANT_BYTES = 8
 _TENANT, _KEY_SALT, _CACHE_SALT = b"tandem-tenant", b"tandem-key-salt", b"tandem-salt"  # domains
@@ -58,3 +63,33 @@ def salted(caller: Caller, cache_salt: str | None) -> Caller:
 
 def _salt(text: bytes, domain: bytes, within: bytes = b"") -> bytes:
     return hashlib.blake2b(text, digest_size=DIGEST_BYTES, key=within, person=domain).digest()
+
+
+def check_key(http: HttpConfig, request: Request) -> str | None:
+    """The key that the request came with; None if http.api_keys is not set. Raises
+    UnauthorizedError if the bearer token is not among them."""
+    if not http.api_keys:
+        return None
+    return _check(http.api_keys, request, "a valid API key is needed (Authorization: Bearer KEY)")
+
+
+def check_metrics_key(http: HttpConfig, request: Request) -> None:
+    """Raises UnauthorizedError if http.metrics_key is set and the bearer token is another one."""
+    if http.metrics_key is not None:
+        _check(
+            [http.metrics_key],
+            request,
+            "the metrics key is needed (Authorization: Bearer KEY, http.metrics_key)",
+        )
+
+
+def _check(keys: Iterable[str], request: Request, message: str) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    given = key.strip()
+    known = [hmac.compare_digest(given.encode(), one.encode()) for one in keys]
+    if scheme.lower() != "bearer" or not any(known):
+        raise UnauthorizedError(message, None)
+    prove = request.scope.get("state", {}).get(PROVE)
+    if prove is not None:
+        prove()
+    return given

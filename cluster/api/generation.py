@@ -16,6 +16,7 @@ from cluster.api.answers import (
     Deltas,
     Json,
     LogprobsJson,
+    Tally,
     collect,
     header,
     json_list,
@@ -25,10 +26,10 @@ from cluster.api.answers import (
 from cluster.api.body import body_of
 from cluster.api.callers import salted
 from cluster.api.echo import Echo, echo
+from cluster.api.merging import merged
 from cluster.api.schemas import GenerationBody, GenerationOptions
-from cluster.api.sequences import Choice, Tally, run_choices, with_seed
 from cluster.api.session import DONE, EventStream, Services, Session, sse
-from cluster.api.text import Delta, ShownToken
+from cluster.api.text import Delta, SequenceText, ShownToken
 from cluster.classification.bounded import map_bounded
 from contracts.messages import Submit
 from contracts.metrics import Pipeline
@@ -47,7 +48,8 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What a body asks for, checked. lists_eos: as in `sequences.Choice`."""
+    """What a body asks for, checked. lists_eos: a choice's end-of-sequence token is
+    among the tokens that have log-probabilities."""
 
     prompts: list[Prompt]
     options: GenerationOptions
@@ -177,17 +179,34 @@ class _Run:
                 yield index, _shifted(delta, len(job.prompts[job.prompt_of(index)].text))
 
     def _generated(self) -> Deltas:
-        job = self._job
-        choices = [
-            Choice(
-                index=index,
-                submit=self._submit(index),
-                stops=job.options.stops,
-                lists_eos=job.lists_eos,
-            )
-            for index in range(job.count)
-        ]
-        return run_choices(self._services, self._session, choices, self._usages)
+        count = self._job.count
+        return self._sequence(0) if count == 1 else merged(self._sequence, count)
+
+    async def _sequence(self, index: int) -> Deltas:
+        """One delta per arrival; the sequence's usage is known when it ends. The first sequence is
+        what the request is admitted or refused with."""
+        services, session, submit = self._services, self._session, self._submit(index)
+        text = SequenceText(
+            services.tokenizer,
+            prompt_tokens=len(submit.token_ids),
+            stops=self._job.options.stops,
+            stops_after=submit.sampling.min_tokens if submit.sampling else 0,
+            hidden_ids=submit.ending_ids,
+            lists_hidden=self._job.lists_eos,
+        )
+        first_s = last_s = 0.0
+        async with aclosing(services.backend.generate(submit, patient=index > 0)) as batches:
+            async for batch in batches:
+                session.on_token()
+                last_s = services.clock()
+                first_s = first_s or last_s
+                delta = text.push(batch)
+                if text.finished:
+                    self._usages[index] = text.usage
+                    session.on_sequence_end(text.usage, first_s, last_s)
+                yield index, delta
+                if text.finished:
+                    return
 
     def _submit(self, index: int) -> Submit:
         options = self._job.options
@@ -195,7 +214,7 @@ class _Run:
         return Submit(
             request_id=0,
             token_ids=prompt.token_ids,
-            sampling=with_seed(prompt.sampling, index % options.n),
+            sampling=_with_seed(prompt.sampling, index % options.n),
             priority=options.priority,
             eos_token_ids=list(self._services.model.eos_token_ids),
             caller=self._session.caller,
@@ -219,3 +238,11 @@ class _Run:
 def _shifted(delta: Delta, characters: int) -> Delta:
     tokens = [ShownToken(t.token_id, t.offset + characters, t.logprob) for t in delta.tokens]
     return msgspec.structs.replace(delta, tokens=tokens)
+
+
+def _with_seed(sampling: Sampling, repetition: int) -> Sampling:
+    """`n` choices of one prompt draw from different seeds: seed, seed + 1, ..."""
+    if sampling.seed is None or repetition == 0:
+        return sampling
+    seed = (sampling.seed + repetition + (1 << 63)) % (1 << 64) - (1 << 63)
+    return msgspec.structs.replace(sampling, seed=seed)

@@ -25,6 +25,7 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from cluster.api.callers import PROVE
 from cluster.api.errors import (
     HeadersTooLargeError,
     HeadersTooSlowError,
@@ -32,8 +33,7 @@ from cluster.api.errors import (
     TargetTooLongError,
     error_body,
 )
-from cluster.api.ids import fresh_id
-from cluster.api.keys import PROVE
+from cluster.api.request_log import fresh_id
 from cluster.api.session import WATCH
 from cluster.serving.front_connections import Connections, Wait
 from contracts.config import HttpConfig

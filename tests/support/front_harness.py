@@ -13,7 +13,7 @@ from typing import Any
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from cluster.api.keys import PROVE
+from cluster.api.callers import PROVE
 from cluster.serving.front import DirectFront
 from contracts.config import HttpConfig
 from tests.support.api_harness import TIMEOUT_S, Loop
