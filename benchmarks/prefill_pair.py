@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from actors.ranks.process import RankProcess
-from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
+from actors.ranks.rendezvous import Formation, Seat, contiguous_placements, form_group, make_specs
 from benchmarks.pinned_batches import CANDIDATES, bench_client, pin_to_core
 from benchmarks.rank_stream import ask
 from benchmarks.two_nodes import HEAD, OTHER, TwoNodes
@@ -83,7 +83,8 @@ class Pair:
             ],
         )
         token = secrets.token_bytes(32)
-        formation = Formation(config, str(folder), token, 1, "tcp")
+        placements = contiguous_placements(str(folder), prefill_ranks=2)
+        formation = Formation(config, str(folder), token, 1, "tcp", placements=placements)
         seats = [Seat("cpu", host, 1) for host in (HEAD, OTHER)]
         specs = make_specs(formation, [], [], prefill=seats)
         processes = [

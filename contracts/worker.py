@@ -8,6 +8,7 @@ import msgspec
 
 from contracts.config import TandemConfig
 from contracts.hardware import Hardware
+from contracts.placement import Placement
 
 
 class Group(enum.StrEnum):
@@ -23,7 +24,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `ranks_on_node`: attention ranks and prefill workers that share this device's memory (for the
     size of the KV pool).
-    `hardware`: what the planner starts from.
+    `hardware`: what the planner starts from. `placement`: of the experts on the group's expert
+    ranks, or on the prefill workers.
     """
 
     group: Group
@@ -40,10 +42,16 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     ranks_on_node: int = 1
     config: TandemConfig = TandemConfig()
     hardware: Hardware | None = None
+    placement: Placement = Placement()
 
     @property
     def name(self) -> str:
         return rank_name(self.group, self.rank)
+
+    @property
+    def own_experts(self) -> dict[int, tuple[int, ...]]:
+        """By layer, the experts that `placement` gives this rank."""
+        return self.placement.experts_of(self.rank)
 
 
 def rank_name(group: Group, rank: int) -> str:

@@ -64,7 +64,9 @@ class BaseEndpoint(abc.ABC):
         config: ChannelConfig,
         clock: Clock,
         device: torch.device,
+        placement: str = "",
     ) -> None:
+        """placement: digest of the placement of experts: peers must have the same."""
         self.name = name
         self.epoch = epoch
         self.config = config
@@ -82,6 +84,7 @@ class BaseEndpoint(abc.ABC):
             clock,
             linked=self._links.__contains__,
             joined=self._accepted,
+            placement=placement,
         )
         self._watch = LoopWatch(name, config.stuck_s, clock)
         self._pulse: Pulse[Link] | None = None

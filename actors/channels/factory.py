@@ -35,6 +35,7 @@ def rank_endpoint(spec: WorkerSpec, device: torch.device, clock: Clock) -> Endpo
         config=msgspec.structs.replace(config, backend=spec.backend, spin_s=spin_s),
         clock=clock,
         device=device,
+        placement=spec.placement.digest,
     )
 
 
@@ -46,11 +47,19 @@ def make_endpoint(
     config: ChannelConfig,
     clock: Clock,
     device: torch.device,
+    placement: str = "",
 ) -> Endpoint:
-    """`config.backend` must be resolved by now, not "auto". Raises ChannelError."""
+    """`config.backend` must be resolved by now, not "auto". placement: a digest, the same on all
+    peers. Raises ChannelError."""
     backend = _backend(config.backend, device)
     return backend(
-        name=name, token=token, epoch=epoch, config=config, clock=clock, device=indexed(device)
+        name=name,
+        token=token,
+        epoch=epoch,
+        config=config,
+        clock=clock,
+        device=indexed(device),
+        placement=placement,
     )
 
 

@@ -24,6 +24,7 @@ from actors.channels.neighbour import boot_id
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError, HandshakeError
 from contracts.frames import BAD_FRAME
+from contracts.placement import other_placement
 
 _DATA, _PULSE = "channel-data", "channel-pulse"
 
@@ -35,6 +36,7 @@ class _Extra(msgspec.Struct, frozen=True, array_like=True):
     link_id: bytes
     offer: bytes = b""
     clock_ahead_s: float = 0.0  # the initiator's clock, of the acceptor's; with the pulse socket
+    placement: str = ""  # digest of the placement of experts
 
 
 class _Time(msgspec.Struct, frozen=True, array_like=True):
@@ -68,11 +70,13 @@ class Joiner:
         *,
         linked: Callable[[str], bool],
         joined: Callable[[Joint], None],
+        placement: str = "",
     ) -> None:
         self._me = me
         self._backend = backend
         self._deadline_s = deadline_s
         self._clock = clock
+        self._placement = placement
         self._linked = linked
         self._joined = joined
         self._lock = threading.Lock()
@@ -90,7 +94,7 @@ class Joiner:
     def connect(self, peer: str, address: str, offer: bytes) -> Joint:
         """Two proven sockets to `peer`. Raises HandshakeError or ChannelError in deadline_s."""
         end_s = monotonic_s() + self._deadline_s
-        extra = _Extra(self._backend, secrets.token_bytes(16), offer)
+        extra = _Extra(self._backend, secrets.token_bytes(16), offer, placement=self._placement)
         data, ahead_s = self._dial(peer, address, _DATA, extra, end_s)
         extra = msgspec.structs.replace(extra, clock_ahead_s=-ahead_s)
         try:
@@ -141,6 +145,8 @@ class Joiner:
                 f"it uses backend {extra.backend}, {self._me.name} uses {self._backend}: "
                 "set channel.backend to one of them"
             )
+        if extra.placement != self._placement:
+            raise HandshakeError(other_placement("it", extra.placement, self._placement))
         if self._linked(remote.name):
             raise HandshakeError(f"{remote.name} is linked to {self._me.name} already")
         return msgspec.msgpack.encode(_Time(boot_id(), self._clock()))

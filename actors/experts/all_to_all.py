@@ -33,9 +33,10 @@ from actors.experts.expert_server import merge
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import PeerError, PeerHungError
+from contracts.placement import Placement
 from models.experts.moe import ExpertHalf
 from models.experts.router import Routed
-from planner.findep.placement import ExpertPlacement
+from planner.placement.slots import ExpertPlacement
 
 PATIENCE_S = 60.0  # for a peer that lives: it may attend to a long batch
 _POLL_S = 0.2
@@ -50,15 +51,17 @@ class AllToAll:
         endpoint: Endpoint,
         workers: Sequence[str],
         half: ExpertHalf,
+        placement: Placement,
         timeline: Timeline,
         clock: Clock,
     ) -> None:
-        """half: this worker's experts, as ExpertPlacement.contiguous cuts them."""
+        """half: this worker's experts, of those that `placement` divides among the workers."""
         self._endpoint, self._half = endpoint, half
         self._timeline, self._clock = timeline, clock
         self._workers = tuple(workers)
         self._peers = [name for name in workers if name != endpoint.name]
-        self._placement = ExpertPlacement.contiguous(half.spec.num_experts, len(workers))
+        self._slots_per_rank = placement.slots_per_rank
+        self._placement = ExpertPlacement(placement)
         self._pass = 0
         self._arrived: dict[tuple[Kind, int, int, str], Packet] = {}
         self._lost: PeerError | None = None
@@ -78,7 +81,7 @@ class AllToAll:
             routed.topk_ids_TK.cpu().numpy(),
             routed.topk_weights_TK.cpu().numpy(),
             [(0, routed.x_TD.shape[0])],
-            self._placement,
+            self._placement.layer(layer),
         )
         return self._exchange(layer, routed.x_TD, {piece.rank: piece for piece in slices})
 
@@ -142,7 +145,7 @@ class AllToAll:
         return mine
 
     def _nothing(self, rank: int) -> RankSlice:
-        counts_e = np.zeros(len(self._placement.experts_of(rank)), np.int32)
+        counts_e = np.zeros(self._slots_per_rank[rank], np.int32)
         none = np.zeros(0, np.int64)
         return RankSlice(rank, 0, 0, 0, none, none.astype(np.int32), none.astype("f4"), counts_e)
 

@@ -12,14 +12,13 @@ Index arithmetic is numpy on the CPU: sizes must be known there before a packet 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.findep.placement import ExpertPlacement
+from planner.placement.slots import LayerSlots
 
 
 class RankSlice(NamedTuple):
@@ -48,27 +47,27 @@ def plan_dispatch(
     topk_ids_TK: NDArray[np.int64],
     topk_weights_TK: NDArray[np.float32],
     token_groups: Sequence[tuple[int, int]],
-    placement: ExpertPlacement,
+    placed: LayerSlots,
 ) -> list[RankSlice]:
     """The packets of one micro-batch, token group by token group, rank by rank; none is empty.
-    token_groups: [start, stop) of each, one after the other."""
-    experts = placement.num_experts
-    key_N = _sort_keys(topk_ids_TK, token_groups, placement)
+    token_groups: [start, stop) of each, one after the other. placed: the layer's experts."""
+    slots = placed.count
+    key_N = _sort_keys(topk_ids_TK, token_groups, placed)
     order_N = np.argsort(key_N, kind="stable")
     groups = len(token_groups)
-    counts_GE = np.bincount(key_N, minlength=groups * experts).reshape(groups, experts)
-    edges = np.concatenate([[0], np.cumsum(counts_GE.ravel())])
+    counts_GS = np.bincount(key_N, minlength=groups * slots).reshape(groups, slots)
+    edges = np.concatenate([[0], np.cumsum(counts_GS.ravel())])
     token_N = order_N // topk_ids_TK.shape[1]
     weights_N = topk_weights_TK.ravel()[order_N]
-    whole = placement.ranks == 1  # the only rank's pairs hold every token of a group
+    whole = len(placed.bounds) == 1  # the only rank's pairs hold every token of a group
     slices = []
     for group, (start, stop) in enumerate(token_groups):
-        for rank, (low, high) in enumerate(itertools.pairwise(placement.first_slot.tolist())):
-            pairs = slice(edges[group * experts + low], edges[group * experts + high])
+        for rank, (low, high) in enumerate(placed.bounds):
+            pairs = slice(edges[group * slots + low], edges[group * slots + high])
             if pairs.start == pairs.stop:
                 continue
             rows_U, index_N = _rows(token_N[pairs], start, stop, whole=whole)
-            counts_e = counts_GE[group, low:high].astype(np.int32)
+            counts_e = counts_GS[group, low:high].astype(np.int32)
             slices.append(
                 RankSlice(rank, group, start, stop, rows_U, index_N, weights_N[pairs], counts_e)
             )
@@ -78,14 +77,14 @@ def plan_dispatch(
 def _sort_keys(
     topk_ids_TK: NDArray[np.int64],
     token_groups: Sequence[tuple[int, int]],
-    placement: ExpertPlacement,
+    placed: LayerSlots,
 ) -> NDArray[np.int64]:
-    """Of each pair: its token group * experts + its expert's slot."""
-    slot_TK = placement.slot_of_expert[topk_ids_TK]
+    """Of each pair: its token group * slots + its slot."""
+    slot_TK = placed.of_pairs(topk_ids_TK)
     if len(token_groups) > 1:
         starts = np.array([start for start, _ in token_groups[1:]])
         group_T = np.searchsorted(starts, np.arange(len(topk_ids_TK)), "right")
-        slot_TK = slot_TK + group_T[:, None] * placement.num_experts
+        slot_TK = slot_TK + group_T[:, None] * placed.count
     return slot_TK.ravel()
 
 

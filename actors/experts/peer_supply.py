@@ -25,7 +25,7 @@ from models.experts.moe import ExpertHalf
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint
 from models.weights.loading import progress_line
-from planner.findep.placement import ExpertPlacement
+from planner.placement.slots import check_fits
 
 NewStore = Callable[[ExpertSource], ExpertStore]
 
@@ -87,18 +87,20 @@ class LockstepSupply:
     ) -> None:
         workers = [rank_name(Group.PREFILL, rank) for rank in range(spec.prefill_ranks)]
         device = torch.device(spec.device)
-        placement = ExpertPlacement.contiguous(model.num_experts, len(workers))
+        check_fits(spec.placement, len(workers), model.num_experts, model.moe_layers)
         experts = ExpertHalf.load(
             Checkpoint(Path(spec.model_folder)),
             model,
-            placement.experts_of(spec.rank),
+            spec.own_experts,
             dtype=dtype,
             device=device,
             progress=progress_line(spec.name, sys.stderr),
         )
         self._endpoint = rank_endpoint(spec, device, monotonic_s)
         self.address = self._endpoint.listen(spec.host)
-        self._all_to_all = AllToAll(self._endpoint, workers, experts, timeline, monotonic_s)
+        self._all_to_all = AllToAll(
+            self._endpoint, workers, experts, spec.placement, timeline, monotonic_s
+        )
 
     def plane(self, half: AttentionHalf) -> LockstepPlane:
         return LockstepPlane(half, self._all_to_all)

@@ -32,8 +32,8 @@ from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
 from models.experts.router import Routed
-from planner.findep.placement import ExpertPlacement
 from planner.findep.split import token_group_bounds
+from planner.placement.slots import ExpertPlacement
 
 
 class RemotePending:
@@ -91,7 +91,7 @@ class RemotePlane:
             routed.topk_ids_TK.cpu().numpy(),
             routed.topk_weights_TK.cpu().numpy(),
             token_group_bounds(routed.x_TD.shape[0], plan.r2),
-            self._placement,
+            self._placement.layer(key.layer),
         )
         pending = self._pending[key.batch, key.micro_batch] = RemotePending(key, slices)
         try:

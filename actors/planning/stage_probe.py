@@ -43,7 +43,8 @@ from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import Checkpoint
 from models.weights.loading import total_bytes
-from planner.findep.placement import ExpertPlacement
+from planner.placement.contiguous import contiguous
+from planner.placement.slots import ExpertPlacement
 
 BLOCK_TOKENS = 16
 MOE_LAYERS = 5  # that are loaded: several, so that weights do not stay in the cache
@@ -90,11 +91,17 @@ class StageProbe:
         self._experts = experts
         self._spans: list[TaskSpan] = []
         self._batches = 0
+        everything = contiguous(
+            self.spec.num_experts,
+            1,
+            num_layers=self.spec.num_layers,
+            moe_layers=self.spec.moe_layers,
+        )
         clock: Clock = monotonic_s
         attention_end, expert_end = _joined(clock)
         self._ends = (attention_end, expert_end)
         timeline = Timeline(0, self._spans.append)
-        placement = ExpertPlacement.contiguous(self.spec.num_experts, 1)
+        placement = ExpertPlacement(everything)
         parts = ExecutorParts(
             name=attention_end.name,
             half=half,

@@ -19,7 +19,7 @@ from contracts.requests import Sampling
 from contracts.worker import Group, rank_name
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
-from planner.findep.placement import ExpertPlacement
+from planner.placement.slots import ExpertPlacement, check_fits
 
 WARM_UP_IDS = list(range(64))  # enough for two micro-batches, and for many experts
 WARM_UP = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -32,6 +32,7 @@ class AttentionWorker(ServingWorker):
 
     def _open(self) -> None:
         spec, half = self.spec, self._half
+        check_fits(spec.placement, spec.expert_ranks, half.spec.num_experts, half.spec.moe_layers)
         chunk_cost = ChunkCost(half.spec)
         self._upcoming_changed = False
         self._planning = RankPlanning(
@@ -40,7 +41,7 @@ class AttentionWorker(ServingWorker):
         self._endpoint = rank_endpoint(spec, half.device, monotonic_s)
         plane = RemotePlane(
             self._endpoint,
-            ExpertPlacement.contiguous(half.spec.num_experts, spec.expert_ranks),
+            ExpertPlacement(spec.placement),
             [rank_name(Group.EXPERT, rank) for rank in range(spec.expert_ranks)],
             self._timeline,
             monotonic_s,

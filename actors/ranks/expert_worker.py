@@ -26,7 +26,7 @@ from contracts.worker import RankReady, RankStatus, WorkerSpec
 from models.experts.moe import ExpertHalf
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
-from planner.findep.placement import ExpertPlacement
+from planner.placement.slots import check_fits
 
 IDLE_POLL_S = 0.1
 
@@ -41,11 +41,11 @@ class ExpertWorker:
         bound_memory()
         self.spec = spec
         model = check_checkpoint(folder)
-        placement = ExpertPlacement.contiguous(model.num_experts, spec.expert_ranks)
+        check_fits(spec.placement, spec.expert_ranks, model.num_experts, model.moe_layers)
         self._half = ExpertHalf.load(
             Checkpoint(folder),
             model,
-            placement.experts_of(spec.rank),
+            spec.own_experts,
             dtype=resolve_dtype(model, config.model.dtype),
             device=device,
             progress=progress_line(spec.name, sys.stderr),

@@ -4,14 +4,22 @@ without Ray."""
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from concurrent.futures import wait
 from types import TracebackType
 
 from actors.ranks.process import RankProcess
-from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
+from actors.ranks.rendezvous import (
+    Formation,
+    Seat,
+    contiguous_placements,
+    form_group,
+    make_specs,
+)
 from contracts.config import TandemConfig
 from contracts.events import TaskSpan
 from contracts.hardware import Hardware
+from contracts.placement import Placement
 from contracts.worker import Group, RankReady, RankStatus
 
 TOKEN_BYTES = 32
@@ -33,12 +41,18 @@ class LocalGroup:
         device: str = "cpu",
         planner: bool = False,
         hardware: Hardware | None = None,
+        placements: Mapping[Group, Placement] | None = None,
     ) -> None:
         """planner: with a planner process, whatever `config.planner.enabled` says, which is about
-        clusters. hardware: what it starts from (None: from nothing)."""
+        clusters. hardware: what it starts from (None: from nothing). placements: of experts
+        (None: contiguous)."""
         groups = config.groups
+        if placements is None:
+            placements = contiguous_placements(
+                model_folder, expert_ranks=groups.expert_ranks, prefill_ranks=groups.prefill_ranks
+            )
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        formation = Formation(config, model_folder, self.token, 1, backend, hardware)
+        formation = Formation(config, model_folder, self.token, 1, backend, hardware, placements)
         seat = Seat(device, "127.0.0.1", groups.attention_ranks + groups.prefill_ranks)
         attention, expert = [seat] * groups.attention_ranks, [seat] * groups.expert_ranks
         prefill = [seat] * groups.prefill_ranks

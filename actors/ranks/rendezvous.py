@@ -6,15 +6,19 @@ The same for Ray actors and plain processes: both are handles whose calls return
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from contracts.config import TandemConfig
 from contracts.errors import ChannelError, LaunchError, TandemError
 from contracts.hardware import Hardware
+from contracts.placement import Placement
 from contracts.worker import Group, RankReady, WorkerSpec
+from models.spec.model import read_spec
+from planner.placement.contiguous import contiguous
 
 
 class WorkerHandle(Protocol):
@@ -34,7 +38,8 @@ class Seat(NamedTuple):
 
 
 class Formation(NamedTuple):
-    """What all ranks of one group have in common. hardware: for the planner."""
+    """What all ranks of one group have in common. hardware: for the planner. placements: of experts
+    on the expert ranks, and on the prefill workers."""
 
     config: TandemConfig
     model_folder: str
@@ -42,6 +47,26 @@ class Formation(NamedTuple):
     epoch: int
     backend: str
     hardware: Hardware | None = None
+    placements: Mapping[Group, Placement] = {}
+
+    def placement(self, group: Group) -> Placement:
+        """That which concerns a rank of `group`."""
+        of = Group.EXPERT if group is Group.ATTENTION else group
+        return self.placements.get(of, Placement())
+
+
+def contiguous_placements(
+    model_folder: str, *, expert_ranks: int = 0, prefill_ranks: int = 0
+) -> dict[Group, Placement]:
+    """For `Formation`, of groups of these sizes. Raises CheckpointError for a folder that is
+    none."""
+    model = read_spec(Path(model_folder))
+    return {
+        group: contiguous(
+            model.num_experts, ranks, num_layers=model.num_layers, moe_layers=model.moe_layers
+        )
+        for group, ranks in ((Group.EXPERT, expert_ranks), (Group.PREFILL, prefill_ranks))
+    }
 
 
 def make_specs(
@@ -68,6 +93,7 @@ def make_specs(
             ranks_on_node=seat.ranks_on_node,
             config=formation.config,
             hardware=formation.hardware if group is Group.PLANNER else None,
+            placement=formation.placement(group),
         )
         for group, seats in (
             (Group.ATTENTION, attention),

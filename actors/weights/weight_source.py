@@ -13,7 +13,6 @@ taken back when `connect` names its new address (actors/weights/weight_dialler.p
 
 from __future__ import annotations
 
-import itertools
 import logging
 import select
 import threading
@@ -32,15 +31,14 @@ from contracts.logs import event
 from contracts.worker import Group, WorkerSpec, rank_name
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertBuffer
-from models.spec.model import ModelSpec
-from planner.findep.placement import ExpertPlacement
+from planner.placement.slots import expert_ranges
 
 log = logging.getLogger(f"tandem.{__name__}")
 
 
 def own_part(spec: WorkerSpec, layout: ExpertLayout) -> Part:
     """The experts that the worker keeps."""
-    return Part(layout, *_bounds(layout.spec, spec.prefill_ranks)[spec.rank])
+    return Part(layout, *expert_ranges(spec.placement)[spec.rank])
 
 
 def check_placement(spec: WorkerSpec) -> None:
@@ -58,11 +56,6 @@ def _is_far(host: str) -> bool:
     return host not in ("localhost", "::1") and not host.startswith("127.")
 
 
-def _bounds(model: ModelSpec, workers: int) -> list[tuple[int, int]]:
-    first = ExpertPlacement.contiguous(model.num_experts, workers).first_slot.tolist()
-    return list(itertools.pairwise(first))
-
-
 class PeerSource:
     """An ExpertSource. `connect` at any time, from any thread; `copy` and `close` by the store.
     `fallbacks`: how many parts did not come from their peer, so far."""
@@ -77,12 +70,14 @@ class PeerSource:
         self._part, self._fallback = part, fallback
         self._bounds = {
             rank_name(Group.PREFILL, rank): bounds
-            for rank, bounds in enumerate(_bounds(part.layout.spec, spec.prefill_ranks))
+            for rank, bounds in enumerate(expert_ranges(spec.placement))
         }
         layout = part.layout
-        same = digest(layout.spec, str(layout.dtype), spec.prefill_ranks)
+        same = digest(layout.spec, str(layout.dtype))
         self._me = Identity(name=spec.name, token=spec.token, epoch=None)
-        self._terms = Terms(spec.epoch, same, layout.digest, shard.slots.payload_bytes)
+        self._terms = Terms(
+            spec.epoch, same, layout.digest, spec.placement.digest, shard.slots.payload_bytes
+        )
         self._server = WeightServer(self._me, self._terms, shard, part.num_bytes, self._config)
         self._dialler = Dialler(self._me, self._terms, self._config)
         self._links: dict[str, WeightLink] = {}

@@ -20,6 +20,7 @@ import msgspec
 
 from contracts.errors import HandshakeError
 from contracts.frames import BAD_FRAME
+from contracts.placement import other_placement
 from models.spec.model import ModelSpec
 
 PURPOSE = "weights"
@@ -33,19 +34,20 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     """What both sides must agree on before weights move.
 
     epoch: the worker's incarnation: an older one than was heard of under a name is refused.
-    same: a digest of the model's shape, its dtype and the number of workers, equal on all.
-    layout: of how experts stand in memory (models/experts/expert_layout.py).
+    same: a digest of the model's shape and its dtype, equal on all. layout: of how experts stand in
+    memory (models/experts/expert_layout.py). placement: of which worker has which.
     segment_bytes: payload of the server's segment, over shared memory.
     """
 
     epoch: int
     same: bytes
     layout: bytes
+    placement: str = ""
     segment_bytes: int = 0
 
 
-def digest(model: ModelSpec, dtype: str, workers: int) -> bytes:
-    return hashlib.sha256(msgspec.json.encode((model, dtype, workers))).digest()
+def digest(model: ModelSpec, dtype: str) -> bytes:
+    return hashlib.sha256(msgspec.json.encode((model, dtype))).digest()
 
 
 def read_terms(extra: bytes, name: str) -> Terms:
@@ -60,9 +62,11 @@ def check_terms(theirs: Terms, mine: Terms, name: str, newest_epoch: int) -> Non
     """Raises HandshakeError."""
     if theirs.same != mine.same:
         raise HandshakeError(
-            f"{name} holds experts of another model, dtype or number of workers: start all prefill "
-            "workers with the same configuration"
+            f"{name} holds experts of another model or dtype: start all prefill workers with the "
+            "same configuration"
         )
+    if theirs.placement != mine.placement:
+        raise HandshakeError(other_placement(name, theirs.placement, mine.placement))
     if theirs.layout != mine.layout:
         raise HandshakeError(
             f"{name} lays experts out in another way, for another processor: set "

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ray
 
 from actors.ranks.remote import RayRank
-from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
+from actors.ranks.rendezvous import Formation, Seat, contiguous_placements, form_group, make_specs
 from cluster.files.hardware import load_hardware
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.member import Member
@@ -42,9 +42,15 @@ PIPELINES = ((Group.ATTENTION, Group.EXPERT), (Group.PREFILL,))
 
 def launch(config: TandemConfig, model_folder: str) -> Fleet:
     """Starts all ranks on the Ray cluster that this process is connected to. Raises ResourceError,
-    or as `launch_pipeline`; nothing is left running then."""
+    CheckpointError, or as `launch_pipeline`; nothing is left running then."""
     token = secrets.token_bytes(TOKEN_BYTES)
-    formation = Formation(config, model_folder, token, FIRST_EPOCH, config.channel.backend)
+    placements = contiguous_placements(
+        model_folder,
+        expert_ranks=config.groups.expert_ranks,
+        prefill_ranks=config.groups.prefill_ranks,
+    )
+    backend = config.channel.backend
+    formation = Formation(config, model_folder, token, FIRST_EPOCH, backend, None, placements)
     places = _place(config)
     with_kv = kv_ranks(places)
     with ThreadPoolExecutor(len(places)) as threads:  # each loads for most of the time

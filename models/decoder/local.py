@@ -31,7 +31,10 @@ class LocalModel:
         self.experts = tuple(experts)
         self.block_tokens = block_tokens
         self._local_of_E = [
-            local_index(list(half.expert_ids), self.spec.num_experts).to(attention.device)
+            {
+                layer: local_index(list(ids), self.spec.num_experts).to(attention.device)
+                for layer, ids in half.expert_ids.items()
+            }
             for half in experts
         ]
 
@@ -103,7 +106,7 @@ class LocalModel:
         """Adds the expert halves' sums, in the order of the split, to hidden_TD in place."""
         whole_TD: Tensor | None = None
         for half, local_of_E in zip(self.experts, self._local_of_E, strict=True):
-            out_TD = expert_sums(routed, half.held(layer), local_of_E)
+            out_TD = expert_sums(routed, half.held(layer), local_of_E[layer])
             whole_TD = out_TD if whole_TD is None else whole_TD.add_(out_TD)
         if whole_TD is not None:
             hidden_TD.add_(whole_TD)

@@ -5,7 +5,7 @@ Shapes: U tokens, D model dim, F expert FFN dim, e local experts, N (token, expe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,24 +37,33 @@ def expert_sums(routed: Routed, held: ExpertLayer, local_of_E: Tensor) -> Tensor
     )
 
 
+def _by_layer(
+    expert_ids: Sequence[int] | Mapping[int, Sequence[int]], layers: Iterable[int]
+) -> dict[int, tuple[int, ...]]:
+    if isinstance(expert_ids, Mapping):
+        return {layer: tuple(expert_ids[layer]) for layer in layers}
+    return dict.fromkeys(layers, tuple(expert_ids))
+
+
 class ExpertHalf:
-    """Experts `expert_ids` of each MoE layer; the local index is the position in that list."""
+    """Experts `expert_ids` of each MoE layer (of all layers, or by layer); the local index is the
+    position in that list."""
 
     def __init__(
         self,
         spec: ModelSpec,
-        expert_ids: Sequence[int],
+        expert_ids: Sequence[int] | Mapping[int, Sequence[int]],
         layers: dict[int, ExpertLayer],
     ) -> None:
         self.spec = spec
-        self.expert_ids = tuple(expert_ids)
+        self.expert_ids = _by_layer(expert_ids, layers)
         self._layers = layers
 
     @staticmethod
     def load(
         checkpoint: Checkpoint,
         spec: ModelSpec,
-        expert_ids: Sequence[int],
+        expert_ids: Sequence[int] | Mapping[int, Sequence[int]],
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
@@ -64,17 +73,19 @@ class ExpertHalf:
         """Reads only these experts' tensors (slices of fused ones), of `layers` (None: of all that
         have experts). Raises CheckpointError."""
         moe_layers = spec.moe_layers if layers is None else layers
-        wrong = [expert for expert in expert_ids if not 0 <= expert < spec.num_experts]
-        if wrong or len(set(expert_ids)) != len(expert_ids):
-            raise ValueError(
-                f"expert_ids must be distinct and below {spec.num_experts}, got {list(expert_ids)}"
-            )
-        elements = len(moe_layers) * len(expert_ids) * layout.expert_elements(spec)
+        ids_of = _by_layer(expert_ids, moe_layers)
+        for ids in ids_of.values():
+            wrong = [expert for expert in ids if not 0 <= expert < spec.num_experts]
+            if wrong or len(set(ids)) != len(ids):
+                raise ValueError(
+                    f"expert_ids must be distinct and below {spec.num_experts}, got {list(ids)}"
+                )
+        elements = sum(map(len, ids_of.values())) * layout.expert_elements(spec)
         whole = elements * dtype.itemsize
         loader = Loader(checkpoint, dtype, torch.device(device), progress, whole)
         held = {}
         for layer in moe_layers:
-            held[layer] = load_experts(checkpoint, spec, layer, expert_ids, loader)
+            held[layer] = load_experts(checkpoint, spec, layer, ids_of[layer], loader)
             loader.layer_done()
         return ExpertHalf(spec, expert_ids, held)
 

@@ -23,7 +23,7 @@ from actors.channels.handshake import Identity, initiate
 from actors.channels.listener import dial
 from actors.ranks.local_group import LocalGroup
 from actors.ranks.process import RankProcess
-from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
+from actors.ranks.rendezvous import Formation, Seat, contiguous_placements, form_group, make_specs
 from contracts.config import ChannelConfig
 from contracts.errors import (
     ChannelError,
@@ -425,7 +425,10 @@ def test_a_pool_larger_than_memory_is_named_and_nothing_is_left(
 def loaded(folder: Path, backend: str) -> Iterator[tuple[dict[str, RankProcess], dict[str, str]]]:
     """Processes of 1 + 2 ranks that have loaded and listen, and the expert ranks' addresses."""
     config = group_config(1, 2, channel={"deadline_s": 1.0})
-    formation = Formation(config, str(folder), secrets.token_bytes(32), 1, backend)
+    placements = contiguous_placements(str(folder), expert_ranks=2)
+    formation = Formation(
+        config, str(folder), secrets.token_bytes(32), 1, backend, placements=placements
+    )
     specs = make_specs(formation, [Seat("cpu", "127.0.0.1", 1)], [Seat("cpu", "127.0.0.1", 1)] * 2)
     processes = {spec.name: RankProcess(spec.name) for spec in specs}
     try:

@@ -7,12 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.experts.dispatch import plan_dispatch
-from planner.findep.placement import ExpertPlacement
+from contracts.placement import Placement
 from planner.findep.split import balanced_ranges, token_group_bounds
+from planner.placement.contiguous import contiguous
+from planner.placement.slots import ExpertPlacement
+from tests.support.placements import replicated
+
+LAYERS = 3
+MOE_LAYERS = (1, 2)
 
 
 @st.composite
-def routings(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int, ExpertPlacement]:
+def routings(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int, Placement]:
+    """Experts and weights of some tokens, r2, and a placement: contiguous, or any with replicas."""
     experts = draw(st.integers(1, 9))
     ranks = draw(st.integers(1, min(4, experts)))
     top_k = draw(st.integers(1, min(4, experts)))
@@ -20,29 +27,31 @@ def routings(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int, ExpertPlacem
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     ids_TK = np.argsort(rng.random((tokens, experts)), axis=1)[:, :top_k].astype(np.int64)
     weights_TK = rng.random((tokens, top_k)).astype(np.float32)
-    placement = ExpertPlacement.contiguous(experts, ranks)
-    if draw(st.booleans()):  # any permutation of experts over the slots must do
-        sizes = [len(placement.experts_of(rank)) for rank in range(ranks)]
-        placement = ExpertPlacement(rng.permutation(experts), sizes)
+    placement = contiguous(experts, ranks, num_layers=LAYERS, moe_layers=MOE_LAYERS)
+    if draw(st.booleans()):
+        extra = draw(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks))
+        placement = replicated(
+            experts, extra, num_layers=LAYERS, moe_layers=MOE_LAYERS, seed=draw(st.integers(0, 99))
+        )
     return ids_TK, weights_TK, draw(st.integers(1, 5)), placement
 
 
-@given(routings())
+@given(routings(), st.sampled_from(MOE_LAYERS))
 def test_every_pair_travels_once_in_expert_order_and_every_token_once_per_rank(
-    routing: tuple[np.ndarray, np.ndarray, int, ExpertPlacement],
+    routing: tuple[np.ndarray, np.ndarray, int, Placement], layer: int
 ) -> None:
     ids_TK, weights_TK, r2, placement = routing
     tokens = len(ids_TK)
     bounds = token_group_bounds(tokens, r2)
     seen: dict[tuple[int, int], float] = {}
-    for piece in plan_dispatch(ids_TK, weights_TK, bounds, placement):
+    for piece in plan_dispatch(ids_TK, weights_TK, bounds, ExpertPlacement(placement).layer(layer)):
         assert (piece.start, piece.stop) == bounds[piece.token_group]
         rows = piece.rows_U
         if rows is None:
             rows = np.arange(piece.start, piece.stop)
         assert len(set(rows.tolist())) == len(rows) == piece.num_rows
         assert set(rows[piece.index_N].tolist()) == set(rows.tolist())  # nothing padded
-        experts = np.repeat(placement.experts_of(piece.rank), piece.counts_e)
+        experts = np.repeat(placement.experts_of(piece.rank)[layer], piece.counts_e)
         for row, expert, weight in zip(rows[piece.index_N], experts, piece.weights_N, strict=True):
             assert (int(row), int(expert)) not in seen
             seen[int(row), int(expert)] = float(weight)
@@ -52,6 +61,22 @@ def test_every_pair_travels_once_in_expert_order_and_every_token_once_per_rank(
         for expert, weight in zip(ids_TK[token], weights_TK[token], strict=True)
     }
     assert seen == expected
+
+
+@given(routings())
+def test_replicas_share_the_tokens_of_their_expert(
+    routing: tuple[np.ndarray, np.ndarray, int, Placement],
+) -> None:
+    """Where all tokens want one expert, no replica of it has more than a token above another."""
+    _, _, _, placement = routing
+    slots = ExpertPlacement(placement).layer(1)
+    for expert in range(placement.num_experts):
+        found = slots.of_pairs(np.full((17, 1), expert))
+        assert {placement.expert_of_slot[1][slot] for slot in found.ravel()} == {expert}
+        replicas = placement.expert_of_slot[1].count(expert)
+        shares = np.unique(found, return_counts=True)[1]
+        assert len(shares) == replicas
+        assert shares.max() - shares.min() <= 1
 
 
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=12), st.integers(1, 6))

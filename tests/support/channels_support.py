@@ -47,6 +47,7 @@ def endpoint(
     epoch: int = 1,
     token: bytes = TOKEN,
     clock: Clock = monotonic_s,
+    placement: str = "",
     **config: Any,
 ) -> Endpoint:
     return make_endpoint(
@@ -56,6 +57,7 @@ def endpoint(
         config=ChannelConfig(backend=backend, **config),  # type: ignore[arg-type]
         clock=clock,
         device=torch.device("cuda" if backend in ("ipc", "nccl") else "cpu"),
+        placement=placement,
     )
 
 

@@ -20,7 +20,13 @@ from actors.channels.handshake import Identity, initiate
 from actors.ranks.attention_worker import AttentionWorker
 from actors.ranks.expert_worker import ExpertWorker
 from actors.ranks.prefill_worker import PrefillWorker
-from actors.ranks.rendezvous import Formation, Seat, channel_addresses, make_specs
+from actors.ranks.rendezvous import (
+    Formation,
+    Seat,
+    channel_addresses,
+    contiguous_placements,
+    make_specs,
+)
 from actors.ranks.serving_worker import ServingWorker
 from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
@@ -64,7 +70,8 @@ class ThreadGroup:
     ) -> None:
         groups = config.groups
         self.token = token or secrets.token_bytes(32)
-        formation = Formation(config, str(folder), self.token, 1, backend)
+        placements = contiguous_placements(str(folder), expert_ranks=groups.expert_ranks)
+        formation = Formation(config, str(folder), self.token, 1, backend, placements=placements)
         seat = Seat("cpu", "127.0.0.1", groups.attention_ranks)
         specs = make_specs(formation, [seat] * groups.attention_ranks, [seat] * groups.expert_ranks)
         self.experts = [ExpertWorker(s) for s in specs if s.group is Group.EXPERT]
@@ -114,7 +121,8 @@ class PrefillThreads:
         device: str = "cpu",
     ) -> None:
         self.token = secrets.token_bytes(32)
-        formation = Formation(config, str(folder), self.token, 1, backend)
+        placements = contiguous_placements(str(folder), prefill_ranks=workers)
+        formation = Formation(config, str(folder), self.token, 1, backend, placements=placements)
         seats = [Seat(device, "127.0.0.1", workers)] * workers
         self.workers: list[PrefillWorker] = []
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from actors.ranks.rendezvous import contiguous_placements
 from actors.weights.weight_shard import HeldShard, PartSource, Shard, ShardWindow
 from actors.weights.weight_source import PeerSource, own_part
 from contracts.worker import Group, WorkerSpec
@@ -27,6 +28,8 @@ def worker_spec(
     folder: Path, rank: int, workers: int, *, backend: str, token: bytes = TOKEN, **fields: Any
 ) -> WorkerSpec:
     fields.setdefault("config", group_config(prefill={"experts": "gathered"}))
+    placements = contiguous_placements(str(folder), prefill_ranks=workers)
+    fields.setdefault("placement", placements[Group.PREFILL])
     return WorkerSpec(
         group=Group.PREFILL,
         rank=rank,

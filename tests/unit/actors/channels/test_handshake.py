@@ -304,6 +304,18 @@ def test_a_peer_with_the_wrong_token_is_refused_while_work_goes_on(backend: str)
             end.close()
 
 
+def test_a_peer_with_another_placement_of_experts_is_refused_and_told_both() -> None:
+    right = endpoint("right", "tcp", placement="1a2b")
+    left = endpoint("left", "tcp", placement="3c4d")
+    said = "right refused left: it has its experts placed as 3c4d, here they are as 1a2b: launch"
+    try:
+        with pytest.raises(HandshakeError, match=said):
+            left.connect("right", right.listen())
+    finally:
+        left.close()
+        right.close()
+
+
 def test_a_peer_with_another_backend_is_told_so() -> None:
     right, left = endpoint("right", "tcp"), endpoint("left", "shm")
     try:

@@ -24,7 +24,8 @@ from contracts.plan import Order, Plan
 from contracts.requests import Priority
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import Attended, Routed
-from planner.findep.placement import ExpertPlacement
+from planner.placement.contiguous import contiguous
+from planner.placement.slots import ExpertPlacement
 
 LAYERS, EXPERTS, TOP_K, DIM = 2, 4, 2, 6
 RANKS = ["expert-0", "expert-1"]
@@ -130,7 +131,7 @@ class FakeEndpoint:
         answers = [item for item in self.sent if wanted(item[0])]
         self.sent = [item for item in self.sent if not wanted(item[0])]
         for header, peer, (x_UD, index_N, weights_N, counts_e) in reversed(answers):
-            first = int(self._placement.first_slot[RANKS.index(peer)])
+            first = self._placement.layer(header.layer).bounds[RANKS.index(peer)][0]
             y_UD, pair = torch.zeros_like(x_UD), 0
             for local, count in enumerate(counts_e.tolist()):
                 for _ in range(count):
@@ -155,7 +156,10 @@ class Rig:
 
     def __init__(self, *, shared: bool = True) -> None:
         self.log: list[Event] = []
-        placement = ExpertPlacement.contiguous(EXPERTS, len(RANKS))
+        layers = range(LAYERS)
+        placement = ExpertPlacement(
+            contiguous(EXPERTS, len(RANKS), num_layers=LAYERS, moe_layers=layers)
+        )
         self.endpoint = FakeEndpoint(self.log, placement)
         self.finished: dict[int, torch.Tensor] = {}
         self.timeline = Timeline(1000)

@@ -14,16 +14,17 @@ import torch
 
 from actors.channels.factory import make_endpoint
 from actors.experts.all_to_all import AllToAll
+from actors.ranks.rendezvous import contiguous_placements
 from actors.telemetry.timeline import Timeline
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import PeerError
+from contracts.worker import Group
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.decoder.local import LocalModel
 from models.experts.moe import ExpertHalf
 from models.weights.checkpoint import Checkpoint, check_checkpoint
-from planner.findep.placement import ExpertPlacement
 
 Checkpoints = Callable[..., Path]
 JOIN_S = 60.0
@@ -42,10 +43,13 @@ class Worker:
             name=names[rank], token=b"t" * 32, epoch=1, config=config, clock=monotonic_s, device=CPU
         )
         self.address = self.endpoint.listen("127.0.0.1")
-        mine = ExpertPlacement.contiguous(self.model.num_experts, workers).experts_of(rank)
+        placement = contiguous_placements(str(folder), prefill_ranks=workers)[Group.PREFILL]
+        mine = placement.experts_of(rank)
         checkpoint = Checkpoint(folder)
         experts = ExpertHalf.load(checkpoint, self.model, mine, dtype=torch.float32)
-        self.all_to_all = AllToAll(self.endpoint, names, experts, Timeline(0), monotonic_s)
+        self.all_to_all = AllToAll(
+            self.endpoint, names, experts, placement, Timeline(0), monotonic_s
+        )
         attention = AttentionHalf.load(checkpoint, self.model, dtype=torch.float32)
         self.local = LocalModel(attention, [])
         self.nothing = torch.empty(0, self.model.hidden_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -104,14 +103,20 @@ def test_a_stranger_is_refused(tiny_checkpoint: Checkpoints, backend: str) -> No
     stranger.close()
 
 
-@pytest.mark.parametrize("change", [{"workers": 3}, {"folder": "other"}])
-def test_another_model_or_number_of_workers_is_refused(
-    tiny_checkpoint: Checkpoints, change: dict[str, Any]
+@pytest.mark.parametrize(
+    ("workers", "num_experts", "message"),
+    [
+        (3, 7, "prefill-1 has its experts placed as [0-9a-f]{16}, here .* as [0-9a-f]{16}: launch"),
+        (2, 9, "another model or dtype"),
+    ],
+)
+def test_another_model_or_placement_is_refused(
+    tiny_checkpoint: Checkpoints, workers: int, num_experts: int, message: str
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe")
-    other = tiny_checkpoint("qwen3_moe", num_experts=9) if "folder" in change else folder
-    stray = make_source(worker_spec(other, 1, change.get("workers", 2), backend="tcp"))
-    expected = pytest.raises(HandshakeError, match="another model, dtype or number of workers")
+    other = tiny_checkpoint("qwen3_moe", num_experts=num_experts)
+    stray = make_source(worker_spec(other, 1, workers, backend="tcp"))
+    expected = pytest.raises(HandshakeError, match=message)
     with gathering(folder, 2, backend="tcp") as sources, expected:
         stray.connect({"prefill-0": sources[0].address})
     stray.close()

@@ -26,7 +26,8 @@ from planner.costs.cost_model import (
     stage_models,
 )
 from planner.costs.model_shape import chunk_work, hit_fraction, mean_ranks_per_token
-from planner.findep.placement import ExpertPlacement
+from planner.placement.contiguous import contiguous
+from planner.placement.slots import ExpertPlacement
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, spec_of
 
 GEMM_ALPHA, GEMM_BETA, ATTENTION_ALPHA, ATTENTION_BETA = 0.17, 8.59e-11, 0.15, 1.54e-11
@@ -154,7 +155,7 @@ def test_link_bytes_are_those_of_the_packets_that_dispatch_cuts(
     small = shape(QWEN3_235B, num_experts=experts, num_experts_per_tok=4, hidden_size=64)
     tokens = 2000
     ids = np.argsort(np.random.default_rng(seed).random((tokens, experts)), axis=1)[:, :4]
-    placement = ExpertPlacement.contiguous(experts, eg)
+    placement = ExpertPlacement(contiguous(experts, eg, num_layers=1, moe_layers=[0])).layer(0)
     weights = np.ones(ids.shape, np.float32)
     slices = plan_dispatch(ids.astype(np.int64), weights, [(0, tokens)], placement)
     fullest = [piece for piece in slices if piece.rank == 0]

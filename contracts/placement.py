@@ -1,0 +1,76 @@
+"""Which rank holds which experts, layer by layer: made once at launch, the same on every rank."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+
+import msgspec
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """Experts of all ranks as one line of slots, rank after rank, of which each layer has its own:
+
+        rank         0       |     1     |   2
+        slots     0  1  2    |  3  4     |  5  6        slots_per_rank = (3, 2, 2)
+        layer 1   0  1  2    |  3  4     |  0  5        expert_of_slot[1]: expert 0 has two replicas
+
+    slots_per_rank: the same in every layer. expert_of_slot: [L][slot], empty where a layer has no
+    experts. Every expert of a layer is in one slot or more, on different ranks. A placement without
+    ranks is of a group that divides no experts.
+    """
+
+    num_experts: int = 0
+    slots_per_rank: tuple[int, ...] = ()
+    expert_of_slot: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(slots < 0 for slots in self.slots_per_rank):
+            raise ValueError(f"slots_per_rank={self.slots_per_rank}: give numbers from 0")
+        for layer, experts in enumerate(self.expert_of_slot):
+            if experts:
+                self._check_layer(layer, experts)
+
+    def _check_layer(self, layer: int, experts: tuple[int, ...]) -> None:
+        slots, where = sum(self.slots_per_rank), f"expert_of_slot[{layer}]"
+        if len(experts) != slots:
+            raise ValueError(f"{where} has {len(experts)} slots, slots_per_rank adds up to {slots}")
+        wrong = set(experts) ^ set(range(self.num_experts))
+        if wrong:
+            raise ValueError(
+                f"{where}: expert {min(wrong)} is not placed, or not one of the "
+                f"{self.num_experts} experts: give each a slot or more"
+            )
+        for rank, (low, high) in enumerate(self.slot_bounds):
+            if len(set(experts[low:high])) < high - low:
+                raise ValueError(f"{where}: rank {rank} has an expert twice: once is enough")
+
+    @property
+    def ranks(self) -> int:
+        return len(self.slots_per_rank)
+
+    @functools.cached_property
+    def slot_bounds(self) -> tuple[tuple[int, int], ...]:
+        """[first, last) slot of each rank."""
+        return tuple(itertools.pairwise(itertools.accumulate(self.slots_per_rank, initial=0)))
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits: equal placements have equal ones."""
+        body = msgspec.msgpack.encode((self.num_experts, self.slots_per_rank, self.expert_of_slot))
+        return hashlib.sha256(body).hexdigest()[:16]
+
+    def experts_of(self, rank: int) -> dict[int, tuple[int, ...]]:
+        """By layer, the expert ids of `rank` in the order of its local indices."""
+        low, high = self.slot_bounds[rank]
+        layers = enumerate(self.expert_of_slot)
+        return {layer: experts[low:high] for layer, experts in layers if experts}
+
+
+def other_placement(theirs: str, their_digest: str, my_digest: str) -> str:
+    """What a peer is refused with."""
+    return (
+        f"{theirs} has its experts placed as {their_digest}, here they are as {my_digest}: "
+        "launch all ranks of a group with one placement"
+    )

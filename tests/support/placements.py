@@ -1,0 +1,41 @@
+"""Random placements with replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from contracts.placement import Placement
+from planner.placement.contiguous import contiguous
+
+
+def replicated(
+    num_experts: int,
+    extra: Sequence[int],
+    *,
+    num_layers: int,
+    moe_layers: Collection[int],
+    seed: int,
+) -> Placement:
+    """Experts in any order, another in each layer; rank r has extra[r] replicas of those that are
+    first elsewhere (at most as many as there are)."""
+    rng = np.random.default_rng(seed)
+    base = contiguous(num_experts, len(extra), num_layers=1, moe_layers=[0]).slots_per_rank
+    sizes = [min(num_experts, slots + more) for slots, more in zip(base, extra, strict=True)]
+
+    def layer() -> tuple[int, ...]:
+        order, first, line = rng.permutation(num_experts), 0, list[int]()
+        for slots, size in zip(base, sizes, strict=True):
+            last = first + slots
+            others = rng.permutation(np.concatenate([order[:first], order[last:]]))
+            mine = np.concatenate([order[first:last], others[: size - slots]])
+            line += rng.permutation(mine).tolist()
+            first = last
+        return tuple(line)
+
+    return Placement(
+        num_experts=num_experts,
+        slots_per_rank=tuple(sizes),
+        expert_of_slot=tuple(layer() if n in moe_layers else () for n in range(num_layers)),
+    )
