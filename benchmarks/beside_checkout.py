@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class Workload(NamedTuple):
     """Blocks of `requests`, `at_once` of them under way. unit: of the figure of a block."""
 
     path: str
-    body: dict[str, object]
+    body: Mapping[str, object]
     requests: int
     at_once: int
     unit: str

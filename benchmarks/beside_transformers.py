@@ -119,7 +119,8 @@ class Bench:
         self, side: str, work: Workload, choices: dict[str, T], choose: Callable[[T], None]
     ) -> dict[str, float]:
         """The shortest time of each choice; one that is hopeless the first time is not repeated."""
-        run, seconds = getattr(self._sides[side], work.phase), {}
+        run = getattr(self._sides[side], work.phase)
+        seconds: dict[str, float] = {}
         for label, choice in choices.items():
             choose(choice)
             wait_for_idle(self._pids, limit_s=IDLE_WAIT_S, cores=QUIET_CORES)

@@ -53,7 +53,7 @@ class Backend:
 async def serve(port: int, kind: str) -> None:
     http = HttpConfig(port=port)
     model, tokenizer = served_model(TandemConfig())
-    app = build_app(Backend(), tokenizer, model, http)  # type: ignore[arg-type]
+    app = build_app(Backend(), tokenizer, model, http)
     if kind == "front":
         await DirectFront(app, http).start()
         await asyncio.Event().wait()

@@ -115,7 +115,7 @@ async def _calibrated(nodes: TwoNodes, path: Path) -> list[int]:
     """The threshold of each of two workers whose largest batch is below it: from a larger one they
     could not tell more than that it hides the transfers."""
     pair = await Pair.start(nodes, path, CALIBRATED_ROWS * ROW_TOKENS, experts="gathered")
-    saturation = [pair.status(worker).sections["work"]["saturation"] for worker in (0, 1)]
+    saturation = [int(pair.status(worker).sections["work"]["saturation"]) for worker in (0, 1)]
     await pair.close()
     return saturation
 

@@ -231,7 +231,7 @@ class Predictor:
             attention_ms = expected_ms(Stage.ATTENTION, chunks, tokens)
             times.append(MicroBatchTimes(attention_ms, shared_ms, groups))
         layers = self.shape.moe_layers
-        return Schedule(tuple(times), layers, plan.order, plan.shared_lag, samples.count)
+        return Schedule(tuple(times), layers, plan.order, plan.shared_lag, samples.sequences)
 
 
 def _beside_fractions(timeline: Replay) -> dict[Stage, float]:

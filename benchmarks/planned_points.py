@@ -168,7 +168,7 @@ class PointRunner:
     def _rows(self, samples: Samples) -> list[list[int]]:
         """Random tokens, the same for all plans of a round."""
         generator = torch.Generator().manual_seed(self._seed)
-        size = (samples.count, samples.tokens)
+        size = (samples.sequences, samples.tokens)
         rows: list[list[int]] = torch.randint(
             1, self._shape.vocab_size, size, generator=generator
         ).tolist()

@@ -94,7 +94,7 @@ class Oracle:
         for index, logits in self._model.logits(asked):
             chosen = logits.double().log_softmax(-1).gather(1, targets[index][:, None])
             totals[index] = chosen.sum()
-        split = totals.split([len(question.labels) for question in questions])
+        split = torch.split(totals, [len(question.labels) for question in questions])
         return [row.softmax(0).tolist() for row in split]
 
 

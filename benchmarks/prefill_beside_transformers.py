@@ -74,7 +74,10 @@ class Bench:
     def __init__(
         self, ours: RoutedPrefill, theirs: TheirPrefill, folder: Path, work: Any, pids: list[int]
     ) -> None:
-        self._sides = {"tandem": ours, "transformers": theirs}
+        self._sides: dict[str, RoutedPrefill | TheirPrefill] = {
+            "tandem": ours,
+            "transformers": theirs,
+        }
         self._theirs = theirs
         self._folder = folder
         self._work = work
@@ -144,10 +147,10 @@ def main() -> None:
         folder = model_folder(options.model, options.data, Path(scratch) / "model")
         context, encode = read_spec(folder).max_context_tokens, encoder(folder)
         picks = {name: _pick(PICKS[name], options.rows) for name in options.sets}
-        works = {name: read(pick, options.data, encode, context) for name, pick in picks.items()}
-        for name in [name for name, rows in works.items() if rows is None]:
+        found = {name: read(pick, options.data, encode, context) for name, pick in picks.items()}
+        works = {name: rows for name, rows in found.items() if rows is not None}
+        for name in found.keys() - works.keys():
             print(f"{name}: left out, no prefix has all its rows within {context} tokens")
-            del works[name]
         if options.tokens is not None:
             works = {name: rows.first(options.tokens) for name, rows in works.items()}
         config = _config(options)

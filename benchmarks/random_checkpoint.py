@@ -110,4 +110,5 @@ def _layer(spec: ModelSpec, layer: int) -> Iterator[Wanted]:
 def _random(wanted: Wanted, generator: torch.Generator) -> torch.Tensor:
     if len(wanted.shape) == 1:
         return torch.ones(wanted.shape)
-    return torch.randn(wanted.shape, generator=generator) * wanted.shape[-1] ** -0.5
+    scale: float = wanted.shape[-1] ** -0.5
+    return torch.randn(wanted.shape, generator=generator) * scale

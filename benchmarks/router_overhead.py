@@ -59,10 +59,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-") as scratch:
         folder = model_folder(options.model, options.data, Path(scratch) / "model")
         context, encode = read_spec(folder).max_context_tokens, encoder(folder)
-        works = {
-            name: read(PICKS[name]._replace(rows=rows), options.data, encode, context)
-            for name, rows in SETS.items()
-        }
+        picks = {name: PICKS[name]._replace(rows=rows) for name, rows in SETS.items()}
+        found = {name: read(pick, options.data, encode, context) for name, pick in picks.items()}
+        works = {name: rows for name, rows in found.items() if rows is not None}
         with LocalGroup(str(folder), config) as group:
             if os.cpu_count() == 2:
                 for core, process in enumerate(group.processes.values()):

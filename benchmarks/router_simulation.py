@@ -138,8 +138,8 @@ class Simulation:
             for prompt, decision in self._backlog.take():
                 self._send(prompt, decision)
             return
-        while queue and (decision := self._router.route(queue[0])) is not None:
-            self._send(queue.popleft(), decision)
+        while queue and (chosen := self._router.route(queue[0])) is not None:
+            self._send(queue.popleft(), chosen)
 
     def _send(self, prompt: Prompt, decision: Decision) -> None:
         self._router.apply(self._workers[decision.worker].accept(prompt))

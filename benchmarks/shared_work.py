@@ -186,7 +186,8 @@ class _Workers(NamedTuple):
         )
 
     def computed_tokens(self) -> int:
-        return sum(status.sections["totals"]["computed_tokens"] for status in self.group.status())
+        totals = (status.sections["totals"] for status in self.group.status())
+        return int(sum(total["computed_tokens"] for total in totals))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from contracts.routing import Calibration, Progress, Prompt, WorkerReport
 from planner.routing.request_work import RequestWork
@@ -93,7 +93,7 @@ class SimulatedWorker:
             evicted.append(self._cache.popitem(last=False)[0])
         return tuple(evicted)
 
-    def _report(self, **parts: object) -> WorkerReport:
+    def _report(self, **parts: Any) -> WorkerReport:
         report = WorkerReport(worker=self._number, epoch=0, number=self._reports, **parts)
         self._reports += 1
         return report

@@ -20,9 +20,9 @@ Chunks = tuple[tuple[int, int], ...]
 
 
 class Samples(NamedTuple):
-    """A batch of `count` sequences of `tokens` tokens each."""
+    """A batch of `sequences` of `tokens` tokens each."""
 
-    count: int
+    sequences: int
     tokens: int
 
 
@@ -53,7 +53,7 @@ def micro_batches(plan: Plan, samples: Samples) -> list[Chunks]:
     sizes = plan.micro_batch_samples
     if not sizes:
         parts = plan.r1 // max(1, len(plan.sequence_chunks))
-        sizes = tuple(b - a for a, b in balanced_ranges([1.0] * samples.count, parts))
+        sizes = tuple(b - a for a, b in balanced_ranges([1.0] * samples.sequences, parts))
     bounds = chunk_bounds(samples.tokens, plan.sequence_chunks or (1.0,))
     return [(bound,) * size for size in sizes for bound in bounds]
 

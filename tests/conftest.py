@@ -48,7 +48,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return _ByFile(config, log)
 
 
-class _ByFile(LoadScopeScheduling):
+class _ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     def _split_scope(self, nodeid: str) -> str:
         return "ray" if _wants_ray(nodeid) else nodeid.partition("::")[0]
 
@@ -60,7 +60,8 @@ def _wants_ray(nodeid: str) -> bool:
 @pytest.fixture(scope="session")
 def forked_processes() -> Iterator[None]:
     """For tests that start processes with `tests.support.fork_server`."""
-    yield fork_server().start()
+    fork_server().start()
+    yield
     fork_server().close()
 
 

@@ -117,34 +117,32 @@ class Clients:
         texts = [_text(dice, MAX_CONTEXT_TOKENS // 2) for _ in range(MAX_ITEMS)]
         labels = [f"label {number} {dice.random()}" for number in range(24)]
         many = {"n": MAX_ITEMS, "max_tokens": 100, "ignore_eos": True}
-        path, body = dice.choice(
-            [
-                ("/v1/completions", {"prompt": texts, "max_tokens": 40, "ignore_eos": True}),
-                ("/v1/completions", {"prompt": "The", **many}),
-                ("/v1/completions", {"prompt": texts[:4], "logprobs": 5, "echo": True}),
-                ("/v1/classify", {"input": texts, "labels": labels}),
-                ("/v1/score", {"query": "a", "items": texts, "label_token_ids": [*range(1000)]}),
-            ]
-        )
+        bodies: list[tuple[str, dict[str, Any]]] = [
+            ("/v1/completions", {"prompt": texts, "max_tokens": 40, "ignore_eos": True}),
+            ("/v1/completions", {"prompt": "The", **many}),
+            ("/v1/completions", {"prompt": texts[:4], "logprobs": 5, "echo": True}),
+            ("/v1/classify", {"input": texts, "labels": labels}),
+            ("/v1/score", {"query": "a", "items": texts, "label_token_ids": [*range(1000)]}),
+        ]
+        path, body = dice.choice(bodies)
         return await self._told(answers.made(path, body, dice.choice(KEYS)))
 
     async def too_huge(self, dice: random.Random) -> str:
         """Above the limits, each of which must be told before it costs anything."""
         row, one = _text(dice, 100), {"labels": ["no", "yes"]}
         words = "a " * (MAX_BODY_BYTES // 2)
-        path, body = dice.choice(
-            [
-                ("/v1/completions", {"prompt": row * 2000}),
-                ("/v1/completions", {"prompt": [row] * (MAX_ITEMS + 1)}),
-                ("/v1/completions", {"prompt": "a", "n": 10_000}),
-                ("/v1/completions", {"prompt": words}),
-                ("/v1/classify", {"input": [row] * 5000, **one}),
-                ("/v1/classify", {"input": "a" * 50_000, "template": "{text}" * 500, **one}),
-                ("/v1/classify", {"input": "a", "labels": [f"{n} " * 900 for n in range(96)]}),
-                ("/v1/score", {"query": words[:500_000], "items": "b", "label_token_ids": [1]}),
-                ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [1] * 5000}),
-            ]
-        )
+        bodies: list[tuple[str, dict[str, Any]]] = [
+            ("/v1/completions", {"prompt": row * 2000}),
+            ("/v1/completions", {"prompt": [row] * (MAX_ITEMS + 1)}),
+            ("/v1/completions", {"prompt": "a", "n": 10_000}),
+            ("/v1/completions", {"prompt": words}),
+            ("/v1/classify", {"input": [row] * 5000, **one}),
+            ("/v1/classify", {"input": "a" * 50_000, "template": "{text}" * 500, **one}),
+            ("/v1/classify", {"input": "a", "labels": [f"{n} " * 900 for n in range(96)]}),
+            ("/v1/score", {"query": words[:500_000], "items": "b", "label_token_ids": [1]}),
+            ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [1] * 5000}),
+        ]
+        path, body = dice.choice(bodies)
         return await self._told(answers.made(path, body, dice.choice(KEYS)))
 
     async def slow(self, dice: random.Random) -> str:

@@ -6,13 +6,14 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 
 MOST_AT_ONCE = 120  # clients under way: the rates should never bring that many
 
-Visit = Callable[[random.Random], Awaitable[str]]
+Visit = Callable[[random.Random], Coroutine[Any, Any, str]]
 
 
 class Kind(msgspec.Struct, frozen=True):

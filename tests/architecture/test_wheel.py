@@ -92,8 +92,8 @@ def environment(wheel: Path, tmp_path: Path) -> Path:
     names = {"base": str(folder), "platbase": str(folder)}
     packages = Path(sysconfig.get_path("purelib", "venv", vars=names))
     (packages / "here.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    install = [folder / "bin" / "python", "-m", "pip", "install", "--no-deps", "--no-index", wheel]
-    subprocess.run(install, check=True, capture_output=True)
+    install = ("-m", "pip", "install", "--no-deps", "--no-index", wheel)
+    subprocess.run([folder / "bin" / "python", *install], check=True, capture_output=True)
     return folder
 
 

@@ -4,6 +4,7 @@ real processes, without Ray. Every wait has a deadline; the faults come in the m
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -103,6 +104,10 @@ def clients_of(group: LocalGroup) -> list[RankConnection]:
     return [RankConnection(*item, group.token) for item in group.client_addresses.items()]
 
 
+def holds_nothing(group: LocalGroup, name: str) -> bool:
+    return status_of(group, name).sections["kv_blocks"]["used"] == 0
+
+
 def until(condition: Callable[[], bool]) -> None:
     end_s = time.monotonic() + DEADLINE_S
     while not condition():
@@ -172,7 +177,7 @@ def test_every_request_fails_within_two_seconds_of_the_loss_of_an_expert_rank(
             assert "expert-1" in refused.message
 
         for name in ("attention-0", "attention-1"):
-            until(lambda name=name: status_of(group, name).sections["kv_blocks"]["used"] == 0)
+            until(functools.partial(holds_nothing, group, name))
             status = status_of(group, name)
             assert not status.healthy
             assert "expert-1" in status.reason

@@ -89,15 +89,16 @@ def test_a_packed_batch_equals_the_reference(window: int | None) -> None:
     fresh = torch.cat(new)
     assert packs(torch.bfloat16, GPU, d)
     plan = plan_attention(sequences, window=window, dtype=torch.bfloat16, device=GPU, packed=True)
-    tensors = (q_THd, k_pool[fresh], v_pool[fresh], k_pool, v_pool)
-    out_THd = ragged_attention(*(t.to(GPU) for t in tensors), plan, scale=0.3).cpu()
+    new_k_v = (pool[fresh].to(GPU) for pool in (k_pool, v_pool))
+    q, k, v, k_all, v_all = (q_THd.to(GPU), *new_k_v, k_pool.to(GPU), v_pool.to(GPU))
+    out_THd = ragged_attention(q, k, v, k_all, v_all, plan, scale=0.3).cpu()
     for seq in sequences:
-        rows, keys = slice(seq.first, seq.first + seq.count), seq.slots_S
-        assert isinstance(keys, torch.Tensor)
+        rows, held = slice(seq.first, seq.first + seq.count), seq.slots_S
+        assert isinstance(held, torch.Tensor)
         expected = attention_reference(
             q_THd[rows],
-            k_pool[keys.cpu()],
-            v_pool[keys.cpu()],
+            k_pool[held.cpu()],
+            v_pool[held.cpu()],
             start=seq.start,
             scale=0.3,
             window=window,

@@ -15,4 +15,5 @@ def greedy_choices(oracle: Any, prompt: Sequence[int], tokens: Sequence[int]) ->
     """
     with torch.no_grad():
         logits_TV = oracle(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0]
-    return logits_TV[len(prompt) - 1 :].argmax(-1).tolist()
+    choices: list[int] = logits_TV[len(prompt) - 1 :].argmax(-1).tolist()
+    return choices

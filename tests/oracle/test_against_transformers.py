@@ -26,7 +26,9 @@ MSCALED = {
     "factor": 8.0,
     "original_max_position_embeddings": 16,
 }
-QWEN = {
+Variants = dict[str, dict[str, Any]]  # overrides of a tiny config, by what they try
+
+QWEN: Variants = {
     "uneven experts, wide heads": {},
     "a dense layer, tied, biased, unnormalised": {
         "mlp_only_layers": [1],
@@ -55,7 +57,7 @@ QWEN = {
         }
     },
 }
-MIXTRAL = {
+MIXTRAL: Variants = {
     "uneven experts, wide heads": {},
     "tied, default head size": {"tie_word_embeddings": True, "head_dim": None, "hidden_size": 60},
     "window shorter than the prompt": {"sliding_window": 7, "num_local_experts": 3},
@@ -66,7 +68,7 @@ MIXTRAL = {
                                    "original_max_position_embeddings": 64}},
     "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
 }  # fmt: skip
-DEEPSEEK_V2 = {
+DEEPSEEK_V2: Variants = {
     "no q-LoRA, greedy, a dense layer": {},
     "q-LoRA, biases, groups, scaled": {
         "q_lora_rank": 26,
@@ -91,7 +93,7 @@ DEEPSEEK_V2 = {
         "rope_parameters": {**MSCALED, "mscale": 0.707, "mscale_all_dim": 0.707},
     },
 }
-DEEPSEEK_V3 = {
+DEEPSEEK_V3: Variants = {
     "groups, q-LoRA, a dense layer": {},
     "no q-LoRA, one group, unnormalised, biases": {
         "q_lora_rank": None,
@@ -113,7 +115,7 @@ DEEPSEEK_V3 = {
         "rope_parameters": {**MSCALED, "mscale": 1.3, "mscale_all_dim": 0.8},
     },
 }
-GPT_OSS = {
+GPT_OSS: Variants = {
     "alternating window, yarn beyond the original length": {},
     "windows by list, odd sizes, tied, top 1": {
         "num_hidden_layers": 4,
@@ -181,7 +183,8 @@ def tokens(count: int, seed: int, vocab: int = 97) -> list[int]:
 
 def expected_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        return oracle(folder)(torch.tensor([token_ids])).logits[0]
+        logits_TV: torch.Tensor = oracle(folder)(torch.tensor([token_ids])).logits[0]
+        return logits_TV
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:

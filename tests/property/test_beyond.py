@@ -18,7 +18,7 @@ from planner.findep.checker import violations
 from planner.findep.closed_forms import layer_times, lower_bound
 from planner.findep.recurrence import makespan_ms
 from planner.findep.replay import replay, replay_ready_set
-from planner.findep.schedule import Schedule, pieces_of, schedule_of, token_groups
+from planner.findep.schedule import MicroBatchTimes, Schedule, pieces_of, schedule_of, token_groups
 from planner.findep.search import batch_lower_bound
 from planner.findep.solver import solve
 from planner.findep.split import chunk_bounds
@@ -198,7 +198,8 @@ SEQUENCES = st.lists(
 def _ragged_schedule(spec: PlanSpec, plan: Plan, sequences: list[NewTokens]) -> Schedule:
     """The plan's schedule, put together again from its fields as an executor would."""
     ends = plan.sequence_chunks or (1.0,)
-    first, micro_batches = 0, []
+    first = 0
+    micro_batches: list[MicroBatchTimes] = []
     for size in plan.micro_batch_samples:
         group = sequences[first : first + size]
         first += size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -71,8 +71,8 @@ class Crash:
     def __exit__(self, *_: object) -> None:
         self._patch.undo()
 
-    def _counted(self, step):  # type: ignore[no-untyped-def]
-        def counted(*arguments, **named):  # type: ignore[no-untyped-def]
+    def _counted(self, step: Callable[..., object]) -> Callable[..., object]:
+        def counted(*arguments: object, **named: object) -> object:
             self._left -= 1
             if self._left < 0:
                 raise Killed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,7 +100,7 @@ def test_payloads_keep_their_bytes_whatever_is_released_in_whatever_order(
         assert arena.num_bytes() == (1, kept[0].views.memory.numel())
 
 
-def bytes_of(made: dict[int, PlainMemory], place: Place, size: int):  # type: ignore[no-untyped-def]
+def bytes_of(made: dict[int, PlainMemory], place: Place, size: int) -> torch.Tensor:
     memory = made[place.segment].views.memory
     assert place.offset_bytes + size <= memory.numel()
     return memory[place.offset_bytes : place.offset_bytes + size]

@@ -15,8 +15,7 @@ lanes = st.lists(st.sampled_from(Lane), min_size=1, max_size=30)
 
 def drained(line: Line) -> list[RequestKey]:
     order = []
-    while line:
-        key = line.first()
+    while (key := line.first()) is not None:
         line.pop(key)
         order.append(key)
     return order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,8 +123,8 @@ class Cluster(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everything arrives and ends: all routers are of one mind, and nothing is left over."""
-        for worker, prompt in self.travelling:
-            self.workers[worker].accept(prompt)
+        for number, prompt in self.travelling:
+            self.workers[number].accept(prompt)
         self._hear_all()
         for number, worker in enumerate(self.workers):
             expected = worker.state.snapshot(number)
@@ -184,7 +185,7 @@ TestCluster.settings = settings(max_examples=120, stateful_step_count=40, deadli
 @settings(deadline=None, max_examples=100)
 @given(st.lists(token_lists, min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_routers_agree_whatever_the_order_between_workers(
-    texts: list[list[int]], random: st.DataObject
+    texts: list[list[int]], random: Random
 ) -> None:
     logging = [LoggingWorker(n, quadratic_work, cache_blocks=4) for n in range(WORKERS)]
     for index, tokens in enumerate(texts):
@@ -198,8 +199,8 @@ def test_routers_agree_whatever_the_order_between_workers(
     for router in pair:
         keys = [(random.random(), report.worker) for report in reports]
         queues = {n: list(logging[n].log) for n in range(WORKERS)}
-        for _, worker in sorted(keys):
-            router.apply(queues[worker].pop(0))
+        for _, number in sorted(keys):
+            router.apply(queues[number].pop(0))
     prompt = prompt_of(texts[0], 999)
     assert [pair[0].snapshot(n) for n in range(WORKERS)] == [
         pair[1].snapshot(n) for n in range(WORKERS)

@@ -72,7 +72,8 @@ def probabilities_by_hand(logits: list[float], sampling: Sampling) -> dict[int, 
     kept = [token for token in order if probs[token] >= sampling.min_p * probs[order[0]]]
     kept = kept[: sampling.top_k or None]
     whole = math.fsum(probs[token] for token in kept)
-    nucleus, before = [], 0.0
+    before = 0.0
+    nucleus: list[int] = []
     for token in kept:
         if nucleus and before >= sampling.top_p:
             break

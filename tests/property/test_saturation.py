@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -68,7 +70,7 @@ def test_the_fallback_is_eq_3_without_stretch_and_never_above_it(calibration: Ca
         ({"fallback_prompts": ()}, "saturation.fallback_prompts="),
     ],
 )
-def test_nonsense_is_refused_with_field_and_number(fields: dict[str, object], said: str) -> None:
+def test_nonsense_is_refused_with_field_and_number(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SaturationConfig(**{"fallback_prompts": (1,), **fields})
 

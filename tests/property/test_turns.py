@@ -33,7 +33,7 @@ class Waiting(RuleBasedStateMachine):
         line = self.lines[tenant, request]
         line.insert(0 if again else len(line), item)
 
-    @precondition(lambda self: len(self.turns))
+    @precondition(lambda self: len(self.turns) > 0)
     @rule()
     def pop(self) -> None:
         expected = list(self.turns)
@@ -45,7 +45,7 @@ class Waiting(RuleBasedStateMachine):
         assert line[0] == item, "first come, first served within a request"
         line.remove(item)
 
-    @precondition(lambda self: len(self.turns))
+    @precondition(lambda self: len(self.turns) > 0)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         line = data.draw(st.sampled_from([line for line in self.lines.values() if line]))

@@ -76,7 +76,7 @@ class Server:
     def count(self, name: str, **labels: str) -> float:
         """The sum of all series of `name` with these labels."""
         return sum(
-            sample.value
+            float(sample.value)
             for family in text_string_to_metric_families(self.http.get("/metrics").text)
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()

@@ -38,13 +38,17 @@ CONFIG = load_config(
 )
 
 
+def _hang(waiting: object) -> None:
+    threading.Event().wait()
+
+
 class HangingShell(WorkerShell):
     """The first prefill-0 hangs in the step that would answer its first request."""
 
     def start(self) -> None:
         worker = self._made
         if isinstance(worker, StubWorker) and (worker.spec.rank, worker.spec.epoch) == (0, 1):
-            worker._finish = lambda _: threading.Event().wait()  # type: ignore[method-assign,assign]
+            worker._finish = _hang  # type: ignore[method-assign]
         super().start()
 
 

@@ -56,7 +56,12 @@ class Loop:
     def call(self, function: Callable[[], object]) -> None:
         """Returns once the loop has called it."""
         done = threading.Event()
-        self._loop.call_soon_threadsafe(lambda: (function(), done.set()))
+
+        def called() -> None:
+            function()
+            done.set()
+
+        self._loop.call_soon_threadsafe(called)
         assert done.wait(TIMEOUT_S)
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from schemathesis.specs.openapi.checks import (
 from cluster.api.schemas import NEUTRAL
 from tests.support.api_harness import TIMEOUT_S, Api
 
+AnyCase = Case[Any]
 CHUNKS = {"/v1/completions": "CompletionChunk", "/v1/chat/completions": "ChatCompletionChunk"}
 CHECKS = [
     content_type_conformance,
@@ -68,14 +69,14 @@ class Fuzzed:
             suppress_health_check=list(HealthCheck),
         )
         @given(case=operation.as_strategy(generation_mode=mode))
-        def check(case: Case) -> None:
+        def check(case: AnyCase) -> None:
             if kind != "invalid":
                 case.body = _usable(_with_integers(case.body))
             self._check(path, case, CHECKS if kind != "invalid" else [*CHECKS, REJECTION])
 
         check()
 
-    def _check(self, path: str, case: Case, checks: list[CheckFunction]) -> None:
+    def _check(self, path: str, case: AnyCase, checks: list[CheckFunction]) -> None:
         response = case.call(base_url=self.api.url, timeout=TIMEOUT_S)
         status = response.status_code
         self.statuses[status] = self.statuses.get(status, 0) + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from actors.ranks.worker_log import WorkerLog
 from cluster.routing.admission import Admission
@@ -64,9 +65,11 @@ class FakePrefill(FakeRank):
             self._end(submit)
         self._publish()
         for writer, submit in ready:
-            frames = [[scored(submit)]] if submit.sampling is None else self.generated(submit)
-            for frame in frames:
-                self.send(writer, frame)
+            if submit.sampling is None:
+                self.send(writer, [scored(submit)])
+            else:
+                for frame in self.generated(submit):
+                    self.send(writer, frame)
 
     def fail_held(self) -> None:
         """Answers what is held with `refuse`, which its log does not mention."""
@@ -131,12 +134,12 @@ async def routing(
     *,
     tau: int = UNLIMITED,
     find: Find | None = None,
-    **limits: float,
+    **limits: Any,
 ) -> AsyncIterator[PrefillAdmission]:
     """A router in front of `workers`, which listen from now on."""
     clients = [RankClient(w.name, await w.listen(), ME, QUICK) for w in workers]
     saturation = SaturationConfig(fallback_prompts=(1,), pinned=tau)
-    config = RoutingConfig(block_tokens=BLOCK, **limits)  # type: ignore[arg-type]
+    config = RoutingConfig(block_tokens=BLOCK, **limits)
     router = PrefillAdmission(PrefillBacklog(clients, config, saturation, token_work, find))
     router.start()
     try:

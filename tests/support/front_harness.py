@@ -82,7 +82,7 @@ class App:
     async def _stream(self, receive: Receive, send: Send) -> None:
         await self._read(receive)
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        gone = asyncio.create_task(receive())
+        gone = asyncio.ensure_future(receive())
         while not gone.done():
             await send({"type": "http.response.body", "body": PIECE, "more_body": True})
             await asyncio.sleep(0)

@@ -76,10 +76,11 @@ class ThreadGroup:
         specs = make_specs(formation, [seat] * groups.attention_ranks, [seat] * groups.expert_ranks)
         self.experts = [ExpertWorker(s) for s in specs if s.group is Group.EXPERT]
         self.attention = [AttentionWorker(s) for s in specs if s.group is Group.ATTENTION]
+        self.ranks: list[AttentionWorker | ExpertWorker] = [*self.attention, *self.experts]
         addresses = {w.ready.name: w.ready.channel_address for w in self.experts}
         for attention_worker in self.attention:
             attention_worker.connect(addresses)
-        for worker in (*self.attention, *self.experts):
+        for worker in self.ranks:
             worker.start()
 
     def __enter__(self) -> ThreadGroup:
@@ -91,12 +92,12 @@ class ThreadGroup:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for worker in (*self.attention, *self.experts):
+        for worker in self.ranks:
             worker.stop()
 
     def join_planner(self, address: str) -> None:
         """Attention ranks ask the planner there, expert ranks report to it."""
-        for worker in (*self.attention, *self.experts):
+        for worker in self.ranks:
             worker.join_planner(address)
 
     def client(self, rank: int = 0) -> RankConnection:
@@ -204,7 +205,7 @@ class RankConnection:
         """The events of the next frame that belong to requests."""
         size = int.from_bytes(self._exactly(4), "little")
         events = msgspec.msgpack.decode(self._exactly(size), type=Events).items
-        kept = []
+        kept: list[Event] = []
         for event in events:
             if isinstance(event, RankState):
                 self.state = event

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -72,7 +72,7 @@ def _pair(
     plain: Path,
     folder: Path,
     quantise: Callable[[str, torch.Tensor, Tensors, Tensors], None],
-    config: dict[str, object],
+    config: Mapping[str, object],
 ) -> tuple[Path, Path]:
     packed: Tensors = {}
     floats: Tensors = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from contracts.hardware import AttentionCost, ExpertCost, Hardware, LinkCost, SharedCost
 from contracts.plan import Plan
@@ -41,7 +42,7 @@ def hardware(slower: float = 1.0) -> Hardware:
     )
 
 
-def setup_of(shape: ModelShape, known: Hardware | None, **fields: object) -> OnlineSetup:
+def setup_of(shape: ModelShape, known: Hardware | None, **fields: Any) -> OnlineSetup:
     setup = OnlineSetup(
         shape=shape,
         attention_ranks=1,

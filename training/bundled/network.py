@@ -89,7 +89,7 @@ class _Experts(torch.autograd.Function):
     """sum over k of weight[t, k] * expert[topk[t, k]](x[t]), by slices of sorted pairs."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x_TD: Tensor,
         topk_TK: Tensor,

@@ -12,7 +12,8 @@ from benchmarks.harness import MAX_SAMPLES_BYTES, RESULTS, Result, write_result
 def written(folder: Path, samples: dict[str, Any]) -> dict[str, Any]:
     result = Result(name="some", kind="measured", settings={}, samples=samples, summary={})
     found: dict[str, Any] = json.loads(write_result(result, folder / "some.json").read_text())
-    return found["samples"]
+    kept: dict[str, Any] = found["samples"]
+    return kept
 
 
 def test_few_samples_are_written_as_they_are(tmp_path: Path) -> None:

@@ -164,6 +164,8 @@ def visitors(api: Api, monkeypatch: pytest.MonkeyPatch) -> Clients:
         monkeypatch.setattr(clients, name, 0.05)
     monkeypatch.setattr(clients, "BYTE_EVERY_S", 0.0)
     parts = urlsplit(api.url)
+    assert parts.hostname is not None
+    assert parts.port is not None
     document = msgspec.json.decode(api.http.get("/openapi.json").content)
     visitors = Clients((parts.hostname, parts.port), Maker(1, document, MODEL, None), Tally())
     visitors.ports = [parts.port]

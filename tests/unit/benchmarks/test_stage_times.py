@@ -22,7 +22,7 @@ TASK_MS = {
 
 
 def replayed(plan: Plan) -> list[TaskSpan]:
-    schedule = Schedule((TIMES,) * plan.r1, 3, plan.order, plan.shared_lag, SAMPLES.count)
+    schedule = Schedule((TIMES,) * plan.r1, 3, plan.order, plan.shared_lag, SAMPLES.sequences)
     return replay(schedule).spans
 
 

@@ -149,7 +149,7 @@ def test_with_sinks_rows_and_keys_come_in_pieces(
     assert (found.permute(2, 0, 1, 3).reshape(40, 4, 8) - expected).abs().max() < 2e-6
 
 
-class _Largest(TorchDispatchMode):
+class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Elements of the largest tensor that an operation made."""
 
     elements = 0
@@ -176,7 +176,7 @@ def test_a_long_prompt_with_sinks_makes_nothing_larger_than_its_queries(
     q_THd = torch.empty(T, H, d, device=meta, dtype=torch.bfloat16)
     pool_PGd = torch.empty(start + T, G, d, device=meta, dtype=torch.bfloat16)
     fresh_TGd, sinks_H = pool_PGd[:T], torch.empty(H, device=meta)
-    with _Largest() as made:
+    with _Largest() as made:  # type: ignore[no-untyped-call]
         plan = plan_attention([seq], window=window, dtype=torch.bfloat16, device=meta)
         ragged_attention(
             q_THd, fresh_TGd, fresh_TGd, pool_PGd, pool_PGd, plan, scale=0.1, sinks_H=sinks_H

@@ -37,13 +37,13 @@ def test_experts_without_atomics_equal_the_reference(
     ]
     biases = [torch.randn(E, size, generator=generator) for size in (2 * F, D)]
     gate = ClampedGate(alpha=1.7, limit=2.0) if clamped else None
-    layers = [
+    into, out = (
         linears(weight, bias if clamped else None)
         for weight, bias in zip((gate_up, down), biases, strict=True)
-    ]
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_experts, "PIECE_TOKENS", piece)
-        out_TD = gpu_experts.gpu_experts(x_TD, ids_TK, weights_TK, *layers, gate)
+        out_TD = gpu_experts.gpu_experts(x_TD, ids_TK, weights_TK, into, out, gate)
     if gate is None:
         expected = reference.experts_reference(x_TD, gate_up, down, pairs)
     else:

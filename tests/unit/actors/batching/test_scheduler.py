@@ -472,7 +472,7 @@ def batches_until(sim: Simulation, sequence: Sequence, limit: int = 500) -> int:
     raise AssertionError(f"not done after {limit} batches")
 
 
-def crowded(**limits: int) -> Simulation:
+def crowded(**limits: Any) -> Simulation:
     """One request of 100 sequences, which has had everything for some batches."""
     sim = Simulation(max_batch_tokens=64, max_batch_sequences=8, pool_blocks=2000, **limits)
     for number in range(100):
@@ -589,17 +589,21 @@ def test_a_guess_at_the_next_batch_hashes_and_looks_at_a_bounded_number_of_block
     sim.drain()
     for number in range(256):
         sim.add([*[1] * 7990, number])
-    hashed, looked = [], []
+    hashed: list[int] = []
+    looked: list[int] = []
 
     def counted(tokens: list[int], block: int, *, known: SequenceOf[bytes], salt: bytes) -> Any:
         hashed.append(len(tokens) // block - len(known))
         return chain_hashes(tokens, block, known=known, salt=salt)
 
     match = sim.blocks.match
+
+    def looked_at(hashes: SequenceOf[bytes], *, batch: Any) -> Any:
+        looked.append(len(hashes))
+        return match(hashes, batch=batch)
+
     monkeypatch.setattr("actors.batching.sequence.chain_hashes", counted)
-    monkeypatch.setattr(
-        sim.blocks, "match", lambda h, *, batch: looked.append(len(h)) or match(h, batch=batch)
-    )
+    monkeypatch.setattr(sim.blocks, "match", looked_at)
     spans = sim.scheduler.upcoming()
     assert sum(hashed) <= HASHED_BLOCKS
     assert sum(looked) <= LOOKED_AT_BLOCKS

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
 import threading
+from typing import Any
 
 import msgspec
 import pytest
@@ -377,6 +379,7 @@ def _address(end: Endpoint) -> str:
     return f"tcp:{name[0]}:{name[1]}"
 
 
-def socket_of(end: Endpoint):  # type: ignore[no-untyped-def]
-    (link,) = end._links.values()  # type: ignore[attr-defined]
-    return link._sock if hasattr(link, "_sock") else link._header_link.sock
+def socket_of(end: Any) -> socket.socket:
+    (link,) = end._links.values()
+    sock: socket.socket = link._sock if hasattr(link, "_sock") else link._header_link.sock
+    return sock

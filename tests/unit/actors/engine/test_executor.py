@@ -23,7 +23,8 @@ from contracts.messages import Submit
 from contracts.plan import Order, Plan
 from contracts.requests import Priority
 from models.decoder.batch import AttentionBatch
-from models.decoder.decoder import Attended, Routed
+from models.decoder.decoder import Attended
+from models.experts.router import Routed
 from planner.placement.contiguous import contiguous
 from planner.placement.slots import ExpertPlacement
 

@@ -38,7 +38,8 @@ class Worker:
     def __init__(self, folder: Path, rank: int, workers: int, backend: str, **channel: Any) -> None:
         self.model = check_checkpoint(folder)
         names = [f"prefill-{number}" for number in range(workers)]
-        config = ChannelConfig(backend=backend, **{"silence_s": 20.0, **channel})
+        fields: dict[str, Any] = {"backend": backend, "silence_s": 20.0, **channel}
+        config = ChannelConfig(**fields)
         self.endpoint = make_endpoint(
             name=names[rank], token=b"t" * 32, epoch=1, config=config, clock=monotonic_s, device=CPU
         )
@@ -121,11 +122,12 @@ def test_logits_equal_the_resident_ones_for_busy_and_idle_workers(
     folder = tiny_checkpoint(family)
     local = LocalModel.load(folder, dtype="float32")
     first, second, third = [5, 9, 2, 77], list(range(3, 40)), [11]
-    for count, passes in (
-        (1, [[first], [second]]),
-        (2, [[first, second], [None, third], [second, None], [third, first]]),
-        (3, [[first, second, third], [None, None, second], [third, None, first]]),
-    ):
+    runs: dict[int, list[list[list[int] | None]]] = {
+        1: [[first], [second]],
+        2: [[first, second], [None, third], [second, None], [third, first]],
+        3: [[first, second, third], [None, None, second], [third, None, first]],
+    }
+    for count, passes in runs.items():
         with ExitStack() as stack:
             answers = run_all(make_workers(stack, folder, count, backend), passes)
         for number, batches in enumerate(passes):

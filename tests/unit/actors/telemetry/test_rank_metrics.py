@@ -37,7 +37,7 @@ def made(time: Time) -> RankMetrics:
 def value(metrics: RankMetrics, name: str) -> float:
     families = text_string_to_metric_families(metrics.exposition())
     (found,) = [s.value for family in families for s in family.samples if s.name == name]
-    return found
+    return float(found)
 
 
 def test_a_ranks_busy_share_is_that_of_the_time_since_the_last_scrape() -> None:

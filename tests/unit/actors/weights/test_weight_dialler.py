@@ -18,7 +18,7 @@ from actors.channels.handshake import Identity
 from actors.channels.listener import ALTERNATIVE
 from actors.weights import weight_dialler
 from actors.weights.weight_dialler import Dialler
-from actors.weights.weight_link import WeightLink
+from actors.weights.weight_link import WeightLink, join
 from actors.weights.weight_source import PeerSource
 from actors.weights.weight_wire import Terms
 from contracts.config import ChannelConfig
@@ -98,7 +98,7 @@ def test_one_that_failed_is_joined_once_it_answers_at_the_same_address(
 ) -> None:
     """FINDINGS B2."""
     monkeypatch.setattr(weight_dialler, "REDIAL_S", 0.05)
-    join, failures = weight_dialler.join, [PeerDeadError("not yet", "prefill-1")] * 3
+    failures = [PeerDeadError("not yet", "prefill-1")] * 3
 
     def fail_first(*arguments: Any) -> WeightLink:
         if failures:
@@ -112,7 +112,12 @@ def test_one_that_failed_is_joined_once_it_answers_at_the_same_address(
         assert first.lost == {"prefill-1": "cannot join prefill-1: not yet"}
         wait_until(lambda: not failures)
         buffer = new_buffer(folder)
-        wait_until(lambda: not (first.copy(1, buffer) or first.lost))
+
+        def joined() -> bool:
+            first.copy(1, buffer)
+            return not first.lost
+
+        wait_until(joined)
         assert_layer(folder, buffer, 1)
 
 

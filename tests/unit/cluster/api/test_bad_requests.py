@@ -287,6 +287,6 @@ _FIELDS = [
 )
 def test_no_json_whatever_gives_a_5xx(api: Api, route: str, body: dict[str, Any]) -> None:
     usable = {"model": MODEL, "prompt": "a", "messages": USER, "input": "a", "labels": ["b"]}
-    usable |= {"query": "a", "items": ["b"], "label_token_ids": [60]}
-    response = api.http.post(route, json={**usable, **body})
+    to_score = {"query": "a", "items": ["b"], "label_token_ids": [60]}
+    response = api.http.post(route, json={**usable, **to_score, **body})
     assert response.status_code < 500, response.text

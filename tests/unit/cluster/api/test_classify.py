@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -44,8 +45,8 @@ def tokenizer(api: Api) -> Tokenizer:
     return api.tokenizer
 
 
-def task(labels: list[str], **fields: object) -> ClassifyTask:
-    return ClassifyTask(labels=tuple(labels), **fields)  # type: ignore[arg-type]
+def task(labels: list[str], **fields: Any) -> ClassifyTask:
+    return ClassifyTask(labels=tuple(labels), **fields)
 
 
 def distinct_one_token_labels(tokenizer: Tokenizer) -> list[str]:

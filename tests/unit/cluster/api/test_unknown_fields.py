@@ -108,9 +108,8 @@ def test_an_answer_can_be_sent_back_as_a_message_as_openais_client_dumps_it(api:
     answer = api.openai.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=4)
     message: Any = answer.choices[0].message.model_dump()
     assert message.keys() >= {"refusal", "annotations", "audio", "function_call", "tool_calls"}
-    again = api.openai.chat.completions.create(
-        model=MODEL, messages=[*CHAT, {**message, "content": "x"}, *CHAT], max_tokens=4
-    )
+    messages: list[Any] = [*CHAT, {**message, "content": "x"}, *CHAT]
+    again = api.openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=4)
     assert again.choices
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -58,8 +59,8 @@ def group() -> Iterator[ThreadGroup]:
         yield running
 
 
-def answer(scorer: Told, tokenizer: Tokenizer, rows: list[Asked], **fields: object) -> list[Answer]:
-    bulk = BulkTask(**{"task": TASK, **fields})  # type: ignore[arg-type]
+def answer(scorer: Told, tokenizer: Tokenizer, rows: list[Asked], **fields: Any) -> list[Answer]:
+    bulk = BulkTask(**{"task": TASK, **fields})
 
     async def run() -> list[Answer]:
         return await Answering(scorer, tokenizer, bulk).answer(rows)

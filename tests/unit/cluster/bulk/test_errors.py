@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import ray
-from rich.console import Console
 
 from cluster.bulk.arguments import add_options, job_of
 from cluster.bulk.job import check_job
 from cluster.bulk.run import run_bulk
 from cluster.bulk.session import Workers
 from cluster.cli.main import main
+from cluster.files.terminal import Terminal
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
 from tests.support.bulk_support import bulk_job
@@ -106,7 +106,7 @@ def test_ctrl_c_says_how_to_go_on(
     monkeypatch.setattr("cluster.bulk.run._run", interrupted)
     job = msgspec.structs.replace(bulk_job(tmp_path / "out"), inputs=("rows.jsonl",))
     with pytest.raises(KeyboardInterrupt):
-        run_bulk(job, workers(), Console(stderr=True))
+        run_bulk(job, workers(), Terminal(stderr=True))
     said = capsys.readouterr().err
     assert "stopped with 0 rows written; the same command with --resume goes on" in said
 

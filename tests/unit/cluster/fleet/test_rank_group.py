@@ -91,7 +91,7 @@ class Rig:
             source="test",
         )
         requests = [RankRequest(Group.PREFILL, rank, {}) for rank in range(3)]
-        placed = FakePlaced(requests, None, "cpu", [NODE] * 3)  # type: ignore[arg-type]
+        placed = FakePlaced(requests, None, "cpu", [NODE] * 3)
         placed.rig = self
         (self.group,) = launch_pipeline(Formation(config, "", b"", 1, "auto"), placed, Counter())
         self.fleet = Fleet(b"", [self.group])
@@ -119,7 +119,8 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 @pytest.mark.parametrize("rig", ["gathered"], indirect=True)
 def test_lost_members_are_left_out_and_all_are_told_when_they_are_back(rig: Rig) -> None:
     """FINDINGS B2: a new worker dialled the lost ones, for ten seconds each."""
-    rig.hold["prefill-1"] = late = Future()
+    late: Future[None] = Future()
+    rig.hold["prefill-1"] = late
     rig.started[1].dead = True
     rig.wait(lambda: len(rig.started) == 4)
     rig.started[0].dead = True
@@ -130,8 +131,8 @@ def test_lost_members_are_left_out_and_all_are_told_when_they_are_back(rig: Rig)
     late.set_result(None)
     rig.wait(lambda: rig.group.restarts == 2)
     addresses = rig.group.client_addresses
-    for rank in (fresh, rig.started[2], rig.started[3]):
-        rig.wait(lambda rank=rank: rank.told("connect")[-1:] == [addresses])  # type: ignore[misc]
+    waiting = (fresh, rig.started[2], rig.started[3])
+    rig.wait(lambda: all(rank.told("connect")[-1:] == [addresses] for rank in waiting))
 
 
 @pytest.mark.parametrize("rig", ["all_to_all"], indirect=True)

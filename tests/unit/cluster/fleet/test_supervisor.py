@@ -48,7 +48,7 @@ class Rig:
         self.ranks = [FakeRank(spec.name) for spec in specs]
         told = [RankReady(name=spec.name, pid=1, channel_address="") for spec in specs]
         members = [Member(*each) for each in zip(specs, range(3), self.ranks, told, strict=True)]
-        placed = Placed([], None, "cpu", [])  # type: ignore[arg-type]
+        placed = Placed([], None, "cpu", [])
         self.group = RankGroup(placed, members[:2], formation)
         planner = RankGroup(placed, members[2:], formation)
         self.supervisor = Supervisor([self.group, planner])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,11 @@ CHUNKED = "Transfer-Encoding: chunked"
 
 @pytest.fixture(scope="module", params=LOOPS)
 def front(request: pytest.FixtureRequest) -> Iterator[Front]:
-    limits = {"max_header_bytes": HEADER_BYTES, "max_headers": MAX_HEADERS, "body_timeout_s": 5.0}
+    limits: dict[str, Any] = {
+        "max_header_bytes": HEADER_BYTES,
+        "max_headers": MAX_HEADERS,
+        "body_timeout_s": 5.0,
+    }
     with serve_front(loop_kind=request.param, **limits) as front:
         yield front
 

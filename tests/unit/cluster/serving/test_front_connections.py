@@ -19,9 +19,9 @@ from cluster.serving.front_connections import (
     connection_limit,
 )
 from contracts.errors import ResourceError
+from tests.support.api_harness import TIMEOUT_S
 from tests.support.front_harness import (
     LOOPS,
-    TIMEOUT_S,
     Front,
     get,
     is_ended,

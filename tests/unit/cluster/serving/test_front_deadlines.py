@@ -5,15 +5,15 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from contracts.config import HttpConfig
-from tests.support.api_harness import serve_api
+from tests.support.api_harness import TIMEOUT_S, serve_api
 from tests.support.fake_rank import FakeRank
 from tests.support.front_harness import (
     LOOPS,
-    TIMEOUT_S,
     Front,
     get,
     is_ended,
@@ -28,7 +28,11 @@ SHORT_S = 0.3
 
 @pytest.fixture(scope="module", params=LOOPS)
 def front(request: pytest.FixtureRequest) -> Iterator[Front]:
-    limits = {"header_timeout_s": SHORT_S, "keep_alive_s": 2 * SHORT_S, "write_timeout_s": SHORT_S}
+    limits: dict[str, Any] = {
+        "header_timeout_s": SHORT_S,
+        "keep_alive_s": 2 * SHORT_S,
+        "write_timeout_s": SHORT_S,
+    }
     with serve_front(loop_kind=request.param, **limits) as front:
         yield front
 

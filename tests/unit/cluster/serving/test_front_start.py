@@ -57,7 +57,7 @@ def test_a_200_of_another_server_on_the_port_is_not_taken_for_ours(
 
     monkeypatch.setattr(application, "check_told", told)
     groups = Groups(listens=False)
-    deployed = application.Deployed("tandem", "id", groups)  # type: ignore[arg-type]
+    deployed = application.Deployed("tandem", "id", groups)
     with pytest.raises(ResourceError, match="already in use"):
         serving._wait_healthy("http://127.0.0.1:1", deployed, 5.0)
     assert not groups.is_served
@@ -68,7 +68,7 @@ def test_a_200_of_another_server_on_the_port_is_not_taken_for_ours(
 
 def test_a_200_of_our_own_is() -> None:
     groups = Groups(listens=True)
-    deployed = application.Deployed("tandem", "id", groups)  # type: ignore[arg-type]
+    deployed = application.Deployed("tandem", "id", groups)
     serving._wait_healthy("http://127.0.0.1:1", deployed, 5.0)
     assert groups.is_served
 
@@ -120,7 +120,7 @@ def test_an_empty_key_on_the_command_line_is_refused(
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Fields of HttpConfig: one for localhost, signed by itself."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl here to make a certificate with")
@@ -136,10 +136,14 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_server_with_a_certificate_speaks_https(certificate: dict[str, str], kind: str) -> None:
+def test_a_server_with_a_certificate_speaks_https(certificate: dict[str, Any], kind: str) -> None:
     """FINDINGS C: TLS flags. The bounds are the same; a client who is no TLS client is let go."""
     context = ssl.create_default_context(cafile=certificate["tls_certificate"])
-    limits = {"max_header_bytes": 1024, "header_timeout_s": 0.5, "max_connections": 2}
+    limits: dict[str, Any] = {
+        "max_header_bytes": 1024,
+        "header_timeout_s": 0.5,
+        "max_connections": 2,
+    }
     with serve_front(loop_kind=kind, **limits, **certificate) as front:
 
         def connect() -> ssl.SSLSocket:
@@ -172,13 +176,13 @@ def is_ended_whatever_it_says(line: socket.socket) -> bool:
 
 
 def test_a_certificate_that_cannot_be_used_is_refused_before_anything_starts(
-    certificate: dict[str, str], tmp_path: Path
+    certificate: dict[str, Any], tmp_path: Path
 ) -> None:
-    check_tls(HttpConfig(**certificate))  # type: ignore[arg-type]
+    check_tls(HttpConfig(**certificate))
     missing = {**certificate, "tls_key": str(tmp_path / "none.pem")}
     with pytest.raises(ConfigError, match=r"http.tls_key=.*: no such file"):
-        check_tls(HttpConfig(**missing))  # type: ignore[arg-type]
+        check_tls(HttpConfig(**missing))
     (tmp_path / "text.pem").write_text("no certificate")
     broken = {**certificate, "tls_certificate": str(tmp_path / "text.pem")}
     with pytest.raises(ConfigError, match="give PEM files that belong together"):
-        check_tls(HttpConfig(**broken))  # type: ignore[arg-type]
+        check_tls(HttpConfig(**broken))

@@ -108,10 +108,10 @@ def test_each_token_is_looked_at_a_bounded_number_of_times() -> None:
     """The window that is decoded again does not grow with the stream."""
     longest = 0
 
-    def decode(ids: object) -> str:
+    def decode(ids: Sequence[int]) -> str:
         nonlocal longest
-        longest = max(longest, len(ids))  # type: ignore[arg-type]
-        return "x" * len(ids)  # type: ignore[arg-type]
+        longest = max(longest, len(ids))
+        return "x" * len(ids)
 
     detokenizer = WindowDetokenizer(decode, _no_byte, lambda _: True)
     detokenizer.push(range(10_000))

@@ -10,7 +10,7 @@ from contracts.errors import ResourceError
 from contracts.hardware import Hardware, LinkCost
 from planner.costs.stages import PlanSpec
 from planner.findep.alternatives import Workload, alternatives
-from planner.findep.solver import solve
+from planner.findep.solver import PlannedBatch, solve
 from planner.findep.split_search import busy_fractions, search
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
 
@@ -29,7 +29,7 @@ def with_link(ms_per_byte: float) -> Hardware:
     return msgspec.structs.replace(H200, links=[link])
 
 
-def best(spec: PlanSpec):  # type: ignore[no-untyped-def]
+def best(spec: PlanSpec) -> PlannedBatch:
     return solve(spec).best
 
 

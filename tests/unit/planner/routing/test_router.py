@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from contracts.routing import Calibration, Progress, Prompt, RequestKey, WorkerReport
@@ -116,6 +118,6 @@ def test_a_missed_report_is_named_and_nothing_is_folded() -> None:
         ),
     ],
 )
-def test_a_log_that_contradicts_itself_is_refused(parts: dict[str, object], said: str) -> None:
+def test_a_log_that_contradicts_itself_is_refused(parts: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         router_of(tau=1000).apply(WorkerReport(worker=0, epoch=0, number=0, **parts))
