@@ -1,10 +1,11 @@
-"""The table of metrics: names, units, labels, buckets. Declared here once;
-`actors/telemetry/telemetry.py` makes Prometheus objects of it, dashboards and alerts are held
-against it."""
+"""The table of metrics: names, units, labels, buckets, and how the dashboard shows them. Declared
+here once; `actors/telemetry/telemetry.py` makes Prometheus objects of it, `dashboards/generate.py`
+the dashboard."""
 
 from __future__ import annotations
 
 import enum
+import functools
 
 import msgspec
 
@@ -15,15 +16,41 @@ class Kind(enum.StrEnum):
     HISTOGRAM = "histogram"
 
 
-class Metric(msgspec.Struct, frozen=True, kw_only=True):
+class View(enum.StrEnum):
+    """What of a metric is drawn; if nothing is said, the first one of its kind."""
+
+    RATE = "rate"  # of a counter: increase per second, summed over the other labels
+    SUM = "sum"  # of a gauge
+    MAX = "max"  # of a gauge
+    GROWTH = "growth"  # of a gauge that only grows: increase per second
+    QUANTILES = "quantiles"  # of a histogram: p50 and p95
+    TIME = "time"  # of a histogram of seconds: seconds per second
+
+
+class Panel(msgspec.Struct, frozen=True):
+    """Of the dashboard. unit: Grafana's name of it. by: a line for each value of these labels.
+    where: PromQL's selection. share_of: the metric that it is divided by, viewed alike. Panels with
+    the same title are one; legend: which line of it this is."""
+
+    title: str
+    unit: str
+    by: tuple[str, ...] = ()
+    view: View | None = None
+    where: str = ""
+    share_of: str = ""
+    legend: str = ""
+
+
+class Metric(msgspec.Struct, frozen=True):
     """name: as Prometheus shows it. buckets: upper bounds in `unit`, for histograms."""
 
-    name: str
     kind: Kind
+    name: str
     help: str
-    unit: str = ""
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
+    labels: tuple[str, ...]
+    panels: tuple[Panel, ...]
+    unit: str
+    buckets: tuple[float, ...]
 
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -31,79 +58,119 @@ _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _STAGE_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
-def _counter(name: str, help: str, *labels: str, unit: str = "") -> Metric:
-    return Metric(name=name, kind=Kind.COUNTER, help=help, labels=labels, unit=unit)
+def _metric(
+    kind: Kind,
+    name: str,
+    help: str,
+    labels: tuple[str, ...] = (),
+    *panels: Panel,
+    unit: str = "",
+    buckets: tuple[float, ...] = (),
+) -> Metric:
+    return Metric(kind, name, help, labels, panels, unit, buckets)
 
 
-def _gauge(name: str, help: str, *labels: str, unit: str = "") -> Metric:
-    return Metric(name=name, kind=Kind.GAUGE, help=help, labels=labels, unit=unit)
-
-
-def _seconds(name: str, help: str, *labels: str, buckets: tuple[float, ...]) -> Metric:
-    return Metric(
-        name=name, kind=Kind.HISTOGRAM, help=help, labels=labels, unit="s", buckets=buckets
-    )
-
+_counter = functools.partial(_metric, Kind.COUNTER)
+_gauge = functools.partial(_metric, Kind.GAUGE)
+_seconds = functools.partial(_metric, Kind.HISTOGRAM, unit="s")
 
 # Requests, as the ingress sees them. outcome: see `Outcome`.
 REQUESTS = _counter(
-    "tandem_requests_total", "HTTP requests answered.", "pipeline", "class", "outcome"
+    "tandem_requests_total",
+    "HTTP requests answered.",
+    ("pipeline", "class", "outcome"),
+    Panel("Requests by outcome", "reqps", ("pipeline", "outcome")),
 )
 TTFT = _seconds(
     "tandem_ttft_seconds",
     "From a request's arrival to its first token.",
-    "pipeline",
-    "class",
+    ("pipeline", "class"),
+    Panel("Time to first token", "s", ("class",)),
+    buckets=_LATENCY_S,
+)
+TURNAROUND = _seconds(
+    "tandem_turnaround_seconds",
+    "From a request's arrival to the end of its answer.",
+    ("pipeline", "class"),
+    Panel("Turnaround", "s", ("pipeline", "class")),
     buckets=_LATENCY_S,
 )
 TPOT = _seconds(
     "tandem_tpot_seconds",
     "Mean time per generated token after the first, per sequence.",
-    "class",
+    ("class",),
+    Panel("Time per output token", "s", ("class",)),
     buckets=_TOKEN_S,
 )
-TURNAROUND = _seconds(
-    "tandem_turnaround_seconds",
-    "From a request's arrival to the end of its answer.",
-    "pipeline",
-    "class",
-    buckets=_LATENCY_S,
-)
 QUEUE_DEPTH = _gauge(
-    "tandem_queue_depth", "Sequences that wait for a first answer.", "pipeline", "class"
+    "tandem_queue_depth",
+    "Sequences that wait for a first answer.",
+    ("pipeline", "class"),
+    Panel("Queue depth", "short", ("pipeline", "class")),
 )
 PROMPT_TOKENS = _counter(
-    "tandem_prompt_tokens_total", "Prompt tokens of answered requests.", "pipeline", unit="tokens"
+    "tandem_prompt_tokens_total",
+    "Prompt tokens of answered requests.",
+    ("pipeline",),
+    Panel("Prompt tokens per second", "short", ("pipeline",)),
+    unit="tokens",
+)
+GENERATED_TOKENS = _counter(
+    "tandem_generated_tokens_total",
+    "Tokens generated.",
+    ("class",),
+    Panel("Generated tokens per second", "short", ("class",)),
+    unit="tokens",
 )
 CACHED_TOKENS = _counter(
     "tandem_cached_tokens_total",
     "Prompt tokens that came from a prefix cache.",
-    "pipeline",
+    ("pipeline",),
+    Panel("Cached share of prompts", "percentunit", ("pipeline",), share_of=PROMPT_TOKENS.name),
     unit="tokens",
-)
-GENERATED_TOKENS = _counter(
-    "tandem_generated_tokens_total", "Tokens generated.", "class", unit="tokens"
 )
 
 # Ranks.
+RANK_BUSY = _gauge(
+    "tandem_rank_busy_fraction",
+    "Part of the time a rank computes.",
+    ("group", "rank"),
+    Panel("Busy share of a rank", "percentunit", ("rank",)),
+)
 STAGE = _seconds(
     "tandem_stage_seconds",
     "Duration of one stage: attention, shared, expert, a2e, e2a, gather, host_copy.",
-    "stage",
-    "rank",
+    ("stage", "rank"),
+    Panel("Seconds per second in each stage", "short", ("stage", "rank"), View.TIME),
+    Panel("Stage duration, all ranks", "s", ("stage",)),
+    Panel(
+        "Weights waited for, seconds per second",
+        "short",
+        ("stage", "rank"),
+        View.TIME,
+        'stage=~"gather|host_copy"',
+    ),
     buckets=_STAGE_S,
-)
-RANK_BUSY = _gauge(
-    "tandem_rank_busy_fraction", "Part of the time a rank computes.", "group", "rank"
 )
 EXPOSED_COMMUNICATION = _gauge(
     "tandem_exposed_communication_seconds",
     "Time so far in which a rank had nothing to compute because it waited for a transfer.",
-    "rank",
+    ("rank",),
+    Panel("Exposed communication, seconds per second", "short", ("rank",), View.GROWTH),
     unit="s",
 )
+KV_BLOCKS = _gauge(
+    "tandem_kv_blocks",
+    "KV blocks by state: free, used, cached.",
+    ("rank", "state"),
+    Panel("KV blocks by state", "short", ("rank", "state")),
+)
 CHANNEL_BYTES = _counter(
-    "tandem_channel_bytes_total", "Payload sent.", "direction", "backend", unit="bytes"
+    "tandem_channel_bytes_total",
+    "Payload sent.",
+    ("direction", "backend"),
+    Panel("Channel payload sent", "Bps", ("direction", "backend")),
+    unit="bytes",
 )
 PREEMPTIONS = _counter("tandem_preemptions_total", "Times that LS work overtook running BE work.")
 PREEMPTION_BLOCKING = _seconds(
@@ -117,39 +184,81 @@ BE_WAIT = _seconds(
 EXPERT_TOKENS = _counter(
     "tandem_expert_tokens_total",
     "Tokens routed to an expert (the most used experts only).",
-    "layer",
-    "expert",
+    ("layer", "expert"),
     unit="tokens",
 )
 LOCAL_ACTIVATION = _gauge(
     "tandem_local_activation_fraction", "Routed tokens whose expert is on their own rank."
 )
 PREFETCH_HIT = _gauge(
-    "tandem_prefetch_hit_fraction", "Expert weights that were there when needed.", "layer"
+    "tandem_prefetch_hit_fraction", "Expert weights that were there when needed.", ("layer",)
 )
-KV_BLOCKS = _gauge("tandem_kv_blocks", "KV blocks by state: free, used, cached.", "rank", "state")
-GROUP_EPOCH = _gauge("tandem_group_epoch", "Epoch of a group; grows with each repair.", "group")
-RANK_RESTARTS = _counter("tandem_rank_restarts_total", "Ranks that were replaced.", "group")
+GROUP_EPOCH = _gauge(
+    "tandem_group_epoch",
+    "Epoch of a group; grows with each repair.",
+    ("group",),
+    Panel("Epoch of a group", "short", ("group",), View.MAX),
+)
+RANK_RESTARTS = _counter(
+    "tandem_rank_restarts_total",
+    "Ranks that were replaced.",
+    ("group",),
+    Panel("Replaced ranks per second", "ops", ("group",)),
+)
 
 # Planner and router.
-PLAN = _gauge("tandem_plan", "Latest plan: ma, r1, me, r2.", "field")
-PLAN_INFO = _gauge("tandem_plan_info", "1 for the order of the latest plan.", "order")
-PLAN_PREDICTED = _gauge("tandem_plan_predicted_seconds", "Predicted makespan.", unit="s")
-PLAN_MEASURED = _gauge("tandem_plan_measured_seconds", "Measured makespan.", unit="s")
-PLAN_SOLVE = _gauge("tandem_plan_solve_seconds", "Time to find the latest plan.", unit="s")
+PLAN = _gauge("tandem_plan", "Latest plan: ma, r1, me, r2.", ("field",))
+PLAN_INFO = _gauge("tandem_plan_info", "1 for the order of the latest plan.", ("order",))
+_MAKESPAN = "Makespan of the latest planned batch, predicted and measured"
+PLAN_PREDICTED = _gauge(
+    "tandem_plan_predicted_seconds",
+    "Predicted makespan.",
+    (),
+    Panel(_MAKESPAN, "s", legend="predicted"),
+    unit="s",
+)
+PLAN_MEASURED = _gauge(
+    "tandem_plan_measured_seconds",
+    "Measured makespan.",
+    (),
+    Panel(_MAKESPAN, "s", legend="measured"),
+    unit="s",
+)
 PLAN_BATCHES = _counter(
     "tandem_plan_batches_total",
     "Batches by who chose their plan, and why it was not the planner.",
-    "rank",
-    "chosen_by",
-    "reason",
+    ("rank", "chosen_by", "reason"),
+    Panel("Batches by who chose the plan", "ops", ("chosen_by", "reason")),
+)
+PLAN_SOLVE = _gauge(
+    "tandem_plan_solve_seconds",
+    "Time to find the latest plan.",
+    (),
+    Panel("Time to find the latest plan", "s", legend="solve"),
+    unit="s",
 )
 SATURATION = _gauge(
-    "tandem_saturation_flops", "FLOPs per batch that saturate a rank.", "rank", unit="flops"
+    "tandem_saturation_flops", "FLOPs per batch that saturate a rank.", ("rank",), unit="flops"
 )
-LOAD = _gauge("tandem_load_flops", "FLOPs that wait at a rank.", "rank", unit="flops")
+LOAD = _gauge(
+    "tandem_load_flops",
+    "FLOPs that wait at a rank.",
+    ("rank",),
+    Panel("Work at a prefill worker, FLOPs", "short", ("rank",), View.MAX),
+    Panel(
+        "Work as a share of the saturation threshold",
+        "percentunit",
+        ("rank",),
+        View.MAX,
+        share_of=SATURATION.name,
+    ),
+    unit="flops",
+)
 MODEL_FLOPS_UTILIZATION = _gauge(
-    "tandem_model_flops_utilization", "Model FLOPs per second over peak.", "rank"
+    "tandem_model_flops_utilization",
+    "Model FLOPs per second over peak.",
+    ("rank",),
+    Panel("Model FLOPs utilization", "percentunit", ("rank",)),
 )
 
 ALL: tuple[Metric, ...] = tuple(

@@ -68,6 +68,13 @@ def test_dashboards_show_only_metrics_that_are_declared_and_exported() -> None:
         assert grouped <= known, expression
 
 
+def test_every_metric_of_requests_and_ranks_that_is_exported_has_a_panel() -> None:
+    without = {metrics.PLAN.name, metrics.PLAN_INFO.name}  # of one batch: shown as their makespan
+    shown = " ".join(_expressions(dashboard()))
+    missing = {name for name in _exported_metrics() - without if name not in shown}
+    assert not missing, "give them a panel in contracts/metrics.py"
+
+
 def test_serve_files_hold_configurations_that_load() -> None:
     trees: list[dict[str, Any]] = []
     for path in sorted((ROOT / "deploy").glob("*.yaml")):
