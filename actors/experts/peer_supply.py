@@ -46,6 +46,8 @@ class PeerSupply:
         """layers: that are not resident. host: where the shard comes from, a window of layers at a
         time, and what lost peers do not give (None: all of it is read now, from the checkpoint)."""
         check_placement(spec)
+        model = layout.spec
+        check_fits(spec.placement, spec.prefill_ranks, model.num_experts, model.moe_layers)
         part = own_part(spec, layout)
         backup = host or CheckpointParts(Checkpoint(Path(spec.model_folder)), layout)
         shard: Shard
