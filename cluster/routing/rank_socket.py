@@ -29,8 +29,6 @@ from contracts.messages import MAX_FRAME_BYTES, Event, Events, ToRank
 
 PURPOSE = "requests"  # what we say in the handshake that this connection is for
 
-_WRITE_HIGH_WATER_BYTES = 1 << 20
-
 
 class RankClientConfig(msgspec.Struct, frozen=True, kw_only=True):
     """silence_s: see above. stall_s: if our own event loop stood still for this long, the rank gets
@@ -73,7 +71,6 @@ class RankSocket:
         """Raises TimeoutError, OSError, EOFError or ChannelError."""
         async with asyncio.timeout(config.connect_timeout_s):
             reader, writer = await _open(address)
-            writer.transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER_BYTES)
             try:
                 remote = await initiate_async(
                     reader,
@@ -103,11 +100,6 @@ class RankSocket:
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self.flush)
         self._unsent += framed(body)
-
-    async def drain(self) -> None:
-        """Sends at once, and waits while the socket is full. Raises OSError."""
-        self.flush()
-        await self._writer.drain()
 
     def abort(self) -> None:
         self._unsent.clear()

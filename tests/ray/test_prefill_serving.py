@@ -124,13 +124,13 @@ def test_both_pipelines_give_the_same_probabilities(server: Server) -> None:
     async def through_attention_ranks() -> list[list[float]]:
         directory = server.served.directory
         clients = rank_clients(directory.client_addresses, directory.token)
-        dispatcher = Admission(LeastWork(clients, RoutingConfig()))
-        dispatcher.start()
-        await dispatcher.wait_ready()
+        admission = Admission(LeastWork(clients, RoutingConfig()))
+        admission.start()
+        await admission.wait_ready()
         rows = tokenize_rows(tokenizer, [(text, task) for text in texts_of(1)])
         assert all(isinstance(row, Row) for row in rows)
-        found = [await classify_row(dispatcher, task, row) for row in rows if isinstance(row, Row)]
-        await dispatcher.close()
+        found = [await classify_row(admission, task, row) for row in rows if isinstance(row, Row)]
+        await admission.close()
         return [classified.probs for classified in found]
 
     tokenizer = Tokenizer.load(resolve_model_folder("bundled"))

@@ -90,7 +90,7 @@ class Api:
         self.openai = openai.OpenAI(
             base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=TIMEOUT_S
         )
-        self.dispatcher: Admission
+        self.admission: Admission
         self.app: Starlette
         self.eos: list[int]
         self.folder: Path
@@ -100,11 +100,11 @@ class Api:
         return self.ranks[0]
 
     def wait_ready(self) -> None:
-        self.loop.run(self.dispatcher.wait_ready())
+        self.loop.run(self.admission.wait_ready())
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Returns once `condition` holds; asked with every change at rank 0's client."""
-        client = self.dispatcher.clients[0]
+        client = self.admission.clients[0]
         self.loop.run(client.wait_until(lambda _: condition()))
 
     async def send(self, request: httpx.Request) -> httpx.Response:
@@ -138,9 +138,9 @@ def serve_api(
 
     async def start() -> tuple[Admission, Starlette, DirectFront]:
         clients = [RankClient(rank.name, await rank.listen(), ME, QUICK) for rank in ranks]
-        dispatcher = Admission(LeastWork(clients, RoutingConfig(**limits)))
-        dispatcher.start()
-        await dispatcher.wait_ready()
+        admission = Admission(LeastWork(clients, RoutingConfig(**limits)))
+        admission.start()
+        await admission.wait_ready()
         eos = tokenizer.encode(eos_text, add_special_tokens=False)
         model = ServedModel(
             name=MODEL,
@@ -148,21 +148,21 @@ def serve_api(
             vocab_size=tokenizer.vocab_size,
             eos_token_ids=tuple(eos),
         )
-        app = build_app(dispatcher, tokenizer, model, settings, limits=config or LimitsConfig())
+        app = build_app(admission, tokenizer, model, settings, limits=config or LimitsConfig())
         front = DirectFront(app, settings)
         await front.start()
-        return dispatcher, app, front
+        return admission, app, front
 
-    dispatcher, app, front = loop.run(start())
+    admission, app, front = loop.run(start())
 
     async def stop() -> None:
         await front.close()
-        await dispatcher.close()
+        await admission.close()
         for rank in ranks:
             await rank.close()
 
     api = Api(loop, f"http://127.0.0.1:{front.port}", ranks, tokenizer)
-    api.dispatcher = dispatcher
+    api.admission = admission
     api.app = app
     api.eos = tokenizer.encode(eos_text, add_special_tokens=False)
     api.folder = folder

@@ -101,7 +101,7 @@ def test_a_client_that_leaves_is_noticed_behind_any_server(api: Api, rank: FakeR
 def test_a_bug_of_ours_is_a_500_and_a_line_of_the_log(
     api: Api, caplog: pytest.LogCaptureFixture
 ) -> None:
-    api.dispatcher.generate = lambda *_, **__: 1 / 0  # type: ignore[assignment]
+    api.admission.generate = lambda *_, **__: 1 / 0  # type: ignore[assignment]
     answer = api.http.post(
         "/v1/completions",
         json={"model": MODEL, "prompt": "Hello"},
@@ -185,7 +185,7 @@ def test_an_unhealthy_rank_makes_health_and_requests_503_with_its_reason(
 ) -> None:
     with serve_api(folder, [rank]) as api:
         rank.healthy = False
-        api.wait_for(lambda: bool(api.dispatcher.problems()))
+        api.wait_for(lambda: bool(api.admission.problems()))
         assert "told so" in api.http.get("/health").json()["error"]["message"]
         response = api.post("/v1/completions", prompt="Hello")
         assert response.status_code == 503

@@ -69,7 +69,7 @@ def test_before_the_ranks_are_ready_a_good_request_is_a_503_as_documented(folder
     rank = FakeRank("attention-0", lambda submit: [60])
     with serve_api(folder, [rank]) as api:
         rank.healthy = False
-        api.wait_for(lambda: bool(api.dispatcher.problems()))
+        api.wait_for(lambda: bool(api.admission.problems()))
         fuzzed = Fuzzed(api)
         for path in POSTS:
             if path.startswith("/v1/"):  # the others ask no rank

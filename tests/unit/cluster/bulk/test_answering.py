@@ -75,18 +75,18 @@ def test_answers_are_those_of_classify(
     async def run() -> None:
         worker = group.attention[0].ready
         clients = rank_clients({worker.name: worker.client_address}, group.token)
-        dispatcher = Admission(LeastWork(clients, RoutingConfig()))
-        dispatcher.start()
+        admission = Admission(LeastWork(clients, RoutingConfig()))
+        admission.start()
         async with asyncio.timeout(60):
-            await dispatcher.wait_ready()
-            answers = await Answering(dispatcher, tokenizer, BulkTask(task=task)).answer(ROWS)
+            await admission.wait_ready()
+            answers = await Answering(admission, tokenizer, BulkTask(task=task)).answer(ROWS)
             for row, got in zip(ROWS, answers, strict=True):
                 one = ClassifyTask(labels=task.labels, template=task.template, prefix=row.prefix)
-                alone = await classify_row(dispatcher, one, tokenize_row(tokenizer, one, row.text))
+                alone = await classify_row(admission, one, tokenize_row(tokenizer, one, row.text))
                 assert isinstance(got, Answered)
                 assert got.probs == pytest.approx(alone.probs, abs=1e-5)
                 assert got.prompt_tokens == alone.usage.prompt_tokens
-        await dispatcher.close()
+        await admission.close()
 
     asyncio.run(run())
 

@@ -210,7 +210,7 @@ def test_partial_blocks_and_prompts_of_one_batch_are_shared_under_one_salt_only(
     assert cached == [*first, *[most, short] * (2 * len(SALTS))]
 
 
-def test_the_dispatchers_table_matches_only_what_was_sent_under_the_same_salt() -> None:
+def test_a_ranks_prefix_table_matches_only_what_was_sent_under_the_same_salt() -> None:
     table = PrefixTable(100)
     table.add(submit(SALTS[1]).block_hashes(BLOCK))
     matched = [table.match(submit(salt).block_hashes(BLOCK)) for salt in SALTS]

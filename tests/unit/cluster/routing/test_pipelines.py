@@ -40,11 +40,11 @@ async def drain(pipelines: Pipelines, submit: Submit) -> Finished:
 def test_each_request_goes_to_the_pipeline_that_is_made_for_it() -> None:
     async def body() -> None:
         rank, worker = FakeRank("attention-0", lambda _: [1, 2, 3, 4]), FakePrefill(0)
-        dispatcher = Admission(
+        admission = Admission(
             LeastWork([RankClient(rank.name, await rank.listen(), ME, QUICK)], RoutingConfig())
         )
         async with routing([worker]) as router:
-            both = Pipelines(dispatcher, router)
+            both = Pipelines(admission, router)
             both.start()
             await both.wait_ready()
             await both.score(SCORE)
@@ -59,7 +59,7 @@ def test_each_request_goes_to_the_pipeline_that_is_made_for_it() -> None:
             while not both.problems():
                 await asyncio.sleep(0.005)
             assert "prefill-0" in both.problems()[0]
-        await dispatcher.close()
+        await admission.close()
         await rank.close()
 
     run(body())
@@ -74,8 +74,8 @@ def test_where_one_pipeline_is_deployed_it_does_the_work_of_both() -> None:
             assert (await drain(only, generation(3))).usage.completion_tokens == 3
         rank = FakeRank("attention-0", lambda _: [1, 2, 3, 4])
         client = RankClient(rank.name, await rank.listen(), ME, QUICK)
-        dispatcher = Admission(LeastWork([client], RoutingConfig()))
-        only = Pipelines(dispatcher, None)
+        admission = Admission(LeastWork([client], RoutingConfig()))
+        only = Pipelines(admission, None)
         only.start()
         await only.wait_ready()
         await only.score(SCORE)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from actors.channels.handshake import Identity
 from cluster.routing.admission import Admission
 from cluster.routing.least_work import LeastWork
 from cluster.routing.placer import RoutingConfig
@@ -17,6 +19,7 @@ from contracts.messages import Finished, Submit, Tokens
 from contracts.requests import Sampling
 from tests.support.api_harness import ME, QUICK
 from tests.support.fake_rank import CACHED_TOKENS, FakeRank
+from tests.support.group_harness import ThreadGroup, group_config
 
 PROMPT = list(range(40))
 WANTED = 6
@@ -173,6 +176,41 @@ def test_nothing_is_added_to_a_stream_that_had_all_its_tokens(held: int) -> None
         assert ranks[1].submits.empty()
 
     run(body)
+
+
+def test_two_real_ranks_make_one_stream(tiny_checkpoint: Callable[..., Path]) -> None:
+    """As long as the greedy tokens of one of them alone, and the same."""
+
+    async def body(group: ThreadGroup) -> None:
+        clients = [
+            RankClient(worker.ready.name, worker.ready.client_address, me(group))
+            for worker in group.attention
+        ]
+        admission = Admission(LeastWork(clients, RoutingConfig()))
+        admission.start()
+        await admission.wait_ready()
+        sampling = {"max_tokens": 60, "repetition_penalty": 1.2}
+        whole = Asked(admission, **sampling)
+        await whole.task
+        again = Asked(admission, **sampling)
+        await again.has(5)
+        (busy,) = [client for client in clients if client._sinks]
+        busy.drop("cut off by a test")
+        await again.task
+        assert again.tokens == whole.tokens
+        assert again.finished is not None
+        assert whole.finished is not None
+        assert again.finished.reason == whole.finished.reason
+        usage = again.finished.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), len(whole.tokens))
+        await admission.close()
+
+    with ThreadGroup(tiny_checkpoint(vocab_size=420), group_config(2, 1)) as group:
+        asyncio.run(asyncio.wait_for(body(group), 60))
+
+
+def me(group: ThreadGroup) -> Identity:
+    return Identity(name="ingress", token=group.token, epoch=None)
 
 
 def test_where_the_others_fail_too_the_first_loss_is_what_is_told() -> None:

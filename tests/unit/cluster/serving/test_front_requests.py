@@ -83,7 +83,7 @@ def test_an_error_of_ours_carries_an_id_too(folder: Path) -> None:
         return [60]
 
     with serve_api(folder, [FakeRank("attention-0", breaks)]) as api:
-        api.dispatcher.problems = lambda: 1 / 0  # type: ignore[assignment, return-value]
+        api.admission.problems = lambda: 1 / 0  # type: ignore[assignment, return-value]
         answer = api.http.get("/health", headers={"X-Request-Id": "mine"})
         assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
 

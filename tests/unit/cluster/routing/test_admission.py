@@ -1,4 +1,4 @@
-"""The dispatcher and its rank clients over real sockets, without HTTP."""
+"""Admission to attention ranks, and the rank clients, over real sockets, without HTTP."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ def run(
             RankClient(fake.name, address, ME, QUICK)
             for fake, address in zip(fakes, addresses, strict=True)
         ]
-        dispatcher = Admission(LeastWork(clients, RoutingConfig(max_waiting=max_waiting), choose))
-        dispatcher.start()
+        admission = Admission(LeastWork(clients, RoutingConfig(max_waiting=max_waiting), choose))
+        admission.start()
         try:
-            await dispatcher.wait_ready()
-            await body(dispatcher, fakes)
+            await admission.wait_ready()
+            await body(admission, fakes)
         finally:
-            await dispatcher.close()
+            await admission.close()
             for fake in fakes:
                 await fake.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-async def tokens_of(dispatcher: Admission, wanted: Submit) -> list[int]:
+async def tokens_of(admission: Admission, wanted: Submit) -> list[int]:
     out: list[int] = []
-    async for batch in dispatcher.generate(wanted):
+    async for batch in admission.generate(wanted):
         for event in batch:
             if isinstance(event, Tokens):
                 out += event.token_ids
@@ -79,17 +79,17 @@ async def tokens_of(dispatcher: Admission, wanted: Submit) -> list[int]:
 
 @pytest.mark.parametrize("use_unix", [True, False])
 def test_tokens_come_back_over_unix_and_tcp_sockets(tmp_path: Path, use_unix: bool) -> None:
-    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
-        assert await tokens_of(dispatcher, submit()) == [1, 2, 3, 4]
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
+        assert await tokens_of(admission, submit()) == [1, 2, 3, 4]
 
     run(body, path=tmp_path if use_unix else None)
 
 
 def test_concurrent_requests_on_one_connection_do_not_mix() -> None:
-    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].reply = lambda s: [s.token_ids[0]] * 10
         wanted = [submit(first=i, max_tokens=i % 5 + 1) for i in range(50)]
-        results = await asyncio.gather(*(tokens_of(dispatcher, s) for s in wanted))
+        results = await asyncio.gather(*(tokens_of(admission, s) for s in wanted))
         assert results == [[i] * (i % 5 + 1) for i in range(50)]
         ids = [ranks[0].submits.get().request_id for _ in range(50)]
         assert len(set(ids)) == 50
@@ -98,23 +98,23 @@ def test_concurrent_requests_on_one_connection_do_not_mix() -> None:
 
 
 def test_a_known_prefix_draws_a_request_to_its_rank() -> None:
-    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 1
-        busy = dispatcher.generate(submit(first=0))
+        busy = admission.generate(submit(first=0))
         await anext(busy)
-        await tokens_of(dispatcher, submit(first=100))
+        await tokens_of(admission, submit(first=100))
         await busy.aclose()
-        await tokens_of(dispatcher, submit(first=100))  # both are idle; rank 1 knows it
+        await tokens_of(admission, submit(first=100))  # both are idle; rank 1 knows it
         assert [rank.submits.qsize() for rank in ranks] == [1, 2]
 
     run(body, ranks=2)
 
 
 def test_load_is_spread_while_requests_are_outstanding() -> None:
-    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
         for rank in ranks:
             rank.hold_after = 1
-        streams = [dispatcher.generate(submit(first=i * 50)) for i in range(4)]
+        streams = [admission.generate(submit(first=i * 50)) for i in range(4)]
         for stream in streams:
             await anext(stream)
         assert [rank.submits.qsize() for rank in ranks] == [2, 2]
@@ -125,44 +125,44 @@ def test_load_is_spread_while_requests_are_outstanding() -> None:
 
 
 def test_an_unhealthy_rank_gets_nothing() -> None:
-    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].healthy = False
-        await dispatcher.clients[0].wait_until(lambda client: client.problem is not None)
+        await admission.clients[0].wait_until(lambda client: client.problem is not None)
         for _ in range(3):
-            await tokens_of(dispatcher, submit())
+            await tokens_of(admission, submit())
         assert [rank.submits.qsize() for rank in ranks] == [0, 3]
         ranks[1].healthy = False
-        await dispatcher.clients[1].wait_until(lambda client: client.problem is not None)
+        await admission.clients[1].wait_until(lambda client: client.problem is not None)
         with pytest.raises(NotReadyError, match=r"attention-0.*attention-1"):
-            await tokens_of(dispatcher, submit())
+            await tokens_of(admission, submit())
 
     run(body, ranks=2)
 
 
 def test_a_full_rank_is_passed_over_and_all_full_is_an_overload() -> None:
-    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
         for rank in ranks:
             rank.hold_after = 0
-        waiting = [asyncio.create_task(tokens_of(dispatcher, submit())) for _ in range(2)]
+        waiting = [asyncio.create_task(tokens_of(admission, submit())) for _ in range(2)]
         await _until(lambda: all(rank.submits.qsize() == 1 for rank in ranks))
         with pytest.raises(OverloadError) as caught:
-            await tokens_of(dispatcher, submit())
+            await tokens_of(admission, submit())
         assert caught.value.retry_after_s > 0
-        assert dispatcher.waiting()["generation", "ls"] == 2
+        assert admission.waiting()["generation", "ls"] == 2
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert dispatcher.waiting()["generation", "ls"] == 0
+        assert admission.waiting()["generation", "ls"] == 0
 
     run(body, ranks=2, max_waiting=1)
 
 
 def test_a_patient_request_runs_once_there_is_room() -> None:
-    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 0
-        first = asyncio.create_task(tokens_of(dispatcher, submit()))
+        first = asyncio.create_task(tokens_of(admission, submit()))
         await _until(lambda: ranks[0].submits.qsize() == 1)
-        patient = dispatcher.generate(submit(), patient=True)
+        patient = admission.generate(submit(), patient=True)
         second = asyncio.ensure_future(anext(patient))
         ranks[0].hold_after = None
         first.cancel()
@@ -173,10 +173,10 @@ def test_a_patient_request_runs_once_there_is_room() -> None:
 
 
 def test_closing_a_generation_early_cancels_it_and_a_finished_one_does_not() -> None:
-    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
-        await tokens_of(dispatcher, submit())
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
+        await tokens_of(admission, submit())
         ranks[0].hold_after = 1
-        stream = dispatcher.generate(submit())
+        stream = admission.generate(submit())
         await anext(stream)
         await stream.aclose()
         await _until(lambda: ranks[0].cancels.qsize() == 1)
@@ -186,18 +186,18 @@ def test_closing_a_generation_early_cancels_it_and_a_finished_one_does_not() -> 
 
 
 def test_a_lost_connection_fails_every_waiting_request_with_the_ranks_name() -> None:
-    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 1
-        waiting = [asyncio.create_task(tokens_of(dispatcher, submit())) for _ in range(5)]
+        waiting = [asyncio.create_task(tokens_of(admission, submit())) for _ in range(5)]
         await _until(lambda: ranks[0].submits.qsize() == 5)
         ranks[0].drop_connections()
         for result in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(result, RankError)
             assert result.code == "peer_dead"
             assert "attention-0" in result.message
-        await dispatcher.wait_ready()  # it reconnects by itself
+        await admission.wait_ready()  # it reconnects by itself
         ranks[0].hold_after = None
-        assert await tokens_of(dispatcher, submit()) == [1, 2, 3, 4]
+        assert await tokens_of(admission, submit()) == [1, 2, 3, 4]
 
     run(body)
 
@@ -209,13 +209,13 @@ def test_what_a_rank_had_cached_is_forgotten_when_it_comes_back() -> None:
         seen.append(views[0].prefix_tokens)
         return views[0]
 
-    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
-        await tokens_of(dispatcher, submit())
-        await tokens_of(dispatcher, submit())
-        client = dispatcher.clients[0]
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
+        await tokens_of(admission, submit())
+        await tokens_of(admission, submit())
+        client = admission.clients[0]
         ranks[0].drop_connections()
         await client.wait_until(lambda c: c.connections == 2 and c.problem is None)
-        await tokens_of(dispatcher, submit())
+        await tokens_of(admission, submit())
         assert seen == [0, 32, 0]  # of 40 tokens two blocks of 16 are full
 
     run(body, ranks=2, choose=record)
@@ -237,12 +237,12 @@ def test_a_wrong_token_is_refused_and_said() -> None:
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_closing_the_dispatcher_ends_waiting_requests() -> None:
-    async def body(dispatcher: Admission, ranks: list[FakeRank]) -> None:
+def test_closing_the_admission_ends_waiting_requests() -> None:
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 1
-        waiting = asyncio.create_task(tokens_of(dispatcher, submit()))
+        waiting = asyncio.create_task(tokens_of(admission, submit()))
         await _until(lambda: ranks[0].submits.qsize() == 1)
-        await dispatcher.close()
+        await admission.close()
         with pytest.raises(RankError, match="shutting down"):
             await waiting
 
