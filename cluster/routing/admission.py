@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 
 from cluster.routing.placer import Placer, nobody, problems, ready
 from cluster.routing.rank_client import RankClient, smallest_pool_tokens
@@ -35,7 +35,7 @@ class Admission:
         self._open: set[Ticket] = set()
         self._waiting: Counter[tuple[str, str]] = Counter()
         self._queue = WaitQueue(self._slots, placer.config.request_share, clock)
-        placer.listen(self._queue.look)
+        placer.listen(self._queue.wake)
 
     # ---- life
 
@@ -138,9 +138,11 @@ class Admission:
         has not failed it: else it ends with what it met first.
         """
         self._placer.remove(ticket)
-        ticket.count_failure(cause, others=self._has_others)
+        is_new, has_others = ticket.note_failure(cause), self._has_others(ticket)
+        if is_new or not has_others:  # a rank counts once while there are others
+            ticket.attempts += 1
         may_wait = self._placer.waits and not ticket.begun
-        if not may_wait and not (self._has_others(ticket.tried()) and ticket.go_on()):
+        if not may_wait and not (has_others and ticket.go_on()):
             ticket.fail(ticket.failure or cause)
         elif ticket.attempts < self._config.max_attempts:
             try:
@@ -150,7 +152,8 @@ class Admission:
         else:
             ticket.fail(self._given_up(ticket, cause.message))
 
-    def _has_others(self, tried: Sequence[RankClient]) -> bool:
+    def _has_others(self, ticket: Ticket) -> bool:
+        tried = ticket.tried()
         return any(peer.present for peer in self._placer.peers if peer.client not in tried)
 
     def _given_up(self, ticket: Ticket, reason: str) -> PeerDeadError:

@@ -25,8 +25,8 @@ class Ticket:
     another one goes on with it (`go_on`) its prompt ends with the tokens so far. patient: it is not
     the first sequence of its client's request. waits: for a first answer. client: of the rank that
     has it; None: it has not been sent. failed_on: ranks that failed with it, the last one last,
-    each with the connection on which it did so last; attempts: how many of these count. failure:
-    the first of them.
+    each with the connection on which it did so last. attempts: failures that count. failure: the
+    first one.
     """
 
     def __init__(
@@ -74,17 +74,14 @@ class Ticket:
             self.client.cancel(self._request_id)
         self.ended = True
 
-    def count_failure(self, cause: Failed, *, others: Callable[[list[RankClient]], bool]) -> None:
-        """A rank counts once for each of its connections, until there are no others but those that
-        have failed."""
+    def note_failure(self, cause: Failed) -> bool:
+        """Of the rank that has it. Whether that is the first one of this connection."""
+        assert self.client is not None
         self.failure = self.failure or cause
         client, self.client = self.client, None
-        if client is None:
-            return  # it was not sent yet
-        is_known = self.failed_on.pop(client, None) == self._connection
+        known = self.failed_on.pop(client, None)
         self.failed_on[client] = self._connection
-        if not is_known or not others(self.tried()):
-            self.attempts += 1
+        return known != self._connection
 
     def tried(self) -> list[RankClient]:
         """Ranks that have failed it and have not begun anew since, the last one last."""

@@ -1,7 +1,7 @@
-"""Places of sequences that wait for a first answer, and who waits for a place.
+"""Slots of sequences that wait for a first answer, and who waits for a slot.
 
-A client's request is admitted or refused with its first sequence, which needs one place of any that
-are free. Its later ones are patient: they leave some places to the first ones of others, and wait
+A client's request is admitted or refused with its first sequence, which needs one slot of any that
+are free. Its later ones are patient: they leave some slots to the first ones of others, and wait
 in a line for the rest, by turns (planner/policies/turns.py). While others are in that line, none of
 them holds more than its share.
 """
@@ -21,15 +21,15 @@ _Whose = tuple[bytes, int]
 
 
 class WaitQueue:
-    """On one event loop. places: how many there are now. Every place that was taken is left once.
+    """On one event loop. slots: how many there are now. Every slot that was taken is left once.
 
-    share: of the places, what one request may hold while others are in line, and what is kept for
+    share: of the slots, what one request may hold while others are in line, and what is kept for
     first sequences.
     """
 
-    def __init__(self, places: Callable[[], int], share: float, clock: Clock) -> None:
+    def __init__(self, slots: Callable[[], int], share: float, clock: Clock) -> None:
         self.taken = 0
-        self._places = places
+        self._slots = slots
         self._share = share
         self._clock = clock
         self._held: Counter[_Whose] = Counter()
@@ -38,22 +38,22 @@ class WaitQueue:
         self._drain = DrainRate()
 
     def enter(self, caller: Caller) -> bool:
-        """Takes a place for a first sequence, if there is one."""
-        if self.taken >= self._places():
+        """Takes a slot for a first sequence, if there is one."""
+        if self.taken >= self._slots():
             return False
         self._take(_whose(caller))
         return True
 
     async def wait(self, caller: Caller) -> None:
-        """Returns with a place."""
+        """Returns with a slot."""
         whose = _whose(caller)
-        if not len(self._line) and self._has_room:
+        if not len(self._line) and self._has_slot:
             self._take(whose)
             return
         waiter = asyncio.get_running_loop().create_future()
         self._whose[waiter] = whose
         self._line.push(waiter, *whose)
-        self.look()
+        self.wake()
         try:
             await waiter
         except asyncio.CancelledError:
@@ -71,11 +71,11 @@ class WaitQueue:
         if not self._held[whose]:
             del self._held[whose]
         self._drain.leave(self._clock(), last=self.taken == 0)
-        self.look()
+        self.wake()
 
-    def look(self) -> None:
-        """Gives free places to those in line. Call when there may be more places than before."""
-        while len(self._line) and self._has_room:
+    def wake(self) -> None:
+        """Gives free slots to those in line, one by one; call it when there may be more."""
+        while len(self._line) and self._has_slot:
             waiter = next(self._line.ahead(self._has_share), None) or self._line.peek()
             assert waiter is not None
             self._line.take(waiter)
@@ -86,17 +86,17 @@ class WaitQueue:
 
     @property
     def retry_after_s(self) -> float:
-        """When somebody who finds no place should come again."""
+        """When somebody who finds none should come again."""
         return retry_after_s(self.taken, self._drain.per_second(self._clock()))
 
     @property
-    def _has_room(self) -> bool:
+    def _has_slot(self) -> bool:
         """For those who are patient."""
-        places = self._places()
-        return self.taken < max(1, places - int(self._share * places))
+        slots = self._slots()
+        return self.taken < max(1, slots - int(self._share * slots))
 
     def _has_share(self, waiter: asyncio.Future[None]) -> bool:
-        return self._held[self._whose[waiter]] >= max(1, int(self._share * self._places()))
+        return self._held[self._whose[waiter]] >= max(1, int(self._share * self._slots()))
 
     def _take(self, whose: _Whose) -> None:
         if not self.taken:
