@@ -13,7 +13,7 @@ from cluster.api.callers import MAX_CACHE_SALT_CHARACTERS
 from cluster.api.checks import MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
 from cluster.api.cost import Bounds
 from cluster.api.guided import MAX_CHOICE_CHARACTERS
-from cluster.api.schemas import NEUTRAL, ServedModel
+from cluster.api.schemas import ServedModel
 from cluster.api.scoring import MAX_LABEL_TOKENS
 from cluster.classification.classify import MAX_LABELS
 from contracts.config import HttpConfig
@@ -34,7 +34,7 @@ NULL: Schema = {"type": "null"}
 
 def request_bounds(model: ServedModel, http: HttpConfig) -> dict[str, dict[str, Schema]]:
     """By struct and field: the schema to take instead of the one that the type gives."""
-    generation = {**_unsupported(), **_generation(model, http)}
+    generation = _generation(model, http)
     return {
         "CompletionBody": {**generation, **_completion(model, http)},
         "ContentPart": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -47,16 +47,6 @@ def request_bounds(model: ServedModel, http: HttpConfig) -> dict[str, dict[str, 
             "model": {"enum": [None, model.name]},
             "tokens": _token_ids(model, model.max_context_tokens, least=0),
         },
-    }
-
-
-def _unsupported() -> dict[str, Schema]:
-    return {
-        name: {
-            "description": "Not supported. Only values that change nothing are accepted.",
-            "enum": [None, *neutral],
-        }
-        for name, neutral in NEUTRAL.items()
     }
 
 

@@ -4,36 +4,21 @@ values which change nothing can be let through."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
+from msgspec import Meta
 
 from contracts.requests import Priority, Sampling
 
-# Unsupported fields, with the values (besides null) that change nothing and so are let through.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "continue_final_message": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "modalities": (["text"],),
-    "prediction": (),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
+
+def _only(*neutral: Any) -> Meta:
+    """Of a field that is not supported: these values (besides null) change nothing."""
+    return Meta(
+        description="Not supported. Only values that change nothing are accepted.",
+        extra_json_schema={"enum": [None, *neutral]},
+        extra={"neutral": neutral},
+    )
 
 
 class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -57,27 +42,34 @@ class Harmless(Strict, kw_only=True):
 
 
 class Unsupported(Harmless, kw_only=True):
-    allowed_token_ids: Any = None
-    audio: Any = None
-    bad_words: Any = None
-    continue_final_message: Any = None
-    function_call: Any = None
-    functions: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    include_stop_str_in_output: Any = None
-    modalities: Any = None
-    prediction: Any = None
-    prompt_logprobs: Any = None
-    response_format: Any = None
-    skip_special_tokens: Any = None
-    suffix: Any = None
-    tool_choice: Any = None
-    tools: Any = None
-    truncate_prompt_tokens: Any = None
-    use_beam_search: Any = None
-    web_search_options: Any = None
+    allowed_token_ids: Annotated[Any, _only()] = None
+    audio: Annotated[Any, _only()] = None
+    bad_words: Annotated[Any, _only([])] = None
+    continue_final_message: Annotated[Any, _only(False)] = None
+    function_call: Annotated[Any, _only("none", "auto")] = None
+    functions: Annotated[Any, _only([])] = None
+    guided_grammar: Annotated[Any, _only()] = None
+    guided_json: Annotated[Any, _only()] = None
+    guided_regex: Annotated[Any, _only()] = None
+    include_stop_str_in_output: Annotated[Any, _only(False)] = None
+    modalities: Annotated[Any, _only(["text"])] = None
+    prediction: Annotated[Any, _only()] = None
+    prompt_logprobs: Annotated[Any, _only()] = None
+    response_format: Annotated[Any, _only({"type": "text"})] = None
+    skip_special_tokens: Annotated[Any, _only(True)] = None
+    suffix: Annotated[Any, _only("")] = None
+    tool_choice: Annotated[Any, _only("none", "auto")] = None
+    tools: Annotated[Any, _only([])] = None
+    truncate_prompt_tokens: Annotated[Any, _only()] = None
+    use_beam_search: Annotated[Any, _only(False)] = None
+    web_search_options: Annotated[Any, _only()] = None
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    field.name: get_args(field.type)[1].extra["neutral"]
+    for field in msgspec.structs.fields(Unsupported)
+    if get_origin(field.type) is Annotated
+}
 
 
 class StreamOptions(Strict, kw_only=True):
