@@ -15,13 +15,13 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from starlette.requests import Request
 
+from cluster.api.field_bounds import MAX_CACHE_SALT_CHARACTERS
 from contracts.block_hash import DIGEST_BYTES
 from contracts.config import HttpConfig
 from contracts.errors import RequestError, UnauthorizedError
 from contracts.requests import Caller
 
 PROVE = "prove"  # in scope["state"], from a front of our own: to be called when the key is valid
-MAX_CACHE_SALT_CHARACTERS = 1024
 TENANT_BYTES = 8
 _TENANT, _KEY_SALT, _CACHE_SALT = b"tandem-tenant", b"tandem-key-salt", b"tandem-salt"  # domains
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from cluster.api.errors import UnsupportedFieldError
+from cluster.api.field_bounds import MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
 from cluster.api.guided import check_choices
 from cluster.api.schemas import (
     NEUTRAL,
@@ -21,9 +22,6 @@ from contracts.errors import RequestError, TooLongError, UnknownModelError
 from contracts.requests import Priority, Sampling
 from contracts.sampling_limits import INT64, MAX_LOGPROBS, check_sampling
 
-MAX_STOPS = 4
-MAX_STOP_CHARACTERS = 1024
-MAX_N = 128
 MAX_ID_DIGITS = 10
 _USUAL = Sampling()
 

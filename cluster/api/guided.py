@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from cluster.api.errors import UnsupportedFieldError
+from cluster.api.field_bounds import MAX_CHOICE_CHARACTERS
 from cluster.api.schemas import GenerationBody, GenerationOptions, ServedModel
 from cluster.api.tokenizing import Tokenizing
 from contracts.errors import RequestError
@@ -19,7 +20,6 @@ from contracts.sampling_limits import MAX_CHOICE_TOKENS, MAX_CHOICES, check_leng
 from models.text.steps import Steps
 from models.text.tokenizer import Tokenizer
 
-MAX_CHOICE_CHARACTERS = 8192  # of all choices together
 MAX_CHARACTERS_TO_CUT = 1 << 20  # of the choices behind each end of a prompt: about a second
 TAIL_TOKENS = 8  # of a prompt: what may have a say in how text behind it is cut
 TAIL_CHARACTERS = 64  # which is about so much text, to be cut again with each choice

@@ -27,8 +27,8 @@ from cluster.api.errors import (
     UnknownFieldError,
     UnsupportedFieldError,
 )
+from cluster.api.field_bounds import Schema
 from cluster.api.openapi_bounds import (
-    Schema,
     bound_texts,
     bound_together,
     bounded,

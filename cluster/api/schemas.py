@@ -7,18 +7,11 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
-from msgspec import Meta
 
+from cluster.api import field_bounds as bounds
+from cluster.api.field_bounds import only, shown, told
+from cluster.classification.classify import MAX_LABELS
 from contracts.requests import Priority, Sampling
-
-
-def _only(*neutral: Any) -> Meta:
-    """Of a field that is not supported: these values (besides null) change nothing."""
-    return Meta(
-        description="Not supported. Only values that change nothing are accepted.",
-        extra_json_schema={"enum": [None, *neutral]},
-        extra={"neutral": neutral},
-    )
 
 
 class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -42,27 +35,27 @@ class Harmless(Strict, kw_only=True):
 
 
 class Unsupported(Harmless, kw_only=True):
-    allowed_token_ids: Annotated[Any, _only()] = None
-    audio: Annotated[Any, _only()] = None
-    bad_words: Annotated[Any, _only([])] = None
-    continue_final_message: Annotated[Any, _only(False)] = None
-    function_call: Annotated[Any, _only("none", "auto")] = None
-    functions: Annotated[Any, _only([])] = None
-    guided_grammar: Annotated[Any, _only()] = None
-    guided_json: Annotated[Any, _only()] = None
-    guided_regex: Annotated[Any, _only()] = None
-    include_stop_str_in_output: Annotated[Any, _only(False)] = None
-    modalities: Annotated[Any, _only(["text"])] = None
-    prediction: Annotated[Any, _only()] = None
-    prompt_logprobs: Annotated[Any, _only()] = None
-    response_format: Annotated[Any, _only({"type": "text"})] = None
-    skip_special_tokens: Annotated[Any, _only(True)] = None
-    suffix: Annotated[Any, _only("")] = None
-    tool_choice: Annotated[Any, _only("none", "auto")] = None
-    tools: Annotated[Any, _only([])] = None
-    truncate_prompt_tokens: Annotated[Any, _only()] = None
-    use_beam_search: Annotated[Any, _only(False)] = None
-    web_search_options: Annotated[Any, _only()] = None
+    allowed_token_ids: Annotated[Any, only()] = None
+    audio: Annotated[Any, only()] = None
+    bad_words: Annotated[Any, only([])] = None
+    continue_final_message: Annotated[Any, only(False)] = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    functions: Annotated[Any, only([])] = None
+    guided_grammar: Annotated[Any, only()] = None
+    guided_json: Annotated[Any, only()] = None
+    guided_regex: Annotated[Any, only()] = None
+    include_stop_str_in_output: Annotated[Any, only(False)] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    prediction: Annotated[Any, only()] = None
+    prompt_logprobs: Annotated[Any, only()] = None
+    response_format: Annotated[Any, only({"type": "text"})] = None
+    skip_special_tokens: Annotated[Any, only(True)] = None
+    suffix: Annotated[Any, only("")] = None
+    tool_choice: Annotated[Any, only("none", "auto")] = None
+    tools: Annotated[Any, only([])] = None
+    truncate_prompt_tokens: Annotated[Any, only()] = None
+    use_beam_search: Annotated[Any, only(False)] = None
+    web_search_options: Annotated[Any, only()] = None
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -82,12 +75,12 @@ class StreamOptions(Strict, kw_only=True):
 class StructuredOutputs(Strict, kw_only=True):
     """vLLM's name for guided decoding, of which choice is supported."""
 
-    choice: list[str] | None = None
-    grammar: Any = None
-    json: Any = None
-    json_object: Any = None
-    regex: Any = None
-    structural_tag: Any = None
+    choice: bounds.Choices | None = None
+    grammar: bounds.Unused = None
+    json: bounds.Unused = None
+    json_object: bounds.Unused = None
+    regex: bounds.Unused = None
+    structural_tag: bounds.Unused = None
 
 
 class GenerationBody(Unsupported, kw_only=True):
@@ -95,37 +88,37 @@ class GenerationBody(Unsupported, kw_only=True):
 
     model: str
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
+    temperature: bounds.Temperature = None
+    top_p: bounds.TopP = None
+    top_k: bounds.TopK = None
+    min_p: bounds.MinP = None
+    seed: bounds.Seed = None
+    presence_penalty: bounds.Penalty = None
+    frequency_penalty: bounds.Penalty = None
+    repetition_penalty: bounds.RepetitionPenalty = None
+    logit_bias: bounds.LogitBias = None
+    stop: bounds.Stop = None
     stop_token_ids: list[int] | None = None
     min_tokens: int | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: bounds.GuidedChoice = None
     structured_outputs: StructuredOutputs | None = None
     n: int | None = None
-    best_of: int | None = None
+    best_of: bounds.BestOf = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    priority: str | int | None = None
-    cache_salt: str | None = None
+    priority: bounds.RequestPriority = None
+    cache_salt: bounds.CacheSalt = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
+    logprobs: Annotated[bounds.Logprobs, told("Alternatives per token.")] = None
     echo: bool | None = None
 
 
 class ContentPart(Strict, kw_only=True):
-    type: str
+    type: Annotated[str, shown(const="text")]
     text: str | None = None
     image_url: Any = None  # parts of other types are refused by that
     input_audio: Any = None
@@ -153,8 +146,8 @@ class ChatBody(GenerationBody, kw_only=True):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    echo: bool | None = None
+    top_logprobs: Annotated[bounds.Logprobs, told("Alternatives per token; needs logprobs.")] = None
+    echo: Annotated[bool | None, shown(enum=[None, False])] = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -171,12 +164,24 @@ NESTED: dict[str, type[msgspec.Struct]] = {
 class ClassifyBody(Harmless, kw_only=True):
     model: str
     input: str | list[str]
-    labels: list[str]
+    labels: Annotated[
+        list[Annotated[str, shown(pattern=r"\S")]],
+        shown(minItems=1, maxItems=MAX_LABELS, uniqueItems=True),
+    ]
     prefix: str | None = None
-    multi_label: bool | None = None
-    template: str | None = None
-    priority: str | int | None = None
-    cache_salt: str | None = None
+    multi_label: Annotated[
+        bool | None, told("Each label by itself: yes or no? Needs a template with {label}.")
+    ] = None
+    template: Annotated[
+        Annotated[str, shown(pattern=r"\{text\}")] | None,
+        told(
+            "{text}, {prefix}, with multi_label {label}, are filled in. {options}"
+            " lists the labels, a letter each: the letters are then scored. A label's score is the"
+            " sum of its tokens' log-probabilities, not divided by its length."
+        ),
+    ] = None
+    priority: bounds.RequestPriority = None
+    cache_salt: bounds.CacheSalt = None
 
 
 class ScoreBody(Harmless, kw_only=True):
@@ -186,8 +191,8 @@ class ScoreBody(Harmless, kw_only=True):
     apply_softmax: bool = False
     item_first: bool = False
     model: str | None = None
-    priority: str | int | None = None
-    cache_salt: str | None = None
+    priority: bounds.RequestPriority = None
+    cache_salt: bounds.CacheSalt = None
 
 
 class TokenizeBody(Harmless, kw_only=True):

@@ -16,7 +16,8 @@ from actors.batching.sequence import Sequence
 from actors.channels.handshake import Identity
 from actors.kv.block_manager import BlockManager
 from cluster.api.app import build_app
-from cluster.api.callers import MAX_CACHE_SALT_CHARACTERS, Callers, salted
+from cluster.api.callers import Callers, salted
+from cluster.api.field_bounds import MAX_CACHE_SALT_CHARACTERS
 from cluster.api.schemas import ServedModel
 from cluster.routing.admission import Admission
 from cluster.routing.least_work import LeastWork, PrefixTable
