@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from actors.channels.handshake import Identity
-from actors.ranks.expert_worker import IDLE_POLL_S
+from actors.ranks.expert_rank import IDLE_POLL_S
 from actors.ranks.local_group import LocalGroup
 from benchmarks.beside_report import gemm_fraction, report, summary_of
 from benchmarks.machine import core_rates

@@ -27,6 +27,7 @@ from contracts.config import ScheduleConfig
 from contracts.errors import NotFiniteError
 from contracts.requests import Priority
 from models.decoder.batch import BlockCopy
+from planner.policies.batching import Waiting
 from planner.policies.turns import Turns
 
 
@@ -76,6 +77,11 @@ class Scheduler:
     @property
     def sequences(self) -> list[Sequence]:
         return list(self._by_key.values())
+
+    def waiting_of(self, priority: Priority) -> Waiting:
+        """Those of one class; their tokens are counted anew."""
+        queue = self._waiting[priority]
+        return Waiting(len(queue), sum(sequence.num_uncomputed for sequence in queue))
 
     def has(self, key: SequenceKey) -> bool:
         return key in self._by_key

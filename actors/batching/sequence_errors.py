@@ -1,7 +1,7 @@
 """What an exception that was raised for one sequence ends: that sequence, and nothing else.
 
 Two places apply the rule, because there a sequence can be named: `Finisher`, for all that is made
-of its logits, and `ServingWorker._admit`. What is raised anywhere else, such as in a layer, is of a
+of its logits, and `ServingLoop.admit`. What is raised anywhere else, such as in a layer, is of a
 whole batch, and ends the rank.
 """
 

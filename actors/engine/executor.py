@@ -30,6 +30,7 @@ from models.decoder.batch import AttentionBatch, LastRows
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
 from planner.findep.orders import Policy, TaskStage, by_plan
+from planner.policies.batching import LiveBatch
 
 
 class Sink(Protocol):
@@ -76,12 +77,25 @@ class Executor:
         self._policy = policy
         self._wanted_rows_only = wanted_rows_only
         self._runs: dict[int, BatchRun] = {}
+        self.layers = parts.half.spec.num_layers
         self.failure: ChannelError | None = None
 
     @property
-    def in_flight(self) -> int:
-        """Batches, and what the plane computes for others."""
-        return len(self._runs) + self._plane.is_engaged
+    def is_engaged(self) -> bool:
+        """Whether no batch may begin now, because the plane computes for others."""
+        return self._plane.is_engaged
+
+    @property
+    def live(self) -> list[LiveBatch]:
+        """The batches in flight."""
+        return [
+            LiveBatch(
+                run.scheduled.priority,
+                run.scheduled.tokens,
+                max(self.layers - m.layer for m in run.micro_batches if m.layer >= 0),
+            )
+            for run in self._runs.values()
+        ]
 
     def wake(self) -> None:
         """Ends a `step` that waits. Called from any thread."""
@@ -201,7 +215,7 @@ class Executor:
         hidden_TD = micro_batch.hidden_TD
         if hidden_TD is None:
             hidden_TD = half.embed(inputs)
-        last = micro_batch.last if layer == half.spec.num_layers - 1 else None
+        last = micro_batch.last if layer == self.layers - 1 else None
         attended = half.attend(layer, hidden_TD, inputs, self._kv, last)
         micro_batch.hidden_TD = attended.hidden_TD
         micro_batch.attended = layer
@@ -231,7 +245,7 @@ class Executor:
     def _advance(self, micro_batch: MicroBatch) -> None:
         """On to the next layer, which runs once the experts of this one have."""
         micro_batch.layer += 1
-        is_last = micro_batch.layer == self._half.spec.num_layers
+        is_last = micro_batch.layer == self.layers
         micro_batch.stage = TaskStage.FINISH if is_last else TaskStage.ATTENTION
 
     def _finish(self, micro_batch: MicroBatch) -> None:

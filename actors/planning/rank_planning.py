@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+from actors.batching.observer import Observer
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.channels.handshake import Identity
 from actors.engine.micro_batch import cut_batch
@@ -22,6 +23,7 @@ from actors.planning.stage_report import (
     transfer_times,
 )
 from actors.telemetry.telemetry import Telemetry
+from actors.wire.client_server import FromClient
 from contracts import metrics
 from contracts.clock import Clock
 from contracts.events import Stage, TaskSpan
@@ -38,7 +40,7 @@ log = logging.getLogger("tandem.planning")
 READY = "ready"
 
 
-class RankPlanning:
+class RankPlanning(Observer):
     """Owned by the rank's loop thread; `batches`, `chosen` and `state` may be read by any thread.
 
     batches: how many ran under which plan. chosen: how many by whose choice, as
@@ -50,21 +52,26 @@ class RankPlanning:
         spec: WorkerSpec,
         *,
         chunk_cost: Callable[[int, int], float],
+        upcoming: Callable[[], Batch],
         clock: Clock,
         telemetry: Telemetry,
     ) -> None:
-        """`chunk_cost(start, stop)`: as the executor's, which cuts batches by it."""
+        """`chunk_cost(start, stop)`: as the executor's, which cuts batches by it. upcoming: what
+        would come next, while a batch runs."""
         self.batches: Counter[str] = Counter()
         self.chosen: Counter[str] = Counter()
         self._spec = spec
         self._chunk_cost = chunk_cost
+        self._upcoming = upcoming
+        self._upcoming_changed = False
         self._clock = clock
         self._telemetry = telemetry
         self._link: PlannerLink | None = None
         self._pinned: Plan | None = None
         self._recorder = SpanRecorder()
         self._reported_s = clock()
-        self._running: _Running | None = None
+        self._running: dict[int, _Running] = {}  # by the batch's number
+        self._recorded: int | None = None  # the batch that is
         self._said: str = Absence.OFF
 
     @property
@@ -107,31 +114,49 @@ class RankPlanning:
         self.chosen[f"{who} {reason}" if reason else str(who)] += 1
         self._telemetry.count(metrics.PLAN_BATCHES, self._spec.name, who, reason or "")
         self.batches[general_label(plan)] += 1
-        self._running = _Running(batch, plan, known)
-        self._record_if_due()
+        self._running[batch.number] = _Running(batch, plan, known)
+        self._record_if_due(batch)
         return plan
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether anybody wants to know what comes next."""
-        return self._link is not None and self._pinned is None
+    def received(self, message: FromClient) -> None:
+        self._upcoming_changed = True
 
-    def look_ahead(self, upcoming: Batch) -> None:
+    def formed(self, batch: ScheduledBatch) -> None:
+        self._upcoming_changed = True
+
+    def stepped(self) -> None:
+        if self._upcoming_changed and self._running:  # experts have work meanwhile
+            self._upcoming_changed = False
+            self.look_ahead()
+
+    def look_ahead(self) -> None:
         """Asks for the plan of the batch that would come next, unless it is known."""
-        if self._link is None or self._pinned is not None or not upcoming:
+        if self._link is None or self._pinned is not None:
+            return
+        upcoming = self._upcoming()
+        if not upcoming:
             return
         known = self._link.plans.get(bucket_of(upcoming))
         if known is None or self._link.is_stale(known):
             self._link.ask(upcoming)
 
-    def finished(self, batch: ScheduledBatch) -> None:
+    def completed(self, batch: ScheduledBatch) -> None:
         """The batch has run: what was recorded of it is told, on the link's thread."""
-        running, self._running = self._running, None
-        spans = self._recorder.end()
-        if self._link is None or running is None or running.batch.number != batch.number:
+        running = self._running.pop(batch.number, None)
+        if self._recorded != batch.number:
             return
-        if spans:
+        self._recorded, spans = None, self._recorder.end()
+        if self._link is not None and running is not None and spans:
             self._link.report(lambda: self._report(running, spans))
+
+    def dropped(self, batch: ScheduledBatch) -> None:
+        self._running.pop(batch.number, None)
+
+    def sections(self) -> dict[str, dict[str, float]]:
+        return {"plans": dict(self.batches), "chosen_by": dict(self.chosen)}
+
+    def notes(self) -> dict[str, str]:
+        return {"planner": self.state}
 
     def _planned(self, batch: Batch) -> tuple[Plan | None, KnownPlan | None, Absence | None]:
         """(plan, the answer it is from, why there is none)."""
@@ -159,10 +184,15 @@ class RankPlanning:
             level = logging.WARNING if state in (Absence.LOST, Absence.SLOW) else logging.INFO
             event(log, "planner_state", level, rank=self._spec.name, state=self.state)
 
-    def _record_if_due(self) -> None:
+    def _record_if_due(self, batch: ScheduledBatch) -> None:
+        """Records a batch that runs alone; what a second one would do to its times is not its
+        own."""
+        if len(self._running) > 1:
+            self._recorded, _ = None, self._recorder.end()
+            return
         config, now_s = self._spec.config.planner, self._clock()
         if self._link is not None and config.refit and now_s - self._reported_s >= config.report_s:
-            self._reported_s = now_s
+            self._reported_s, self._recorded = now_s, batch.number
             self._recorder.begin()
 
     def _report(self, running: _Running, spans: list[TaskSpan]) -> BatchReport | None:

@@ -44,8 +44,10 @@ from tests.support.group_harness import (
     Priority,
     RankConnection,
     ThreadGroup,
+    experts_of,
     greedy,
     group_config,
+    half_of,
 )
 
 Checkpoints = Callable[..., Path]
@@ -218,7 +220,7 @@ def test_an_unforeseen_error_in_an_expert_rank_is_told_by_its_name(
         raise ArithmeticError("planted")
 
     with ThreadGroup(deep, group_config(1, 2)) as group, group.client() as client:
-        monkeypatch.setattr(group.experts[1]._half, "run", broken)
+        monkeypatch.setattr(experts_of(group.experts[1]), "run", broken)
         request = client.submit(tokens(1, 40), candidates=[1])
         assert "expert-1" in client.failed(request).message
         status = group.experts[1].status()
@@ -231,7 +233,7 @@ def test_an_expert_rank_whose_loop_hangs_is_told_by_its_name_though_its_threads_
 ) -> None:
     config = group_config(1, 2, channel={"stuck_s": 2.0, "silence_s": 1.5})
     with ThreadGroup(deep, config) as group, group.client() as client:
-        half, released = group.experts[1]._half, threading.Event()
+        half, released = experts_of(group.experts[1]), threading.Event()
 
         def hang(*arguments: Any) -> torch.Tensor:
             released.wait(DEADLINE_S)
@@ -279,7 +281,8 @@ def test_an_unforeseen_error_in_an_attention_rank_fails_its_requests_by_its_name
 
     config = group_config(2, 1)
     with ThreadGroup(deep, config) as group, group.client(0) as client, group.client(1) as other:
-        monkeypatch.setattr(group.attention[0]._half, "attend", broken)  # a layer: nobody's alone
+        # in a layer: nobody's alone
+        monkeypatch.setattr(half_of(group.attention[0]), "attend", broken)
         requests = [
             client.submit(tokens(1, 40), sampling=greedy(4)),
             client.submit(tokens(2, 20), candidates=[1]),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.ranks.attention_worker import WARM_UP_IDS
+from actors.ranks.attention_rank import WARM_UP_IDS
 from contracts.events import Stage
 from contracts.plan import Order, Plan
 from models.decoder.local import LocalModel

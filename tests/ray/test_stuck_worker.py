@@ -13,9 +13,10 @@ import pytest
 from ray import cloudpickle
 
 import cluster.fleet.nodes
+from actors.engine.stub_executor import StubExecutor
 from actors.ranks.remote import rank_class
+from actors.ranks.serving_loop import ServingLoop
 from actors.ranks.shell import WorkerShell
-from actors.ranks.stub_worker import StubWorker
 from benchmarks.rank_stream import ask
 from cluster.files.model_folder import resolve_model_folder
 from cluster.fleet.fleet import Fleet
@@ -38,7 +39,7 @@ CONFIG = load_config(
 )
 
 
-def _hang(waiting: object) -> None:
+def _hang(sequence: object) -> None:
     threading.Event().wait()
 
 
@@ -46,9 +47,10 @@ class HangingShell(WorkerShell):
     """The first prefill-0 hangs in the step that would answer its first request."""
 
     def start(self) -> None:
-        worker = self._made
-        if isinstance(worker, StubWorker) and (worker.spec.rank, worker.spec.epoch) == (0, 1):
-            worker._finish = _hang  # type: ignore[method-assign]
+        loop, spec = self._made.loop, self._made.spec
+        if isinstance(loop, ServingLoop) and (spec.rank, spec.epoch) == (0, 1):
+            assert isinstance(loop.executor, StubExecutor)
+            loop.executor._answer = _hang  # type: ignore[method-assign]
         super().start()
 
 

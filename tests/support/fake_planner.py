@@ -14,7 +14,8 @@ import msgspec
 
 from actors.channels.handshake import Identity, accept, initiate
 from actors.channels.listener import dial, listen_tcp
-from actors.ranks.planner_worker import PlannerWorker
+from actors.ranks.planner_rank import planner_rank
+from actors.ranks.rank import Rank
 from actors.ranks.rendezvous import Formation, Seat, make_specs
 from contracts.config import TandemConfig
 from contracts.errors import HandshakeError
@@ -146,13 +147,13 @@ class PlannerConnection:
 @contextlib.contextmanager
 def real_planner(
     folder: Path, config: TandemConfig, hardware: Hardware | None, token: bytes = TOKEN
-) -> Iterator[PlannerWorker]:
+) -> Iterator[Rank]:
     """A planner for one attention and one expert rank."""
     seat = Seat("cpu", "127.0.0.1", 1)
     formation = Formation(config, str(folder), token, 1, "shm", hardware)
     *_, spec = make_specs(formation, [seat], [seat], [seat])
     assert spec.group is Group.PLANNER
-    planner = PlannerWorker(spec)
+    planner = planner_rank(spec)
     try:
         yield planner
     finally:

@@ -16,10 +16,12 @@ from unittest.mock import patch
 
 import msgspec
 
+from actors.batching.finisher import Finisher
 from actors.channels.handshake import Identity, initiate
-from actors.ranks.attention_worker import AttentionWorker
-from actors.ranks.expert_worker import ExpertWorker
-from actors.ranks.prefill_worker import PrefillWorker
+from actors.ranks.attention_rank import attention_rank
+from actors.ranks.expert_rank import ExpertLoop, expert_rank
+from actors.ranks.prefill_rank import prefill_rank
+from actors.ranks.rank import Rank
 from actors.ranks.rendezvous import (
     Formation,
     Seat,
@@ -27,7 +29,7 @@ from actors.ranks.rendezvous import (
     contiguous_placements,
     make_specs,
 )
-from actors.ranks.serving_worker import ServingWorker
+from actors.ranks.serving_loop import ServingLoop
 from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
 from contracts.loading import config_from
@@ -37,6 +39,8 @@ from contracts.plan import Plan
 from contracts.requests import Priority, Sampling
 from contracts.routing import WorkerReport, WorkerSnapshot
 from contracts.worker import Group
+from models.decoder.decoder import AttentionHalf
+from models.experts.moe import ExpertHalf
 
 DEADLINE_S = 30.0
 ANSWER_DEADLINE_S = 120.0
@@ -74,9 +78,9 @@ class ThreadGroup:
         formation = Formation(config, str(folder), self.token, 1, backend, placements=placements)
         seat = Seat("cpu", "127.0.0.1", groups.attention_ranks)
         specs = make_specs(formation, [seat] * groups.attention_ranks, [seat] * groups.expert_ranks)
-        self.experts = [ExpertWorker(s) for s in specs if s.group is Group.EXPERT]
-        self.attention = [AttentionWorker(s) for s in specs if s.group is Group.ATTENTION]
-        self.ranks: list[AttentionWorker | ExpertWorker] = [*self.attention, *self.experts]
+        self.experts = [expert_rank(s) for s in specs if s.group is Group.EXPERT]
+        self.attention = [attention_rank(s) for s in specs if s.group is Group.ATTENTION]
+        self.ranks = [*self.attention, *self.experts]
         addresses = {w.ready.name: w.ready.channel_address for w in self.experts}
         for attention_worker in self.attention:
             attention_worker.connect(addresses)
@@ -125,10 +129,10 @@ class PrefillThreads:
         placements = contiguous_placements(str(folder), prefill_ranks=workers)
         formation = Formation(config, str(folder), self.token, 1, backend, placements=placements)
         seats = [Seat(device, "127.0.0.1", workers)] * workers
-        self.workers: list[PrefillWorker] = []
+        self.workers: list[Rank] = []
         try:
             for spec in make_specs(formation, [], [], prefill=seats):
-                self.workers.append(PrefillWorker(spec))
+                self.workers.append(prefill_rank(spec))
             addresses = channel_addresses([w.ready for w in self.workers], Group.PREFILL)
             for worker in self.workers:
                 worker.connect(addresses)
@@ -153,10 +157,29 @@ class PrefillThreads:
         return RankConnection(ready.name, ready.client_address, self.token)
 
 
+def loop_of(worker: Rank) -> ServingLoop:
+    """Of an attention rank or a prefill worker."""
+    assert isinstance(worker.loop, ServingLoop)
+    return worker.loop
+
+
+def experts_of(worker: Rank) -> ExpertHalf:
+    """Of an expert rank."""
+    assert isinstance(worker.loop, ExpertLoop)
+    return worker.loop.server._half
+
+
+def half_of(worker: Rank) -> AttentionHalf:
+    """Of an attention rank or a prefill worker."""
+    finisher = loop_of(worker).finisher
+    assert isinstance(finisher, Finisher)
+    return finisher._half
+
+
 @contextmanager
-def meeting(worker: ServingWorker, requests: int) -> Iterator[None]:
+def meeting(worker: Rank, requests: int) -> Iterator[None]:
     """Requests that are submitted inside wait; once all are there, they meet in the next batch."""
-    with patch.object(worker, "_next_batch", return_value=None):
+    with patch.object(loop_of(worker).scheduler, "next_batch", return_value=None):
         yield
         end_s = monotonic_s() + DEADLINE_S
         while worker.status().waiting < requests:

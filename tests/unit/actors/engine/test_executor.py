@@ -208,9 +208,9 @@ class Rig:
 
     def run_all(self) -> list[ScheduledBatch]:
         done: list[ScheduledBatch] = []
-        while self.executor.in_flight:
+        while self.executor.live:
             done.extend(self.run_ready())
-            assert self.endpoint.sent or not self.executor.in_flight, "nothing can run any more"
+            assert self.endpoint.sent or not self.executor.live, "nothing can run any more"
             self.endpoint.reply()
         return done
 
@@ -429,7 +429,7 @@ def test_a_lost_expert_rank_is_named_whether_told_or_met_on_sending() -> None:
         assert isinstance(rig.executor.failure, PeerDeadError)
         assert rig.executor.failure.peer == "expert-1"
         assert len(rig.executor.fail_all()) == 1
-        assert rig.executor.in_flight == 0
+        assert not rig.executor.live
 
 
 def test_of_two_expert_ranks_that_are_lost_the_first_is_the_cause() -> None:

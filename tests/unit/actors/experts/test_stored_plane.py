@@ -100,7 +100,7 @@ class Rig:
         with torch.inference_mode():
             for _ in range(steps):
                 done += [batch.number for batch in self.executor.step(0.01)]
-                if not self.executor.in_flight or self.executor.failure is not None:
+                if not self.executor.live or self.executor.failure is not None:
                     break
         return done
 
@@ -207,4 +207,4 @@ def test_what_a_store_cannot_bring_ends_the_worker_by_name(
     failure = str(rig.executor.failure)
     assert ("layer 1 did not arrive within 0.3 s" if hangs else "prefill-1 is gone") in failure
     assert [batch.number for batch in rig.executor.fail_all()] == [0]
-    assert rig.executor.in_flight == 0
+    assert not rig.executor.live

@@ -29,7 +29,7 @@ from contracts.requests import Sampling
 from contracts.worker import Group, WorkerSpec
 from models.decoder.local import LocalModel
 from tests.support.fake_planner import DEADLINE_S, TOKEN, FakePlanner, never, real_planner
-from tests.support.group_harness import ThreadGroup, greedy, group_config
+from tests.support.group_harness import ThreadGroup, greedy, group_config, loop_of
 from tests.support.simulated_group import hardware
 
 Checkpoints = Callable[..., Path]
@@ -71,6 +71,7 @@ class Rank:
         self.planning = RankPlanning(
             spec(**planner),
             chunk_cost=lambda start, stop: float(stop - start),
+            upcoming=self.scheduler.upcoming,
             clock=monotonic_s,
             telemetry=Telemetry(),
         )
@@ -106,7 +107,7 @@ class Rank:
             if chunk.stop == len(chunk.sequence.token_ids):
                 chunk.sequence.token_ids.append(5)
         self.scheduler.complete(batch)
-        self.planning.finished(batch)
+        self.planning.completed(batch)
 
     def close(self) -> None:
         self.planning.close()
@@ -131,7 +132,7 @@ def test_a_question_asked_ahead_is_answered_when_the_batch_is_formed(rank: Rank)
         until(lambda: rank.planning.state == "ready")
         for tokens in (100, 101, 102):
             rank.submit(tokens)
-        rank.planning.look_ahead(rank.scheduler.upcoming())
+        rank.planning.look_ahead()
         until(lambda: rank.answers == 1)
         _, plan = rank.form()
         assert plan == CHOSEN
@@ -182,7 +183,7 @@ def test_when_the_shape_changes_the_plan_follows_within_one_batch(
             rank.submit(256, max_tokens=1)
         batch, _ = rank.form()  # asks, too late for this one
         rank.submit(4096, max_tokens=1)
-        rank.planning.look_ahead(rank.scheduler.upcoming())  # as the loop does while it runs
+        rank.planning.look_ahead()  # as the loop does while it runs
         until(lambda: rank.answers == 2)
         rank.run(batch)
         for chunk in batch.chunks:
@@ -199,7 +200,7 @@ def test_a_pinned_plan_overrides_the_planner_and_nobody_is_asked(rank: Rank) -> 
         until(lambda: rank.planning.state == "ready")
         rank.planning.pin(Plan(order=Order.NAIVE))
         rank.submit(100)
-        rank.planning.look_ahead(rank.scheduler.upcoming())
+        rank.planning.look_ahead()
         batch, plan = rank.form()
         assert plan == Plan(order=Order.NAIVE)
         assert dict(rank.planning.chosen) == {"pinned": 1}
@@ -208,8 +209,9 @@ def test_a_pinned_plan_overrides_the_planner_and_nobody_is_asked(rank: Rank) -> 
         rank.link.report(asked.set)  # runs after whatever was to be asked
         assert asked.wait(DEADLINE_S)
         rank.planning.pin(None)
-        rank.planning.look_ahead([(0, 7)])
-        assert planner.next_query().batch == [(0, 7)]
+        rank.submit(7)
+        rank.planning.look_ahead()
+        assert (0, 7) in planner.next_query().batch
 
 
 def test_a_plan_for_more_micro_batches_than_sequences_is_not_run(rank: Rank) -> None:
@@ -217,7 +219,7 @@ def test_a_plan_for_more_micro_batches_than_sequences_is_not_run(rank: Rank) -> 
         rank.planning.join(planner.address)
         until(lambda: rank.planning.state == "ready")
         rank.submit(50)
-        rank.planning.look_ahead(rank.scheduler.upcoming())
+        rank.planning.look_ahead()
         until(lambda: rank.answers == 1)
         _, plan = rank.form()
         assert plan == Plan(r1=1)
@@ -277,7 +279,7 @@ def test_nothing_that_a_lost_planner_said_is_used(rank: Rank) -> None:
         rank.planning.join(planner.address)
         until(lambda: rank.planning.state == "ready")
         rank.submit(50)
-        rank.planning.look_ahead(rank.scheduler.upcoming())
+        rank.planning.look_ahead()
         until(lambda: rank.answers == 1)
     until(lambda: rank.planning.state == "lost")
     rank.form()
@@ -311,9 +313,11 @@ def test_a_planner_that_never_answers_holds_up_no_batch(tiny_checkpoint: Checkpo
     with ThreadGroup(folder, config) as group, FakePlanner(never, group.token) as planner:
         group.join_planner(planner.address)
         worker = group.attention[0]
+        (planning, *_) = loop_of(worker)._observers
+        assert isinstance(planning, RankPlanning)
         joined = ("ready", "slow")  # the latter once it has been asked for anything
         until(lambda: worker.status().notes["planner"] in joined)
-        link = worker._planning._link
+        link = planning._link
         assert link is not None
         try:
             link.report(stuck)

@@ -14,7 +14,13 @@ from contracts.messages import Cancel
 from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
-from tests.support.group_harness import PrefillThreads, RankConnection, greedy, prefill_config
+from tests.support.group_harness import (
+    PrefillThreads,
+    RankConnection,
+    greedy,
+    loop_of,
+    prefill_config,
+)
 
 Checkpoints = Callable[..., Path]
 
@@ -86,7 +92,7 @@ def test_routers_that_fold_the_log_end_with_no_load_and_the_caches_blocks(
             if number % 9 == 8:
                 client.send(Cancel(ids.pop()))
         client.wait(*ids)
-        blocks = group.workers[0]._blocks
+        blocks = loop_of(group.workers[0]).scheduler.blocks
         with group.client() as late:
             heard(late, client.log[-1].number)
             routers = [router_of(client), router_of(late)]
@@ -169,7 +175,9 @@ def test_whatever_requests_do_the_log_ends_with_no_load_and_the_caches_blocks(
         client.wait(*ids)
         router = router_of(client)
         assert router.load(0) == 0
-        assert set(router.snapshot(0).committed) == set(crowded.workers[0]._blocks._block_of)
+        assert set(router.snapshot(0).committed) == set(
+            loop_of(crowded.workers[0]).scheduler.blocks._block_of
+        )
 
 
 def test_a_worker_that_fails_says_so_before_it_fails_its_requests(
@@ -177,11 +185,11 @@ def test_a_worker_that_fails_says_so_before_it_fails_its_requests(
 ) -> None:
     """FINDINGS B1: else they are sent to it again, as their prefix is there."""
     with PrefillThreads(tiny_checkpoint(), prefill_config()) as group, group.client() as connection:
-        executor = group.workers[0]._executor
+        executor = loop_of(group.workers[0]).executor
         step = executor.step
 
         def broken(timeout_s: float) -> object:
-            if executor.in_flight:
+            if executor.live:
                 raise RuntimeError("out of memory")
             return step(timeout_s)
 

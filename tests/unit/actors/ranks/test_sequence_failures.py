@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from actors.ranks.serving_worker import ServingWorker
+from actors.ranks.rank import Rank
 from contracts.messages import Failed
 from contracts.requests import Sampling
 from tests.support.group_harness import (
@@ -21,6 +21,8 @@ from tests.support.group_harness import (
     ThreadGroup,
     greedy,
     group_config,
+    half_of,
+    loop_of,
     meeting,
     prefill_config,
 )
@@ -32,7 +34,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13], [14, 15, 16]]
 @pytest.fixture(scope="module", params=["attention", "prefill"])
 def rank(
     request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints
-) -> Iterator[tuple[ServingWorker, RankConnection]]:
+) -> Iterator[tuple[Rank, RankConnection]]:
     """A rank of either kind, and a client of it."""
     folder = tiny_checkpoint("qwen3_moe")
     if request.param == "attention":
@@ -46,9 +48,9 @@ def rank(
 
 
 @contextmanager
-def logits_spoiled(worker: ServingWorker, spoil: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+def logits_spoiled(worker: Rank, spoil: Callable[[torch.Tensor], Any]) -> Iterator[None]:
     """`spoil` gets every [R, V] of logits before it is used."""
-    half = worker._half
+    half = half_of(worker)
     real = half.logits
 
     def logits(hidden_RD: torch.Tensor) -> torch.Tensor:
@@ -79,7 +81,7 @@ def alone(client: RankConnection, sampling: Sampling) -> list[list[int]]:
     ],
 )
 def test_the_coldest_temperature_and_the_smallest_nucleus_take_the_likeliest_token(
-    rank: tuple[ServingWorker, RankConnection], hot: dict[str, Any]
+    rank: tuple[Rank, RankConnection], hot: dict[str, Any]
 ) -> None:
     """FINDINGS A1: any of these ended the rank."""
     _, client = rank
@@ -91,7 +93,7 @@ def test_the_coldest_temperature_and_the_smallest_nucleus_take_the_likeliest_tok
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_end_their_sequence_and_no_other(
-    rank: tuple[ServingWorker, RankConnection], value: float, temperature: float
+    rank: tuple[Rank, RankConnection], value: float, temperature: float
 ) -> None:
     """FINDINGS A1: NaN logits ended the rank; where nothing was drawn, they became tokens."""
     worker, client = rank
@@ -112,7 +114,7 @@ def test_logits_that_are_not_finite_end_their_sequence_and_no_other(
 
 
 def test_a_prefix_that_gave_logits_that_are_not_finite_is_not_kept(
-    rank: tuple[ServingWorker, RankConnection],
+    rank: tuple[Rank, RankConnection],
 ) -> None:
     """FINDINGS A1: else a fault that passed would fail every later request with that prefix."""
     worker, client = rank
@@ -125,11 +127,11 @@ def test_a_prefix_that_gave_logits_that_are_not_finite_is_not_kept(
         for _ in range(2)
     ]
     assert cached == [0, 49]
-    worker._blocks.check([])
+    loop_of(worker).scheduler.blocks.check([])
 
 
 def test_a_row_of_which_no_token_is_left_ends_its_sequence(
-    rank: tuple[ServingWorker, RankConnection],
+    rank: tuple[Rank, RankConnection],
 ) -> None:
     """FINDINGS A1."""
     worker, client = rank
@@ -143,7 +145,7 @@ def test_a_row_of_which_no_token_is_left_ends_its_sequence(
     "fields", [{"candidates": [3, 4]}, {"score_from": 1}, {"score_from": 2, "score_top": 3}]
 )
 def test_scores_that_are_not_finite_end_their_sequence(
-    rank: tuple[ServingWorker, RankConnection], fields: dict[str, Any]
+    rank: tuple[Rank, RankConnection], fields: dict[str, Any]
 ) -> None:
     """FINDINGS A1: they were answered as null."""
     worker, client = rank
@@ -156,7 +158,7 @@ def test_scores_that_are_not_finite_end_their_sequence(
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("of a kernel")])
 @pytest.mark.parametrize("where", ["_draw", "token_logprob"])
 def test_whatever_drawing_raises_ends_the_sequence_it_was_drawn_for(
-    rank: tuple[ServingWorker, RankConnection], where: str, error: Exception
+    rank: tuple[Rank, RankConnection], where: str, error: Exception
 ) -> None:
     """FINDINGS A1: any exception of the finisher ended the rank."""
     worker, client = rank
@@ -174,12 +176,12 @@ def test_whatever_drawing_raises_ends_the_sequence_it_was_drawn_for(
 
 
 def test_an_allocation_that_fails_for_the_batch_is_tried_for_each_of_its_sequences(
-    rank: tuple[ServingWorker, RankConnection],
+    rank: tuple[Rank, RankConnection],
 ) -> None:
     """FINDINGS A1."""
     worker, client = rank
     wanted = alone(client, greedy(1))
-    half = worker._half
+    half = half_of(worker)
     real = half.logits
 
     def logits(hidden_RD: torch.Tensor) -> torch.Tensor:
@@ -194,11 +196,11 @@ def test_an_allocation_that_fails_for_the_batch_is_tried_for_each_of_its_sequenc
 
 
 def test_a_request_whose_admission_raises_is_the_only_one_that_fails(
-    rank: tuple[ServingWorker, RankConnection],
+    rank: tuple[Rank, RankConnection],
 ) -> None:
     """FINDINGS A1: the rule holds wherever a sequence can be named."""
     worker, client = rank
-    with patch.object(worker, "_accepted", side_effect=MemoryError):
+    with patch.object(loop_of(worker).scheduler, "add", side_effect=MemoryError):
         failed: Failed = client.failed(client.submit(PROMPTS[0], sampling=greedy(1)))
     assert (failed.code, failed.status) == ("internal_error", 500)
     assert worker.status().healthy

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.ranks.serving_worker import ServingWorker
+from actors.ranks.rank import Rank
 from tests.support.group_harness import (
     PrefillThreads,
     RankConnection,
@@ -44,7 +44,7 @@ def damaged(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return folder
 
 
-def assert_told(worker: ServingWorker, client: RankConnection, folder: Path) -> None:
+def assert_told(worker: Rank, client: RankConnection, folder: Path) -> None:
     failed = client.failed(client.submit([1, 2, 3], candidates=[0]))
     for message in (failed.message, worker.status().reason):
         assert str(folder) in message

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.ranks.pseudo_answers import pseudo_answer
+from actors.engine.pseudo_answers import pseudo_answer
+from actors.ranks.prefill_rank import prefill_rank
+from actors.ranks.rank import Rank
 from actors.ranks.shell import WorkerShell
-from actors.ranks.stub_worker import StubWorker
 from contracts.config import KvConfig, PrefillConfig, TandemConfig
 from contracts.messages import Submit
 from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
@@ -24,7 +25,7 @@ POOL_BLOCKS = 6
 
 
 @pytest.fixture
-def stub(tiny_checkpoint: Callable[..., Path]) -> Iterator[StubWorker]:
+def stub(tiny_checkpoint: Callable[..., Path]) -> Iterator[Rank]:
     config = TandemConfig(
         kv=KvConfig(block_tokens=BLOCK, pool_tokens=POOL_BLOCKS * BLOCK),
         prefill=PrefillConfig(engine="stub", max_batch_tokens=16),
@@ -42,13 +43,13 @@ def stub(tiny_checkpoint: Callable[..., Path]) -> Iterator[StubWorker]:
         backend="shm",
         config=config,
     )
-    worker = StubWorker(spec)
+    worker = prefill_rank(spec)
     worker.start()
     yield worker
     worker.stop()
 
 
-def connect(stub: StubWorker) -> RankConnection:
+def connect(stub: Rank) -> RankConnection:
     return RankConnection(stub.ready.name, stub.ready.client_address, TOKEN)
 
 
@@ -62,7 +63,7 @@ def folded(connection: RankConnection) -> WorkerState:
     return state
 
 
-def test_scores_and_generates_the_same_for_the_same_tokens(stub: StubWorker) -> None:
+def test_scores_and_generates_the_same_for_the_same_tokens(stub: Rank) -> None:
     with connect(stub) as client:
         first = client.scored(client.submit([5, 6, 7], candidates=[1, 2], score_from=1))
         again = client.scored(client.submit([5, 6, 7], candidates=[1, 2], score_from=1))
@@ -75,7 +76,7 @@ def test_scores_and_generates_the_same_for_the_same_tokens(stub: StubWorker) -> 
     assert finished.usage.prompt_tokens == 3
 
 
-def test_the_snapshot_comes_first_and_every_client_hears_every_report(stub: StubWorker) -> None:
+def test_the_snapshot_comes_first_and_every_client_hears_every_report(stub: Rank) -> None:
     with connect(stub) as client, connect(stub) as listener:
         key = RequestKey(3, 1)
         client.scored(client.submit(list(range(9)), candidates=[1], key=key))
@@ -91,7 +92,7 @@ def test_the_snapshot_comes_first_and_every_client_hears_every_report(stub: Stub
 
 
 def test_after_many_requests_the_load_is_zero_and_evicted_blocks_are_named(
-    stub: StubWorker,
+    stub: Rank,
 ) -> None:
     with connect(stub) as client:
         sent = [client.submit([n] * (1 + n % 13), candidates=[1]) for n in range(60)]
@@ -109,14 +110,14 @@ def test_after_many_requests_the_load_is_zero_and_evicted_blocks_are_named(
     assert repeated.usage.prompt_tokens == 9
 
 
-def test_a_request_that_cannot_fit_is_refused_by_name(stub: StubWorker) -> None:
+def test_a_request_that_cannot_fit_is_refused_by_name(stub: Rank) -> None:
     with connect(stub) as client:
         failed = client.failed(client.submit([1] * 600, candidates=[1]))
     assert failed.code == "context_length_exceeded"
     assert "prefill-1" in failed.message
 
 
-def test_the_shell_makes_it_where_the_engine_is_a_stub(stub: StubWorker) -> None:
+def test_the_shell_makes_it_where_the_engine_is_a_stub(stub: Rank) -> None:
     shell = WorkerShell()
     ready = shell.prepare(stub.spec)
     shell.stop()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.channels.listener import dial
-from actors.ranks.planner_worker import PlannerWorker
+from actors.ranks.rank import Rank
 from contracts.errors import HandshakeError
 from contracts.plan import Order, Plan
 from contracts.planning import (
@@ -31,18 +31,18 @@ Checkpoints = Callable[..., Path]
 
 
 @pytest.fixture
-def planner(tiny_checkpoint: Checkpoints) -> Iterator[PlannerWorker]:
+def planner(tiny_checkpoint: Checkpoints) -> Iterator[Rank]:
     with real_planner(tiny_checkpoint("qwen3_moe"), group_config(), hardware()) as made:
         yield made
 
 
 @pytest.fixture
-def cold_planner(tiny_checkpoint: Checkpoints) -> Iterator[PlannerWorker]:
+def cold_planner(tiny_checkpoint: Checkpoints) -> Iterator[Rank]:
     with real_planner(tiny_checkpoint("qwen3_moe"), group_config(), None) as made:
         yield made
 
 
-def address_of(planner: PlannerWorker) -> str:
+def address_of(planner: Rank) -> str:
     return planner.ready.channel_address
 
 
@@ -56,7 +56,7 @@ def report(tokens: int, ms: float = 1.0) -> BatchReport:
     )
 
 
-def test_a_question_is_answered_with_a_plan_and_its_makespan(planner: PlannerWorker) -> None:
+def test_a_question_is_answered_with_a_plan_and_its_makespan(planner: Rank) -> None:
     with PlannerConnection(address_of(planner)) as rank:
         answer = rank.answer(PlanQuery(7, [(0, 300), (0, 100)]))
     assert answer.number == 7
@@ -65,21 +65,21 @@ def test_a_question_is_answered_with_a_plan_and_its_makespan(planner: PlannerWor
     assert answer.solve_ms > 0
 
 
-def test_a_batch_of_the_same_shape_is_not_solved_twice(planner: PlannerWorker) -> None:
+def test_a_batch_of_the_same_shape_is_not_solved_twice(planner: Rank) -> None:
     with PlannerConnection(address_of(planner)) as rank:
         first = rank.answer(PlanQuery(1, [(0, 300)]))
         second = rank.answer(PlanQuery(2, [(0, 301)]))
     assert (second.plan, second.solve_ms) == (first.plan, 0.0)
 
 
-def test_a_cold_planner_says_why_it_has_no_plan(cold_planner: PlannerWorker) -> None:
+def test_a_cold_planner_says_why_it_has_no_plan(cold_planner: Rank) -> None:
     with PlannerConnection(address_of(cold_planner)) as rank:
         answer = rank.answer(PlanQuery(1, [(0, 300)]))
     assert answer.plan is None
     assert "too few measured times" in answer.reason
 
 
-def test_all_ranks_hear_that_the_models_have_changed(cold_planner: PlannerWorker) -> None:
+def test_all_ranks_hear_that_the_models_have_changed(cold_planner: Rank) -> None:
     address = address_of(cold_planner)
     with PlannerConnection(address) as rank, PlannerConnection(address) as other:
         assert rank.read() == other.read() == ModelsChanged(1)
@@ -90,7 +90,7 @@ def test_all_ranks_hear_that_the_models_have_changed(cold_planner: PlannerWorker
         assert rank.read() == other.read() == ModelsChanged(2)
 
 
-def test_the_latest_batch_is_in_the_metrics(planner: PlannerWorker) -> None:
+def test_the_latest_batch_is_in_the_metrics(planner: Rank) -> None:
     with PlannerConnection(address_of(planner)) as rank:
         rank.send(report(64, 2.0))
         rank.answer(PlanQuery(1, [(0, 300)]))  # so the report has been taken
@@ -101,12 +101,12 @@ def test_the_latest_batch_is_in_the_metrics(planner: PlannerWorker) -> None:
     assert 'tandem_plan_info{order="asas"} 1.0' in text
 
 
-def test_a_stranger_is_refused(planner: PlannerWorker) -> None:
+def test_a_stranger_is_refused(planner: Rank) -> None:
     with pytest.raises(HandshakeError, match="wrong token"):
         PlannerConnection(address_of(planner), token=b"another token of 32 bytes.......")
 
 
-def test_a_client_of_another_kind_is_refused(planner: PlannerWorker) -> None:
+def test_a_client_of_another_kind_is_refused(planner: Rank) -> None:
     with pytest.raises(HandshakeError, match="purpose 'requests'"):
         PlannerConnection(address_of(planner), purpose="requests")
 
@@ -121,7 +121,7 @@ def test_a_client_of_another_kind_is_refused(planner: PlannerWorker) -> None:
         pytest.param(NESTED, id="nested"),
     ],
 )
-def test_a_broken_frame_ends_its_connection_only(planner: PlannerWorker, frame: bytes) -> None:
+def test_a_broken_frame_ends_its_connection_only(planner: Rank, frame: bytes) -> None:
     with (
         PlannerConnection(address_of(planner)) as good,
         PlannerConnection(address_of(planner)) as bad,
@@ -151,7 +151,7 @@ def test_a_broken_frame_ends_its_connection_only(planner: PlannerWorker, frame: 
     ],
 )
 def test_a_message_with_impossible_values_ends_its_connection(
-    planner: PlannerWorker, message: object
+    planner: Rank, message: object
 ) -> None:
     with PlannerConnection(address_of(planner)) as bad:
         assert isinstance(bad.read(), ModelsChanged)
@@ -162,7 +162,7 @@ def test_a_message_with_impossible_values_ends_its_connection(
 
 @pytest.mark.parametrize("batch", [[(5, 5)], [(9, 3)], [(0, 1 << 30)]])
 def test_a_batch_that_cannot_be_planned_is_told_so(
-    planner: PlannerWorker, batch: list[tuple[int, int]]
+    planner: Rank, batch: list[tuple[int, int]]
 ) -> None:
     with PlannerConnection(address_of(planner)) as rank:
         answer = rank.answer(PlanQuery(1, batch))
@@ -171,7 +171,7 @@ def test_a_batch_that_cannot_be_planned_is_told_so(
 
 
 def test_a_rank_that_is_silent_in_the_handshake_keeps_nobody_waiting(
-    planner: PlannerWorker,
+    planner: Rank,
 ) -> None:
     with dial(address_of(planner), DEADLINE_S), PlannerConnection(address_of(planner)) as rank:
         assert rank.answer(PlanQuery(1, [(0, 10)])).plan is not None

@@ -1,12 +1,9 @@
 """The planner as a service: answers ranks' questions, takes their measured times.
 
-    rank ── PlanQuery ───────────> OnlinePlanner (planner/online/planner.py)
-         <── PlanAnswer ──────────
-         ── BatchReport, ExpertReport ──> refit
-         <── ModelsChanged ──────  when the stage models have moved
-
-A plain class, like actors/ranks/attention_worker.py. One thread: an asyncio loop that reads, solves
-and writes. No rank waits for it.
+rank ── PlanQuery ───────────> OnlinePlanner (planner/online/planner.py)
+     <── PlanAnswer ──────────
+     ── BatchReport, ExpertReport ──> refit
+     <── ModelsChanged ──────  when the stage models have moved
 """
 
 from __future__ import annotations
@@ -22,11 +19,11 @@ import msgspec
 from actors.channels.door import Door
 from actors.channels.handshake import Identity, Remote
 from actors.planning.model_shape import shape_of
+from actors.ranks.rank import Rank
 from actors.telemetry.telemetry import Telemetry
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.errors import HandshakeError
-from contracts.events import TaskSpan
 from contracts.frames import BAD_FRAME, framed, read_frame
 from contracts.logs import event
 from contracts.plan import Order
@@ -40,7 +37,7 @@ from contracts.planning import (
     PlanQuery,
     ToPlanner,
 )
-from contracts.worker import RankReady, RankStatus, WorkerSpec
+from contracts.worker import RankReady, WorkerSpec
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
 from planner.online.models import OnlineSetup
 from planner.online.planner import NoPlanError, OnlinePlanner
@@ -51,42 +48,63 @@ STOP_DEADLINE_S = 2.0
 MAX_BUFFERED_BYTES = 8 << 20  # a rank that reads nothing is cut off beyond this
 
 
-class PlannerWorker:
-    """Made listening. Then: start; status, metrics at any time; stop."""
+def planner_rank(spec: WorkerSpec) -> Rank:
+    """Begins to listen: ranks connect to the planner, not the other way round. Raises
+    CheckpointError."""
+    started_s = monotonic_s()
+    service = PlannerService(spec)
+    ready = RankReady(
+        name=spec.name,
+        pid=os.getpid(),
+        channel_address=service.listen(),
+        load_s=monotonic_s() - started_s,
+    )
+    return Rank(spec, ready, service, service.plan_metrics.telemetry, None)
+
+
+class PlannerService:
+    """A `Loop` of a `Rank`: an asyncio loop in a thread of its own reads, solves and writes. No
+    rank waits for it."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        started_s = monotonic_s()
-        self.spec = spec
+        self._spec = spec
         setup = _setup(spec)
         self._planner = OnlinePlanner(setup)
         top_k, experts = setup.shape.top_k, setup.shape.num_experts
-        self._metrics = PlanMetrics(setup.attention_ranks * top_k / experts)
+        self.plan_metrics = PlanMetrics(setup.attention_ranks * top_k / experts)
         self._identity = Identity(name=spec.name, token=spec.token, epoch=None)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToPlanner] = msgspec.msgpack.Decoder(ToPlanner)
         self._writers: set[asyncio.StreamWriter] = set()
         self._answered = 0
-        self._started_s = monotonic_s()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
-            target=self._loop.run_forever, name=f"{spec.name}-loop", daemon=True
+            target=self._loop.run_forever, name=f"{spec.name}-service", daemon=True
         )
+
+    def listen(self) -> str:
+        """Its channel address."""
         self._thread.start()
         listening = asyncio.run_coroutine_threadsafe(self._listen(), self._loop)
-        self.ready = RankReady(
-            name=spec.name,
-            pid=os.getpid(),
-            channel_address=listening.result(spec.config.channel.deadline_s),
-            load_s=monotonic_s() - started_s,
-        )
+        return listening.result(self._spec.config.channel.deadline_s)
 
-    def connect(self, addresses: dict[str, str]) -> None:
-        """Ranks connect to the planner, not the other way round."""
+    # ---- as a rank's loop
 
-    def start(self) -> None:
-        """It has listened since it was made."""
+    @property
+    def problem(self) -> str:
+        return "" if self._thread.is_alive() else f"{self._spec.name}: its service has ended"
 
-    def stop(self) -> None:
+    def run(self, stopping: threading.Event) -> None:
+        """Requests come to the service's own thread."""
+        stopping.wait()
+
+    def refuse(self, reason: str, stopping: threading.Event) -> None:
+        """Nobody waits for it."""
+
+    def wake(self) -> None:
+        """Nothing waits but for the end."""
+
+    def close(self) -> None:
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(STOP_DEADLINE_S)
@@ -94,27 +112,20 @@ class PlannerWorker:
         self._thread.join(STOP_DEADLINE_S)
         self._loop.close()
 
-    def status(self) -> RankStatus:
+    load = (0, 0)
+
+    def sections(self) -> dict[str, dict[str, float]]:
         """totals: how many questions it has answered, and the version of its models."""
-        return RankStatus(
-            name=self.spec.name,
-            healthy=self._thread.is_alive(),
-            uptime_s=monotonic_s() - self._started_s,
-            epoch=self.spec.epoch,
-            sections={"totals": {"answers": self._answered, "models": self._planner.version}},
-        )
+        return {"totals": {"answers": self._answered, "models": self._planner.version}}
 
-    def metrics(self) -> str:
-        """Prometheus text: the latest plan, and its predicted and measured makespan."""
-        return self._metrics.text()
+    def notes(self) -> dict[str, str]:
+        return {}
 
-    def spans(self) -> list[TaskSpan]:
-        """None: nothing that it does is on a batch's timeline."""
-        return []
+    # ---- in its thread
 
     async def _listen(self) -> str:
         self._door = Door(self._identity, answer=_only_ranks, serve=self._serve)
-        return self._door.open(self.spec.host)
+        return self._door.open(self._spec.host)
 
     async def _close(self) -> None:
         await self._door.close(STOP_DEADLINE_S / 2)
@@ -139,7 +150,7 @@ class PlannerWorker:
         if isinstance(message, BatchReport):
             batches = [times.batch for times in message.micro_batches]
             predicted_ms = self._planner.predict_ms(message.plan, batches)
-            self._metrics.show(message, predicted_ms)
+            self.plan_metrics.show(message, predicted_ms)
             self._planner.observe_batch(message)
         else:
             self._planner.observe_experts(message)
@@ -175,12 +186,12 @@ class PlanMetrics:
 
     def __init__(self, tokens_per_expert: float) -> None:
         """tokens_per_expert: that one token of each attention rank brings to each expert."""
-        self._telemetry = Telemetry()
+        self.telemetry = Telemetry()
         self._tokens_per_expert = tokens_per_expert
 
     def show(self, report: BatchReport, predicted_ms: float | None) -> None:
         """predicted_ms: for the batch as it was cut, before its times were learned from."""
-        plan, telemetry = report.plan, self._telemetry
+        plan, telemetry = report.plan, self.telemetry
         sizes = [len(times.batch) for times in report.micro_batches]
         tokens = sum(stop - start for m in report.micro_batches for start, stop in m.batch)
         me = tokens / len(sizes) * self._tokens_per_expert / plan.r2
@@ -193,9 +204,6 @@ class PlanMetrics:
             telemetry.set(metrics.PLAN_PREDICTED, to=predicted_ms / 1e3)
         if report.by_planner:
             telemetry.set(metrics.PLAN_SOLVE, to=report.solve_ms / 1e3)
-
-    def text(self) -> str:
-        return self._telemetry.exposition()
 
 
 def _only_ranks(remote: Remote) -> bytes:

@@ -1,0 +1,138 @@
+"""An attention rank: a serving loop whose experts are on other ranks, joined by channels.
+
+Channels, their heartbeats and the planner's link have threads of their own.
+"""
+
+from __future__ import annotations
+
+from actors.batching.finisher import Finisher
+from actors.batching.observer import Observer, Serving
+from actors.batching.scheduled_batch import ScheduledBatch
+from actors.batching.scheduler import Scheduler
+from actors.channels.base import Endpoint
+from actors.channels.factory import rank_endpoint
+from actors.channels.loop_watch import LoopWatch
+from actors.engine.executor import Executor, ExecutorParts
+from actors.experts.remote_plane import RemotePlane
+from actors.kv.block_manager import BlockManager
+from actors.planning.rank_planning import RankPlanning
+from actors.ranks.memory import kv_pool_blocks
+from actors.ranks.rank import Links, Rank, recording
+from actors.ranks.serving_loop import ServingParts
+from actors.ranks.serving_rank import load_half, prepare_process, serving_rank, unusable
+from actors.telemetry.rank_metrics import RankMetrics
+from contracts.clock import monotonic_s
+from contracts.errors import ChannelError, CheckpointError, NotFiniteError
+from contracts.messages import Submit
+from contracts.requests import Sampling
+from contracts.worker import Group, WorkerSpec, rank_name
+from models.decoder.kv_pool import KvPool
+from models.spec.model import ModelSpec
+from models.weights.layout import attention_parameters
+from planner.placement.slots import ExpertPlacement, check_fits
+
+WARM_UP_IDS = list(range(64))  # enough for two micro-batches, and for many experts
+WARM_UP = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
+NOBODY = -1  # no client has this number
+
+
+def attention_rank(spec: WorkerSpec) -> Rank:
+    """Loads its weights and begins to listen. Raises CheckpointError, ResourceError."""
+    started_s, config = monotonic_s(), spec.config
+    prepare_process(spec)
+    half, served = load_half(spec)
+    check_fits(spec.placement, spec.expert_ranks, half.spec.num_experts, half.spec.moe_layers)
+    chunk_cost = ChunkCost(half.spec)
+
+    num_blocks = kv_pool_blocks(
+        half.spec, half.dtype, config, half.device, ranks_on_node=spec.ranks_on_node
+    )
+    kv = KvPool(half.spec, num_blocks, config.kv.block_tokens, half.dtype, half.device)
+    blocks = BlockManager(
+        num_blocks,
+        prefix_cache=config.kv.prefix_cache,
+        share_partial=config.kv.share_partial_blocks,
+    )
+    scheduler = Scheduler(config.schedule, blocks)
+    finisher = Finisher(half, max_context_tokens=served.max_context_tokens)
+
+    watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s)
+    telemetry = RankMetrics(spec, monotonic_s)
+    planning = RankPlanning(
+        spec,
+        chunk_cost=chunk_cost,
+        upcoming=scheduler.upcoming,
+        clock=monotonic_s,
+        telemetry=telemetry,
+    )
+    endpoint = rank_endpoint(spec, half.device, monotonic_s)
+    spans = config.trace.spans
+    recorded = recording(telemetry, spans, lambda _: watch.moved(), planning.observe)
+    recorded = recorded.of(endpoint.bytes_moved)
+    plane = RemotePlane(
+        endpoint,
+        ExpertPlacement(spec.placement),
+        [rank_name(Group.EXPERT, rank) for rank in range(spec.expert_ranks)],
+        recorded.timeline,
+        monotonic_s,
+        reply_s=config.channel.reply_s,
+    )
+    parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)
+
+    def close() -> None:
+        try:
+            planning.close()
+        finally:
+            endpoint.close()
+
+    serving = ServingParts(
+        scheduler,
+        Executor(parts, chunk_cost=chunk_cost),
+        finisher,
+        watch,
+        plan_of=planning.choose,
+        close=close,
+        observers=[planning, WarmUp(unusable(spec, half))],
+    )
+    links = Links(lambda addresses: _connect(endpoint, addresses), planning.join, planning.pin)
+    return serving_rank(spec, served, serving, recorded, links, started_s=started_s)
+
+
+def _connect(endpoint: Endpoint, addresses: dict[str, str]) -> None:
+    """Joins the expert ranks: name -> channel address."""
+    for peer, address in addresses.items():
+        try:
+            endpoint.connect(peer, address)
+        except ChannelError as error:  # says what happened, but not always to whom
+            message = f"cannot join {peer}: {error.message}"
+            raise type(error)(message, *error.args[1:]) from None
+
+
+class WarmUp(Observer):
+    """The first batch is our own, answered to nobody: it takes several times as long."""
+
+    def __init__(self, unusable: CheckpointError) -> None:
+        """unusable: what the rank ends with if its logits are no numbers."""
+        self._unusable = unusable
+
+    def begin(self, loop: Serving) -> None:
+        loop.admit(NOBODY, Submit(request_id=0, token_ids=WARM_UP_IDS, sampling=WARM_UP))
+
+    def completed(self, batch: ScheduledBatch) -> None:
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            if sequence.key[0] == NOBODY and isinstance(sequence.failure, NotFiniteError):
+                raise self._unusable
+
+
+class ChunkCost:
+    """Relative attention cost of new tokens [start, stop) of a sequence: projections of each token,
+    plus scores and weighted values over its context (FinDEP Eq. 1, for grouped-query attention)."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        attended_flops = 4 * model.num_heads * model.head_dim
+        linear_flops = 2 * attention_parameters(model)
+        self._linear_tokens = linear_flops / attended_flops  # in units of one attended token
+
+    def __call__(self, start: int, stop: int) -> float:
+        return (stop - start) * (self._linear_tokens + (start + stop) / 2)

@@ -1,0 +1,126 @@
+"""An expert rank: its experts of every layer, and the loop that serves token groups."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from actors.channels.base import Endpoint
+from actors.channels.factory import rank_endpoint
+from actors.channels.handshake import Identity
+from actors.experts.expert_server import ExpertServer
+from actors.planning.planner_link import PlannerLink
+from actors.planning.stage_report import ExpertRecorder
+from actors.ranks.rank import Links, Rank, recording
+from actors.ranks.serving_rank import prepare_process
+from actors.telemetry.rank_metrics import RankMetrics
+from contracts.clock import monotonic_s
+from contracts.events import TaskSpan
+from contracts.worker import RankReady, WorkerSpec
+from models.experts.moe import ExpertHalf
+from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
+from models.weights.loading import progress_line
+from planner.placement.slots import check_fits
+
+IDLE_POLL_S = 0.1
+
+
+def expert_rank(spec: WorkerSpec) -> Rank:
+    """Loads its experts and begins to listen: attention ranks connect to it, not the other way
+    round. Raises CheckpointError."""
+    started_s = monotonic_s()
+    prepare_process(spec)
+    device, folder = torch.device(spec.device), Path(spec.model_folder)
+    model = check_checkpoint(folder)
+    check_fits(spec.placement, spec.expert_ranks, model.num_experts, model.moe_layers)
+    half = ExpertHalf.load(
+        Checkpoint(folder),
+        model,
+        spec.own_experts,
+        dtype=resolve_dtype(model, spec.config.model.dtype),
+        device=device,
+        progress=progress_line(spec.name, sys.stderr),
+    )
+    reports = ExpertReports(spec)
+    endpoint = rank_endpoint(spec, device, monotonic_s)
+    telemetry = RankMetrics(spec, monotonic_s)
+    recorded = recording(telemetry, spec.config.trace.spans, reports.observe).of(
+        endpoint.bytes_moved
+    )
+    server = ExpertServer(endpoint, half, timeline=recorded.timeline, clock=monotonic_s)
+    ready = RankReady(
+        name=spec.name,
+        pid=os.getpid(),
+        channel_address=endpoint.listen(spec.host),
+        load_s=monotonic_s() - started_s,
+    )
+    loop = ExpertLoop(endpoint, server, reports)
+    return Rank(spec, ready, loop, telemetry, recorded, Links(join_planner=reports.join))
+
+
+class ExpertReports:
+    """Tells a planner how long calls of experts take."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._link: PlannerLink | None = None
+        self._recorder: ExpertRecorder | None = None
+
+    def join(self, address: str) -> None:
+        """The planner there, from now on."""
+        planner = self._spec.config.planner
+        me = Identity(name=self._spec.name, token=self._spec.token, epoch=None)
+        self._link = PlannerLink(
+            me, address, answer_deadline_s=planner.answer_deadline_s, clock=monotonic_s
+        )
+        if planner.refit:
+            self._recorder = ExpertRecorder(self._spec.name, planner.report_s, self._link.report)
+
+    def observe(self, span: TaskSpan) -> None:
+        if self._recorder is not None:
+            self._recorder.observe(span)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+
+class ExpertLoop:
+    """A `Loop` of a `Rank`."""
+
+    def __init__(self, endpoint: Endpoint, server: ExpertServer, reports: ExpertReports) -> None:
+        self.server = server
+        self._endpoint, self._reports = endpoint, reports
+
+    @property
+    def problem(self) -> str:
+        return self._endpoint.stuck
+
+    def run(self, stopping: threading.Event) -> None:
+        while not stopping.is_set():
+            self.server.step(IDLE_POLL_S)
+
+    def refuse(self, reason: str, stopping: threading.Event) -> None:
+        """Every peer learns of it by its link."""
+        self._endpoint.close()
+
+    def wake(self) -> None:
+        self._endpoint.wake()
+
+    def close(self) -> None:
+        try:
+            self._reports.close()
+        finally:
+            self._endpoint.close()
+
+    load = (0, 0)
+
+    def sections(self) -> dict[str, dict[str, float]]:
+        return {}
+
+    def notes(self) -> dict[str, str]:
+        return {}

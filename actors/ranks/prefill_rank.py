@@ -1,0 +1,194 @@
+"""A prefill worker: all of the model, its experts from a store; and a log for the routers.
+
+It generates too, where it has a KV pool: one token per sequence and batch. Copies of experts run on
+threads of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from actors.batching.finisher import Finisher
+from actors.batching.observer import Observer, Serving
+from actors.batching.scheduler import Scheduler
+from actors.channels.loop_watch import LoopWatch
+from actors.engine.executor import Executor, ExecutorParts
+from actors.engine.timed_layers import time_layers
+from actors.experts.expert_supply import ExpertSupply, expert_supply
+from actors.kv.block_manager import BlockManager
+from actors.planning.calibration import calibrate, product_flops_per_s
+from actors.planning.model_shape import shape_of
+from actors.ranks.memory import kv_pool_blocks
+from actors.ranks.prefill_log import PrefillLog
+from actors.ranks.rank import Links, Rank, recording
+from actors.ranks.serving_loop import ServingParts
+from actors.ranks.serving_rank import (
+    ServedModel,
+    load_half,
+    prefill_limits,
+    prepare_process,
+    serving_rank,
+    unusable,
+)
+from actors.ranks.stub_rank import stub_rank
+from actors.telemetry.rank_metrics import RankMetrics
+from contracts import metrics
+from contracts.clock import monotonic_s
+from contracts.config import ScheduleConfig
+from contracts.errors import ChannelError, NotFiniteError
+from contracts.plan import Plan
+from contracts.worker import WorkerSpec
+from models.decoder.batch import SequenceSlice
+from models.decoder.decoder import AttentionHalf
+from models.decoder.kv_pool import KvPool
+from planner.findep.orders import by_layer
+from planner.routing.request_work import work_of
+
+WHOLE = Plan()  # one micro-batch
+
+
+def prefill_rank(spec: WorkerSpec) -> Rank:
+    """Loads its weights and begins to listen; without a model where the engine is a stub. Raises
+    CheckpointError, ResourceError, ChannelError."""
+    if spec.config.prefill.engine == "stub":
+        return stub_rank(spec)
+    started_s, config = monotonic_s(), spec.config
+    prepare_process(spec)
+    half, served = load_half(spec)
+    kv_free, schedule = config.prefill.kv_free, prefill_limits(config)
+
+    kv = _pool(spec, half, schedule, served)
+    blocks = BlockManager(
+        kv.num_blocks,
+        prefix_cache=config.kv.prefix_cache,
+        share_partial=config.kv.share_partial_blocks,
+        keeps=not kv_free,
+        journal=True,
+    )
+    work = work_of(shape_of(half.spec, half.dtype))
+    telemetry = RankMetrics(spec, monotonic_s)
+    prefill_log = PrefillLog(spec, work, blocks, served.max_context_tokens, telemetry)
+    scheduler = Scheduler(schedule, blocks, whole_prompts=kv_free, on_end=prefill_log.ended)
+    finisher = Finisher(half, max_context_tokens=served.max_context_tokens)
+
+    watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s)
+    recorded = recording(telemetry, config.trace.spans, lambda _: watch.moved())
+    supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline)
+    recorded = recorded.of(supply.bytes_moved)
+    plane = supply.plane(half)
+    parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)
+    executor = Executor(
+        parts,
+        chunk_cost=lambda start, stop: float(stop - start),
+        policy=by_layer,
+        wanted_rows_only=True,
+    )
+    reference = ReferencePass(spec, parts, supply, prefill_log, served, telemetry)
+    serving = ServingParts(
+        scheduler,
+        executor,
+        finisher,
+        watch,
+        plan_of=lambda batch: WHOLE,
+        close=supply.close,
+        observers=[prefill_log, reference],
+    )
+    links = Links(lambda addresses: _connect(spec.name, supply, addresses))
+    return serving_rank(
+        spec,
+        served,
+        serving,
+        recorded,
+        links,
+        channel_address=supply.address,
+        started_s=started_s,
+    )
+
+
+def _pool(
+    spec: WorkerSpec, half: AttentionHalf, schedule: ScheduleConfig, served: ServedModel
+) -> KvPool:
+    """Where no K and V are kept, one layer's, for the longest batch."""
+    config, block_tokens = spec.config, spec.config.kv.block_tokens
+    if config.prefill.kv_free:
+        longest = max(schedule.max_batch_tokens, served.max_context_tokens)
+        blocks = -(-longest // block_tokens) + 2 * schedule.max_batch_sequences
+    else:
+        sized = msgspec.structs.replace(config, schedule=schedule)
+        blocks = kv_pool_blocks(
+            half.spec, half.dtype, sized, half.device, ranks_on_node=spec.ranks_on_node
+        )
+    return KvPool(
+        half.spec, blocks, block_tokens, half.dtype, half.device, one_layer=config.prefill.kv_free
+    )
+
+
+def _connect(name: str, supply: ExpertSupply, addresses: dict[str, str]) -> None:
+    """Joins the other prefill workers: name -> channel address. Again when one was replaced."""
+    supply.connect({peer: at for peer, at in addresses.items() if peer != name})
+
+
+class ReferencePass(Observer):
+    """In the place of a first batch: what the machine and the experts' copies can do."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        parts: ExecutorParts,
+        supply: ExpertSupply,
+        prefill_log: PrefillLog,
+        served: ServedModel,
+        telemetry: RankMetrics,
+    ) -> None:
+        self._telemetry = telemetry
+        self._spec, self._parts, self._supply = spec, parts, supply
+        self._log, self._served = prefill_log, served
+        self._peak_flops_per_s = 0.0
+
+    def begin(self, loop: Serving) -> None:
+        half = self._parts.half
+        peak = self._peak_flops_per_s = product_flops_per_s(half.dtype, half.device, monotonic_s)
+        if peak > 0:
+            utilization = metrics.MODEL_FLOPS_UTILIZATION
+            self._telemetry.read(
+                utilization, self._spec.name, of=lambda: self._log.flops_per_s() / peak
+            )
+        try:
+            self._calibrate()
+        except ChannelError as error:
+            loop.lose(error)
+        except NotFiniteError:
+            raise unusable(self._spec, half) from None
+
+    def sections(self) -> dict[str, dict[str, float]]:
+        """A large product's rate here; 0: FLOPs cannot be counted."""
+        return {"work": {"peak_flops_per_s": self._peak_flops_per_s}}
+
+    def notes(self) -> dict[str, str]:
+        """degraded: which peers' experts come from elsewhere, and why."""
+        return {"degraded": self._supply.degraded}
+
+    def _calibrate(self) -> None:
+        prefill, kv = self._spec.config.prefill, self._parts.kv
+        pool_tokens = kv.num_blocks * kv.block_tokens
+        context_tokens = min(self._served.max_context_tokens, pool_tokens)
+        max_tokens = min(prefill.max_batch_tokens, pool_tokens // 2)
+        if prefill.saturation is not None or max_tokens == 0 or prefill.experts == "all_to_all":
+            return  # in lockstep a layer lasts as long as the slowest worker's
+        calibration = calibrate(
+            self._time_layers, max_tokens=max_tokens, context_tokens=context_tokens
+        )
+        self._log.calibrated(calibration)
+
+    def _time_layers(self, lengths: Sequence[int]) -> list[float]:
+        generator = torch.Generator().manual_seed(0)
+        slices, first = [], 0
+        for tokens in lengths:
+            ids = torch.randint(self._served.vocab_size, (tokens,), generator=generator)
+            last = first + -(-tokens // self._parts.kv.block_tokens)
+            slices.append(SequenceSlice(ids.tolist(), 0, range(first, last)))
+            first = last
+        return time_layers(self._parts, slices)

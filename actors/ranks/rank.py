@@ -1,0 +1,180 @@
+"""A rank's life, the same for every kind: start, stop, status, metrics, spans, and how it ends.
+
+A plain class: Ray (actors/ranks/remote.py) and plain processes (actors/ranks/process.py) are thin
+shells around it. What kind of rank it is says its loop; a function makes it (`attention_rank` and
+its like).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from actors.telemetry.rank_metrics import RankMetrics, channel_bytes
+from actors.telemetry.telemetry import Telemetry
+from actors.telemetry.timeline import Timeline
+from contracts.clock import monotonic_s
+from contracts.events import TaskSpan
+from contracts.plan import Plan
+from contracts.worker import RankReady, RankStatus, WorkerSpec
+
+log = logging.getLogger("tandem.worker")
+
+_STOP_S = 10.0
+
+
+class Loop(Protocol):
+    """What a rank does, in one thread."""
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot serve; empty: it can."""
+
+    def run(self, stopping: threading.Event) -> None:
+        """Until it is to stop. What it raises is the end of the rank."""
+
+    def refuse(self, reason: str, stopping: threading.Event) -> None:
+        """After that: tells everybody who asks, until it is to stop."""
+
+    def wake(self) -> None:
+        """Ends its waiting. Called from any thread."""
+
+    def close(self) -> None:
+        """Ends every thread and link. May be called twice, from any thread."""
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many sequences are running, and waiting. From any thread."""
+
+    def sections(self) -> dict[str, dict[str, float]]:
+        """Of the status: totals by topic. From any thread."""
+
+    def notes(self) -> dict[str, str]:
+        """Of the status, in words. From any thread."""
+
+
+class Links(NamedTuple):
+    """How others join a rank. By default they do not."""
+
+    connect: Callable[[dict[str, str]], None] = lambda addresses: None  # name -> channel address
+    join_planner: Callable[[str], None] = lambda address: None
+    pin_plan: Callable[[Plan | None], None] = lambda plan: None  # of all batches from now on
+
+
+_NOBODY_JOINS = Links()
+
+
+class Recording(NamedTuple):
+    """Where a rank's spans go: to its timeline, and from there to its metrics. bytes_moved: sent to
+    other ranks and received from them, so far."""
+
+    timeline: Timeline
+    metrics: RankMetrics
+    bytes_moved: Callable[[], tuple[int, int]] = lambda: (0, 0)
+
+    def of(self, bytes_moved: Callable[[], tuple[int, int]]) -> Recording:
+        """The same, whose metrics follow the timeline and what is moved."""
+        self.metrics.follow(self.timeline, bytes_moved)
+        return self._replace(bytes_moved=bytes_moved)
+
+    def sections(self) -> dict[str, dict[str, float]]:
+        """exposed_s: in which the rank waited while a payload for it was under way."""
+        return {
+            "stage_s": dict(self.timeline.stage_seconds),
+            "channel_bytes": channel_bytes(self.bytes_moved()),
+            "totals": {"exposed_s": self.timeline.exposed_s},
+        }
+
+
+def recording(metrics: RankMetrics, capacity: int, *hear: Callable[[TaskSpan], None]) -> Recording:
+    """capacity: spans of the timeline. hear: who else hears of every span."""
+
+    def observe(span: TaskSpan) -> None:
+        metrics.span(span)
+        for each in hear:
+            each(span)
+
+    return Recording(Timeline(capacity, observe), metrics)
+
+
+class Rank:
+    """Made with its weights loaded and listening. Then: connect, start; status at any time; stop.
+
+    recording: None where there are no tasks.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        ready: RankReady,
+        loop: Loop,
+        telemetry: Telemetry,
+        recording: Recording | None,
+        links: Links = _NOBODY_JOINS,
+    ) -> None:
+        self.spec = spec
+        self.ready = ready
+        self.loop = loop
+        self.connect, self.join_planner, self.pin_plan = links
+        self._recording = recording
+        self._telemetry = telemetry
+        self._failure = ""
+        self._started_s = 0.0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{spec.name}-loop")
+
+    def start(self) -> None:
+        self._started_s = monotonic_s()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the loop, every thread and every link. Waiting requests get an error."""
+        self._stopping.set()
+        self.loop.wake()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
+        self.loop.close()
+
+    def status(self) -> RankStatus:
+        reason = self._failure or self.loop.problem
+        running, waiting = self.loop.load
+        sections = {} if self._recording is None else self._recording.sections()
+        for name, numbers in self.loop.sections().items():
+            sections[name] = sections.get(name, {}) | numbers
+        return RankStatus(
+            name=self.spec.name,
+            healthy=not reason,
+            reason=reason,
+            running=running,
+            waiting=waiting,
+            epoch=self.spec.epoch,
+            uptime_s=monotonic_s() - self._started_s if self._started_s else 0.0,
+            sections=sections,
+            notes=self.loop.notes(),
+        )
+
+    def metrics(self) -> str:
+        """Prometheus text."""
+        return self._telemetry.exposition()
+
+    def spans(self) -> list[TaskSpan]:
+        """The last recorded task spans."""
+        return [] if self._recording is None else self._recording.timeline.spans()
+
+    def _run(self) -> None:
+        """An error that nobody foresaw fails the rank by name instead of hanging it."""
+        try:
+            with torch.inference_mode():
+                self.loop.run(self._stopping)
+        except BaseException as error:
+            self._failure = f"{self.spec.name} failed: {type(error).__name__}: {error}"
+            log.critical("rank_failed reason=%s", self._failure, exc_info=True)
+            traceback.clear_frames(
+                error.__traceback__
+            )  # they hold memory that links must give back
+            self.loop.refuse(self._failure, self._stopping)

@@ -1,0 +1,312 @@
+"""The loop of ranks that serve clients: takes sequences, batches them, runs them, answers.
+
+    clients ──> admit ──> Scheduler ──> form a batch ──> Executor ──> Finisher ──> clients
+
+Its threads: this one (everything with tensors), the clients' I/O, and what moves data for the
+executor's plane. What a kind of rank has more, its observers do.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from actors.batching.admission import Admission
+from actors.batching.observer import Observer
+from actors.batching.scheduled_batch import ScheduledBatch
+from actors.batching.scheduler import Scheduler
+from actors.batching.sequence import Sequence as TokenSequence
+from actors.batching.sequence_errors import failed, failed_by
+from actors.channels.loop_watch import LoopWatch
+from actors.wire.client_server import ClientServer, FromClient
+from contracts.clock import monotonic_s
+from contracts.errors import ChannelError, NotReadyError, PeerError, TandemError
+from contracts.logs import event
+from contracts.messages import Cancel, Event, Events, RankState, Submit
+from contracts.plan import Plan
+from contracts.requests import Priority
+from planner.policies.batching import BatchingPolicy, LiveBatch, Waiting, one_at_a_time
+
+log = logging.getLogger("tandem.worker")
+
+IDLE_POLL_S = 0.1
+CHECK_AFTER_S = 10.0  # so long after the last request that none is likely to wait for it
+
+
+class BatchExecutor(Protocol):
+    """What runs batches. `failure`: why it can run none any more, if so."""
+
+    failure: ChannelError | None
+    layers: int
+
+    @property
+    def is_engaged(self) -> bool:
+        """Whether no batch may begin now, whatever is in flight."""
+
+    @property
+    def live(self) -> Sequence[LiveBatch]:
+        """The batches in flight."""
+
+    def submit(self, scheduled: ScheduledBatch, plan: Plan) -> None: ...
+
+    def step(self, timeout_s: float) -> list[ScheduledBatch]:
+        """Runs one task, or waits for something to do. Returns the batches it completed."""
+
+    def fail_all(self) -> list[ScheduledBatch]:
+        """Drops everything in flight; returns what was dropped."""
+
+    def wake(self) -> None:
+        """Ends a `step` that waits. Called from any thread."""
+
+
+class Answers(Protocol):
+    """What the executor's sink has made since it was last emptied."""
+
+    answers: list[tuple[TokenSequence, Event]]
+
+
+class Intake(NamedTuple):
+    """Where sequences come from, and which are taken."""
+
+    clients: ClientServer
+    admission: Admission
+    block_tokens: int
+
+
+class ServingParts(NamedTuple):
+    """What a serving loop is made of. plan_of: the plan of a batch that has been formed. close:
+    ends threads and links of the executor's plane and of the observers; may be called twice."""
+
+    scheduler: Scheduler
+    executor: BatchExecutor
+    finisher: Answers
+    watch: LoopWatch
+    plan_of: Callable[[ScheduledBatch], Plan]
+    close: Callable[[], None]
+    observers: Sequence[Observer] = ()
+    batching: BatchingPolicy = one_at_a_time
+
+
+class ServingLoop:
+    """A `Loop` of a `Rank`."""
+
+    def __init__(self, name: str, intake: Intake, parts: ServingParts) -> None:
+        self._name = name
+        self._clients, self._admission, self._block_tokens = intake
+        self._watch = parts.watch
+        self.executor = parts.executor
+        self.finisher = parts.finisher
+        self._plan_of = parts.plan_of
+        self._close_links = parts.close
+        self._observers = parts.observers
+        self._batching = parts.batching
+        self._view = View(parts.scheduler, parts.executor)
+        self.scheduler = parts.scheduler
+        self.reason = ""  # why this rank cannot serve; empty: it can
+        self._busy_s: float | None = None  # when there was last a request, unless checked since
+        self._computed_tokens = 0
+
+    # ---- as a rank's loop
+
+    @property
+    def problem(self) -> str:
+        return self.reason or self._watch.problem
+
+    def run(self, stopping: threading.Event) -> None:
+        self.tell_state()
+        for observer in self._observers:
+            observer.begin(self)
+        while not stopping.is_set():
+            self._turn()
+        self._fail_everything(NotReadyError(f"{self._name} is shutting down"))
+
+    def refuse(self, reason: str, stopping: threading.Event) -> None:
+        """Answers what comes in after a failure: nobody waits for a loop that has ended."""
+        self.reason = reason
+        self.tell_state()  # first: what fails here is not to be sent here again
+        self._fail_everything(NotReadyError(reason))
+        self._close_links()
+        while not stopping.wait(IDLE_POLL_S):
+            self._watch.moved()
+            self._receive()
+
+    def wake(self) -> None:
+        self.executor.wake()
+
+    def close(self) -> None:
+        try:
+            self._clients.close()
+        finally:
+            self._close_links()
+
+    @property
+    def load(self) -> tuple[int, int]:
+        return self.scheduler.running, self.scheduler.waiting
+
+    def sections(self) -> dict[str, dict[str, float]]:
+        """totals: computed_tokens are those that batches have run; those from the prefix cache are
+        not among them."""
+        blocks = self.scheduler.blocks
+        found: dict[str, dict[str, float]] = {
+            "kv_blocks": dict(blocks.counts),
+            "totals": {
+                "computed_tokens": self._computed_tokens,
+                "requeued": self.scheduler.requeued_total,
+                "kv_evictions": blocks.evicted_total,
+            },
+        }
+        for observer in self._observers:
+            for name, numbers in observer.sections().items():
+                found[name] = found.get(name, {}) | numbers
+        return found
+
+    def notes(self) -> dict[str, str]:
+        return {name: note for o in self._observers for name, note in o.notes().items()}
+
+    # ---- what observers may ask for
+
+    def admit(self, client: int, submit: Submit) -> None:
+        try:
+            if self.reason:
+                raise NotReadyError(self.reason)
+            self._admission.check(client, submit, self.scheduler)
+            for observer in self._observers:
+                observer.check(client, submit)
+            sequence = TokenSequence((client, submit.request_id), submit, self._block_tokens)
+            _ = sequence.hashes  # now: nobody should wait for them in the middle of a batch
+            for observer in self._observers:
+                observer.accepted(sequence)
+            self.scheduler.add(sequence)
+        except Exception as error:  # noqa: BLE001 - of this sequence alone
+            self.send(client, [failed_by(submit.request_id, error, TandemError)])
+
+    def send_answers(self) -> None:
+        answers, self.finisher.answers = self.finisher.answers, []
+        by_client: defaultdict[int, list[Event]] = defaultdict(list)
+        for sequence, answer in answers:
+            by_client[sequence.key[0]].append(answer)
+        for observer in self._observers:
+            observer.answers(by_client)
+        for client, events in by_client.items():
+            self.send(client, events)
+
+    def send(self, client: int, events: list[Event]) -> None:
+        self._clients.send(client, Events(events))
+
+    def tell_state(self) -> None:
+        state = RankState(
+            rank=self._name,
+            healthy=not self.reason,
+            reason=self.reason,
+            total_blocks=self.scheduler.blocks.num_blocks,
+        )
+        self._clients.publish(state)
+
+    def lose(self, error: ChannelError) -> None:
+        """A peer is lost: every request on this rank ends with an error that names it."""
+        self.reason = error.message
+        event(log, "peer_lost", logging.ERROR, rank=self._name, reason=error.message)
+        self.tell_state()  # first: what fails here is not to be sent here again
+        self._fail_everything(error)
+
+    # ---- a turn
+
+    def _turn(self) -> None:
+        self._watch.moved()
+        self._receive()
+        self._form_batches()
+        for done in self._step():
+            self._computed_tokens += done.tokens
+            self.scheduler.complete(done)
+            for observer in self._observers:
+                observer.completed(done)
+        for observer in self._observers:
+            observer.stepped()
+        if self.executor.failure is not None and not self.reason:
+            self.lose(self.executor.failure)
+        self.send_answers()
+        self._check_when_idle()
+
+    def _receive(self) -> None:
+        for received in self._clients.receive():
+            for observer in self._observers:
+                observer.received(received)
+            self._take(received)
+
+    def _take(self, received: FromClient) -> None:
+        client, message = received
+        if message is None:
+            for sequence in self.scheduler.sequences:
+                if sequence.key[0] == client:
+                    self.scheduler.cancel(sequence.key)
+        elif isinstance(message, Cancel):
+            self.scheduler.cancel((client, message.request_id))
+        elif isinstance(message, Submit):
+            self.admit(client, message)
+
+    def _form_batches(self) -> None:
+        while not self.reason and not self.executor.is_engaged and self._batching(self._view):
+            batch = self.scheduler.next_batch()
+            if batch is None:
+                return
+            plan = self._plan_of(batch)
+            for observer in self._observers:
+                observer.formed(batch)
+            self.executor.submit(batch, plan)
+
+    def _step(self) -> list[ScheduledBatch]:
+        """The batches that are complete now. What this process has no memory or descriptors to send
+        ends the requests it has, not the rank."""
+        try:
+            return self.executor.step(IDLE_POLL_S)
+        except PeerError:
+            raise
+        except ChannelError as error:
+            event(log, "batch_not_sent", logging.ERROR, rank=self._name, reason=error)
+            self._fail_everything(error)
+            return []
+
+    def _check_when_idle(self) -> None:
+        """Holds the KV books against themselves once nothing has come for a while. It takes as long
+        as a layer or more."""
+        if len(self.scheduler):
+            self._busy_s = monotonic_s()
+        elif self._busy_s is not None and monotonic_s() - self._busy_s > CHECK_AFTER_S:
+            self._busy_s = None
+            self.scheduler.blocks.check([])
+
+    def _fail_everything(self, error: TandemError) -> None:
+        for batch in self.executor.fail_all():
+            self.scheduler.abandon(batch)
+            for observer in self._observers:
+                observer.dropped(batch)
+        for sequence in self.scheduler.sequences:
+            if not sequence.done:
+                self.finisher.answers.append((sequence, failed(sequence.submit.request_id, error)))
+            self.scheduler.remove(sequence)
+        self.send_answers()
+
+
+class View(NamedTuple):
+    """A `BatchingView`."""
+
+    scheduler: Scheduler
+    executor: BatchExecutor
+
+    @property
+    def live(self) -> Sequence[LiveBatch]:
+        return self.executor.live
+
+    @property
+    def layers(self) -> int:
+        return self.executor.layers
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.blocks.available
+
+    def waiting(self, priority: Priority) -> Waiting:
+        return self.scheduler.waiting_of(priority)

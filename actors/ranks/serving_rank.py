@@ -1,0 +1,102 @@
+"""What attention ranks and prefill workers are made of alike."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from actors.batching.admission import Admission
+from actors.ranks.memory import bound_memory
+from actors.ranks.rank import Links, Rank, Recording
+from actors.ranks.serving_loop import Intake, ServingLoop, ServingParts
+from actors.wire.client_server import ClientServer
+from contracts.clock import monotonic_s
+from contracts.config import ScheduleConfig, TandemConfig
+from contracts.errors import CheckpointError
+from contracts.worker import RankReady, WorkerSpec
+from models.decoder.decoder import AttentionHalf
+from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
+from models.weights.loading import progress_line
+
+
+class ServedModel(NamedTuple):
+    """As far as admission must know it."""
+
+    vocab_size: int
+    max_context_tokens: int
+
+
+def prepare_process(spec: WorkerSpec) -> None:
+    """Before the first product, and before threads that compute."""
+    torch.set_num_threads(spec.config.groups.torch_threads)
+    bound_memory()
+
+
+def load_half(spec: WorkerSpec) -> tuple[AttentionHalf, ServedModel]:
+    """Raises CheckpointError."""
+    folder, wanted = Path(spec.model_folder), spec.config.model
+    model = check_checkpoint(folder)
+    half = AttentionHalf.load(
+        Checkpoint(folder),
+        model,
+        dtype=resolve_dtype(model, wanted.dtype),
+        device=torch.device(spec.device),
+        progress=progress_line(spec.name, sys.stderr),
+    )
+    return half, ServedModel(model.vocab_size, wanted.context_tokens(model.max_context_tokens))
+
+
+def prefill_limits(config: TandemConfig) -> ScheduleConfig:
+    """Of a prefill worker's batches."""
+    return msgspec.structs.replace(
+        config.schedule,
+        max_batch_tokens=config.prefill.max_batch_tokens,
+        max_batch_sequences=config.prefill.max_batch_sequences,
+    )
+
+
+def unusable(spec: WorkerSpec, half: AttentionHalf) -> CheckpointError:
+    """What a rank ends with whose own first pass gave logits that are no numbers."""
+    return CheckpointError(
+        f"{spec.model_folder}: the logits of a first pass are not finite numbers. The "
+        f"checkpoint is damaged (fetch it again), or {half.dtype} is too narrow for it "
+        "(model.dtype: bfloat16 or float32)"
+    )
+
+
+def serving_rank(
+    spec: WorkerSpec,
+    served: ServedModel,
+    parts: ServingParts,
+    recording: Recording,
+    links: Links,
+    *,
+    channel_address: str = "",
+    started_s: float,
+) -> Rank:
+    """Begins to listen to clients. started_s: when its making began."""
+    config, pool_blocks = spec.config, parts.scheduler.blocks.num_blocks
+    clients = ClientServer(spec.name, token=spec.token, wake=parts.executor.wake, watch=parts.watch)
+    admission = Admission(
+        spec.name,
+        served.vocab_size,
+        served.max_context_tokens,
+        pool_blocks * config.kv.block_tokens,
+        config.schedule.max_waiting,
+    )
+    recording.metrics.read_blocks(lambda: parts.scheduler.blocks.counts)
+    loop = ServingLoop(spec.name, Intake(clients, admission, config.kv.block_tokens), parts)
+    ready = RankReady(
+        name=spec.name,
+        pid=os.getpid(),
+        channel_address=channel_address,
+        client_address=clients.listen(spec.host, deadline_s=config.channel.deadline_s),
+        load_s=monotonic_s() - started_s,
+        kv_blocks=pool_blocks,
+    )
+    return Rank(spec, ready, loop, recording.metrics, recording, links)
