@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from contracts.config import HttpConfig
+from contracts.messages import Submit
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
 from tests.support.fake_rank import FakeRank
 from tests.support.tiny_tokenizer import write_byte_level
@@ -155,6 +156,29 @@ def test_a_rank_lost_in_mid_stream_is_an_error_event_that_the_client_raises(
     rank.drop_connections_from_thread()
     with pytest.raises(openai.APIError, match="attention-0"):
         list(stream)
+
+
+def test_a_client_cannot_tell_that_another_rank_has_gone_on(folder: Path) -> None:
+    """Text, log-probabilities and usage are those of one rank, wherever the first one was lost."""
+
+    def counted_on(submit: Submit) -> list[int]:
+        return [60 + (len(submit.token_ids) + further) % 40 for further in range(9)]
+
+    ranks = [FakeRank(f"attention-{number}", counted_on) for number in range(2)]
+    body = {"prompt": "Hello", "max_tokens": 6, "temperature": 0, "logprobs": 2, "min_tokens": 6}
+
+    def told(api: Api) -> object:
+        answer = api.post("/v1/completions", **body).json()
+        return answer["choices"], answer["usage"]
+
+    with serve_api(folder, ranks) as api:
+        whole = told(api)
+        ranks[0].on_submit = ranks[0].drop_connections
+        for held in range(6):
+            api.wait_ready()
+            ranks[0].hold_after = held
+            assert told(api) == whole
+            assert ranks[1].submits.get(timeout=5)
 
 
 def test_a_lost_rank_serves_again_after_it_is_back(api: Api, rank: FakeRank) -> None:
