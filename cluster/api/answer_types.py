@@ -1,5 +1,5 @@
-"""The shapes of our answers, for the OpenAPI document. The endpoints build plain dicts; the tests
-hold those against these."""
+"""Our answers, as the endpoints give them and the OpenAPI document shows them. What of them may be
+long is put together from pieces of JSON (`answers.py`); the tests hold that against these."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 FinishReason = Literal["stop", "length"]
+ErrorType = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "not_found_error",
+    "rate_limit_error",
+    "server_error",
+]
 
 
 class _Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -229,13 +236,7 @@ class ErrorDetail(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """param: the field it is about, where it is about one."""
 
     message: str
-    type: Literal[
-        "invalid_request_error",
-        "authentication_error",
-        "not_found_error",
-        "rate_limit_error",
-        "server_error",
-    ]
+    type: ErrorType
     param: str | None
     code: str
 

@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cluster.api.answer_types import PromptTokensDetails, TokenUsage
 from cluster.api.open_requests import Account
 from cluster.api.request_log import fresh_id
 from cluster.api.text import Delta, ShownToken
@@ -103,27 +104,19 @@ class Tally:
         self._prompts.setdefault(prompt, usage)
         self._completion_tokens += usage.completion_tokens
 
-    def body(self) -> dict[str, object]:
-        """The `usage` object of an OpenAI answer."""
-        prompt_tokens = sum(usage.prompt_tokens for usage in self._prompts.values())
-        cached = sum(usage.cached_tokens for usage in self._prompts.values())
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": prompt_tokens + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+    def told(self) -> TokenUsage:
+        return told_usage(self._prompts.values(), self._completion_tokens)
 
 
-def prefill_usage(usages: Iterable[Usage]) -> dict[str, Any]:
-    """The `usage` object of an answer for which nothing was generated."""
+def told_usage(usages: Iterable[Usage], completion_tokens: int = 0) -> TokenUsage:
+    """The `usage` object of an OpenAI answer. usages: of its prompts."""
     total = add_usage(list(usages))
-    return {
-        "prompt_tokens": total.prompt_tokens,
-        "completion_tokens": 0,
-        "total_tokens": total.prompt_tokens,
-        "prompt_tokens_details": {"cached_tokens": total.cached_tokens},
-    }
+    return TokenUsage(
+        prompt_tokens=total.prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=total.prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=total.cached_tokens),
+    )
 
 
 class LogprobsJson(Protocol):

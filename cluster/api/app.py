@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.telemetry.telemetry import CONTENT_TYPE, Telemetry, merge_expositions
+from cluster.api import answer_types
 from cluster.api.answers import json_response
 from cluster.api.callers import Callers, check_key, check_metrics_key
 from cluster.api.chat import chat_completions
@@ -203,11 +204,11 @@ async def _health(services: Services, request: Request) -> Response:
     problems = services.backend.problems()
     if problems:
         raise NotReadyError("; ".join(problems))
-    return json_response({"status": "ok"})
+    return json_response(answer_types.Health(status="ok"))
 
 
 async def _version(services: Services, request: Request) -> Response:
-    return json_response({"version": version()})
+    return json_response(answer_types.Version(version=version()))
 
 
 async def _load(services: Services, request: Request) -> Response:
@@ -216,13 +217,13 @@ async def _load(services: Services, request: Request) -> Response:
     requests = Counter(session.pipeline for session in services.sessions)
     waiting = services.backend.waiting()
     pipelines = {
-        pipeline.value: {
-            "requests": requests[pipeline],
-            "waiting": {one.label: waiting.get((pipeline.value, one.label), 0) for one in Priority},
-        }
+        pipeline.value: answer_types.PipelineLoad(
+            requests=requests[pipeline],
+            waiting={one.label: waiting.get((pipeline.value, one.label), 0) for one in Priority},
+        )
         for pipeline in Pipeline
     }
-    return json_response({"server_load": requests.total(), "pipelines": pipelines})
+    return json_response(answer_types.Load(server_load=requests.total(), pipelines=pipelines))
 
 
 def _metrics_of(services: Services) -> Plain:
@@ -255,7 +256,7 @@ async def _openapi(services: Services, request: Request) -> Response:
 
 async def _models(services: Services, request: Request) -> Response:
     check_key(services.http, request)
-    return json_response({"object": "list", "data": [_model_card(services.model)]})
+    return json_response(answer_types.ModelList(object="list", data=[_model_card(services.model)]))
 
 
 async def _one_model(services: Services, request: Request) -> Response:
@@ -266,11 +267,11 @@ async def _one_model(services: Services, request: Request) -> Response:
     return json_response(_model_card(services.model))
 
 
-def _model_card(model: ServedModel) -> dict[str, object]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "tandem",
-        "max_model_len": model.max_context_tokens,
-    }
+def _model_card(model: ServedModel) -> answer_types.ModelCard:
+    return answer_types.ModelCard(
+        id=model.name,
+        object="model",
+        created=model.created,
+        owned_by="tandem",
+        max_model_len=model.max_context_tokens,
+    )

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cluster.api.answer_types import ClassifiedRow
 from cluster.api.answers import (
     Json,
     header,
     json_list,
     json_object,
     pieces_response,
-    prefill_usage,
+    told_usage,
 )
 from cluster.api.body import body_of
 from cluster.api.callers import salted
@@ -58,7 +58,7 @@ async def classify(services: Services, session: Session, request: Request) -> Re
     characters = _check_cost(services, asked, texts, task, multi_label=multi_label)
     results = await session.run(_run(services, session, asked, characters))
     rows = _multi_rows(task, results) if multi_label else _rows(task, results)
-    usage = prefill_usage(result.usage for result in results)
+    usage = told_usage(result.usage for result in results)
     head = {**header("classify", "list", services.model.name), "usage": usage}
     return pieces_response(json_object(head, {"data": await _encoded(rows, session)}))
 
@@ -169,12 +169,12 @@ async def _run(
     return await map_bounded(classified, enumerate(rows.rows), rows.at_once)
 
 
-def _rows(task: ClassifyTask, results: list[Classified]) -> Iterator[dict[str, Any]]:
+def _rows(task: ClassifyTask, results: list[Classified]) -> Iterator[ClassifiedRow]:
     for index, result in enumerate(results):
         yield _row(index, task, task.labels[result.best], result.probs)
 
 
-def _multi_rows(task: ClassifyTask, results: list[Classified]) -> Iterator[dict[str, Any]]:
+def _multi_rows(task: ClassifyTask, results: list[Classified]) -> Iterator[ClassifiedRow]:
     """results: for each text one per label."""
     count = len(task.labels)
     for index in range(len(results) // count):
@@ -182,7 +182,7 @@ def _multi_rows(task: ClassifyTask, results: list[Classified]) -> Iterator[dict[
         yield _row(index, task, applying(task.labels, probs), probs)
 
 
-async def _encoded(rows: Iterator[dict[str, Any]], session: Session) -> Json:
+async def _encoded(rows: Iterator[ClassifiedRow], session: Session) -> Json:
     """A few at a time: others get their turn in between."""
     pieces: Json = []
     while some := list(itertools.islice(rows, ENCODED_AT_ONCE)):
@@ -195,5 +195,5 @@ async def _encoded(rows: Iterator[dict[str, Any]], session: Session) -> Json:
 
 def _row(
     index: int, task: ClassifyTask, label: str | list[str], probs: list[float]
-) -> dict[str, Any]:
-    return {"index": index, "label": label, "probs": probs, "num_classes": len(task.labels)}
+) -> ClassifiedRow:
+    return ClassifiedRow(index=index, label=label, probs=probs, num_classes=len(task.labels))

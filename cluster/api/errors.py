@@ -4,7 +4,6 @@ becomes an OpenAI error body, here and nowhere else."""
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -12,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cluster.api.answer_types import ErrorAnswer, ErrorDetail, ErrorType
 from contracts.errors import (
     ClientGoneError,
     OverloadError,
@@ -22,7 +22,11 @@ from contracts.errors import (
 )
 from contracts.metrics import Outcome
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES: dict[int, ErrorType] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -82,7 +86,7 @@ class UnknownFieldError(RequestError):
     code = "unknown_parameter"
 
 
-def error_body(error: TandemError) -> dict[str, Any]:
+def error_body(error: TandemError) -> ErrorAnswer:
     return _body(
         error.status,
         error.message,
@@ -133,10 +137,10 @@ async def bug_response(*_: object) -> Response:
     return _response(500, _body(500, "internal error", "internal_error", None), {})
 
 
-def _body(status: int, message: str, code: str, param: str | None) -> dict[str, Any]:
+def _body(status: int, message: str, code: str, param: str | None) -> ErrorAnswer:
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return ErrorAnswer(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
 
-def _response(status: int, body: dict[str, Any], headers: dict[str, str]) -> Response:
+def _response(status: int, body: ErrorAnswer, headers: dict[str, str]) -> Response:
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

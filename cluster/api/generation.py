@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cluster.api.answer_types import TokenUsage
 from cluster.api.answers import (
     Collected,
     Deltas,
@@ -156,11 +157,11 @@ class _Run:
             yield sse({**head, "choices": [], "usage": self._usage()})
         yield DONE
 
-    def _usage(self) -> dict[str, object]:
+    def _usage(self) -> TokenUsage:
         tally = Tally()
         for index, usage in sorted(self._usages.items()):
             tally.add(self._job.prompt_of(index), usage)
-        return tally.body()
+        return tally.told()
 
     def _deltas(self) -> Deltas:
         return self._echoed() if self._job.echo else self._generated()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
+from cluster.api import answer_types
 from cluster.api.answers import Json, json_list
 from cluster.api.text import ShownToken
 from models.text.tokenizer import Tokenizer
@@ -14,7 +14,7 @@ from models.text.tokenizer import Tokenizer
 
 def completion_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[ShownToken], wanted: int
-) -> dict[str, Any]:
+) -> answer_types.CompletionLogprobs:
     """The form of /v1/completions: four parallel lists. wanted: alternatives asked for.
 
     The first token of a prompt has no log-probability: null. `top_logprobs` holds the chosen token
@@ -36,26 +36,25 @@ def completion_logprobs(
         alternatives = {token_name(tokenizer, other): p for other, p in token.logprob.top}
         known = alternatives or not wanted
         tops.append({**alternatives, name: token.logprob.logprob} if known else None)
-    return {
-        "tokens": names,
-        "token_logprobs": values,
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
+    return answer_types.CompletionLogprobs(
+        tokens=names, token_logprobs=values, top_logprobs=tops, text_offset=offsets
+    )
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[ShownToken]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[ShownToken]) -> answer_types.ChatLogprobs:
     """The form of /v1/chat/completions: one object per token, with its bytes."""
     content = []
     for token in tokens:
         if token.logprob is None:
             continue
-        entry = _chat_entry(tokenizer, token.token_id, token.logprob.logprob)
-        entry["top_logprobs"] = [
-            _chat_entry(tokenizer, other, logprob) for other, logprob in token.logprob.top
-        ]
-        content.append(entry)
-    return {"content": content, "refusal": None}
+        top = [_alternative(tokenizer, *other) for other in token.logprob.top]
+        chosen = _alternative(tokenizer, token.token_id, token.logprob.logprob)
+        content.append(
+            answer_types.ChatTokenLogprob(
+                token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=top
+            )
+        )
+    return answer_types.ChatLogprobs(content=content, refusal=None)
 
 
 class CompletionLogprobs:
@@ -70,7 +69,7 @@ class CompletionLogprobs:
             return 0
         grown = 0
         lists = completion_logprobs(self._tokenizer, tokens, self._wanted)
-        for name, values in lists.items():
+        for name, values in msgspec.structs.asdict(lists).items():
             slices = self._lists.setdefault(name, [])
             slices.append(msgspec.json.encode(values)[1:-1])
             grown += len(slices[-1])
@@ -94,7 +93,7 @@ class ChatLogprobs:
         self._slices: Json = []
 
     def add(self, tokens: Sequence[ShownToken]) -> int:
-        content = chat_logprobs(self._tokenizer, tokens)["content"]
+        content = chat_logprobs(self._tokenizer, tokens).content
         if not content:
             return 0
         self._slices.append(msgspec.json.encode(content)[1:-1])
@@ -114,10 +113,8 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _alternative(tokenizer: Tokenizer, token_id: int, logprob: float) -> answer_types.TopLogprob:
     data = tokenizer.token_bytes(token_id)
-    return {
-        "token": data.decode(errors="replace"),
-        "logprob": logprob,
-        "bytes": list(data),
-    }
+    return answer_types.TopLogprob(
+        token=data.decode(errors="replace"), logprob=logprob, bytes=list(data)
+    )

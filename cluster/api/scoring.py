@@ -18,7 +18,7 @@ from cluster.api.answers import (
     json_list,
     json_object,
     pieces_response,
-    prefill_usage,
+    told_usage,
 )
 from cluster.api.body import body_of
 from cluster.api.callers import salted
@@ -50,7 +50,7 @@ async def score(services: Services, session: Session, request: Request) -> Respo
     body = await body_of(services, session, request, ScoreBody)
     session.caller = salted(session.caller, body.cache_salt)
     answers = await session.run(_run(services, session, body))
-    usage = prefill_usage(usage for _, usage in answers)
+    usage = told_usage(usage for _, usage in answers)
     head = {**header("score", "scoring", services.model.name), "usage": usage}
     scores = json_list([scores] for scores, _ in answers)
     return pieces_response(json_object(head, {"scores": scores}))

@@ -3,11 +3,10 @@ the model, and back. No rank is asked."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cluster.api.answer_types import Detokenized, Tokenized
 from cluster.api.answers import json_response
 from cluster.api.body import body_of
 from cluster.api.chat import chat_token_ids, template_variables
@@ -23,14 +22,13 @@ async def tokenize(services: Services, session: Session, request: Request) -> Re
     session.not_counted()
     body = await body_of(services, session, request, TokenizeBody)
     token_ids = await session.run(_token_ids(services, session, body))
-    answer: dict[str, Any] = {
-        "count": len(token_ids),
-        "max_model_len": services.model.max_context_tokens,
-        "tokens": token_ids,
-        "token_strs": None,
-    }
-    if body.return_token_strs:
-        answer["token_strs"] = [services.tokenizer.token_text(each) for each in token_ids]
+    text = services.tokenizer.token_text
+    answer = Tokenized(
+        count=len(token_ids),
+        max_model_len=services.model.max_context_tokens,
+        tokens=token_ids,
+        token_strs=[text(each) for each in token_ids] if body.return_token_strs else None,
+    )
     return json_response(answer)
 
 
@@ -48,7 +46,7 @@ async def detokenize(services: Services, session: Session, request: Request) -> 
         )
     if body.tokens:
         check_tokens(body.tokens, services.model, "tokens")
-    return json_response({"prompt": await session.run(text_of(services, body.tokens))})
+    return json_response(Detokenized(prompt=await session.run(text_of(services, body.tokens))))
 
 
 async def _token_ids(services: Services, session: Session, body: TokenizeBody) -> list[int]:
