@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 
-import actors.ranks.process
 from actors.channels.handshake import Identity, initiate
 from actors.channels.listener import dial
 from actors.ranks.local_group import LocalGroup
@@ -38,7 +37,6 @@ from contracts.worker import RankStatus
 from models.decoder.local import LocalModel
 from models.experts.moe import ExpertHalf
 from tests.support.channels_support import nothing_leaks  # noqa: F401
-from tests.support.fork_server import start_forked
 from tests.support.group_harness import (
     DEADLINE_S,
     Priority,
@@ -50,6 +48,7 @@ from tests.support.group_harness import (
     half_of,
 )
 
+pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 Checkpoints = Callable[..., Path]
 BACKENDS = ["shm", "tcp"]
 LIMIT_S = 2.0  # from a fault to the last error that it causes
@@ -62,11 +61,6 @@ def deep(tiny_checkpoint: Checkpoints) -> Path:
     return tiny_checkpoint(
         "qwen3_moe", num_hidden_layers=24, num_experts=8, max_position_embeddings=8192
     )
-
-
-@pytest.fixture(autouse=True)
-def ranks_are_forked(forked_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    start_forked(monkeypatch, actors.ranks.process)
 
 
 def tokens(seed: int, count: int) -> list[int]:

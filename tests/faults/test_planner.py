@@ -10,21 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import actors.ranks.process
 from actors.ranks.local_group import LocalGroup
 from contracts.clock import monotonic_s
 from contracts.errors import CheckpointError, LaunchError, TandemError
 from contracts.worker import RankStatus
-from tests.support.fork_server import start_forked
 from tests.support.group_harness import DEADLINE_S, RankConnection, greedy, group_config
 from tests.support.simulated_group import hardware
 
+pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 Checkpoints = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def ranks_are_forked(forked_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    start_forked(monkeypatch, actors.ranks.process)
 
 
 def prompt(seed: int, tokens: int) -> list[int]:

@@ -16,6 +16,7 @@ from contracts.plan import Order, Plan
 from models.decoder.local import LocalModel
 from tests.oracle.greedy_choices import greedy_choices
 from tests.support.group_harness import ThreadGroup, greedy, group_config, meeting
+from tests.support.tiny_models import prompts
 
 Checkpoints = Callable[..., Path]
 VOCABULARY = list(range(131))
@@ -62,11 +63,6 @@ BEYOND = [
     Plan(r1=6, r2=3, sequence_chunks=(0.5, 1.0), shared_lag=5),
     Plan(order=Order.AASS, r1=6, r2=2, ma=3, sequence_chunks=(0.5, 1.0)),
 ]
-
-
-def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 131, (n,), generator=generator).tolist() for n in lengths]
 
 
 def last_logits(model: LocalModel, sequences: list[list[int]]) -> torch.Tensor:

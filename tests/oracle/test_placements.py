@@ -16,16 +16,12 @@ from models.decoder.local import LocalModel
 from models.spec.model import read_spec
 from tests.support.group_harness import RankConnection, greedy, group_config
 from tests.support.placements import replicated
+from tests.support.tiny_models import prompts
 
 Checkpoints = Callable[..., Path]
 CALL_S = 30.0
 VOCABULARY = list(range(131))
 PLANS = [Plan(), Plan(r1=2, r2=3), Plan(order=Order.AASS, r1=3, r2=2)]
-
-
-def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 131, (n,), generator=generator).tolist() for n in lengths]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])

@@ -20,6 +20,7 @@ from tests.support.group_harness import (
     meeting,
     prefill_config,
 )
+from tests.support.tiny_models import prompts
 
 Checkpoints = Callable[..., Path]
 VOCABULARY = list(range(131))
@@ -36,11 +37,6 @@ MODES: list[dict[str, Any]] = [
     {"experts": "streamed"},
     {"experts": "streamed", "resident_layers": 2, "kv_free": True},
 ]
-
-
-def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 131, (n,), generator=generator).tolist() for n in lengths]
 
 
 def logits_of(client: RankConnection, sequences: list[list[int]]) -> torch.Tensor:

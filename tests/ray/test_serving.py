@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.cli.demo_rows import TASKS
 from cluster.files.model_folder import resolve_model_folder
+from cluster.serving.front import free_port
 from cluster.serving.server import Served, serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
@@ -32,12 +32,6 @@ DEADLINE_S = 30.0
 LIMIT_S = 2.0  # from the loss of a rank to the end of a stream
 PROMPT = "Message: WINNER! Claim your free prize now.\nSpam:"
 CHAT: Any = [{"role": "user", "content": "Review: It broke after two days.\nSentiment?"}]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port: int = unused.getsockname()[1]
-        return port
 
 
 class Server:

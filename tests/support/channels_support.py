@@ -64,7 +64,13 @@ def endpoint(
 @contextlib.contextmanager
 def linked(backend: str, **config: Any) -> Iterator[tuple[Endpoint, Endpoint]]:
     """Two endpoints of this process, "left" joined to "right"."""
-    left, right = endpoint("left", backend, **config), endpoint("right", backend, **config)
+    with joined(endpoint("left", backend, **config), endpoint("right", backend, **config)) as pair:
+        yield pair
+
+
+@contextlib.contextmanager
+def joined(left: Endpoint, right: Endpoint) -> Iterator[tuple[Endpoint, Endpoint]]:
+    """`left` joined to `right`; both are closed at the end."""
     try:
         left.connect("right", right.listen())
         wait_for(right, PeerJoined)

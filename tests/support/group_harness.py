@@ -177,6 +177,20 @@ def half_of(worker: Rank) -> AttentionHalf:
 
 
 @contextmanager
+def rank_of(
+    kind: str, folder: Path, *, kv_free: bool = False
+) -> Iterator[tuple[Rank, RankConnection]]:
+    """A rank of kind "attention" or "prefill", and a client of it. kv_free: of a prefill worker."""
+    if kind == "attention":
+        with ThreadGroup(folder, group_config()) as group, group.client() as client:
+            yield group.attention[0], client
+    else:
+        config = prefill_config(prefill={"kv_free": kv_free})
+        with PrefillThreads(folder, config) as workers, workers.client() as client:
+            yield workers.workers[0], client
+
+
+@contextmanager
 def meeting(worker: Rank, requests: int) -> Iterator[None]:
     """Requests that are submitted inside wait; once all are there, they meet in the next batch."""
     with patch.object(loop_of(worker).scheduler, "next_batch", return_value=None):

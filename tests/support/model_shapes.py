@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from actors.planning.model_shape import shape_of
 from models.spec.config_fields import ConfigFields
 from models.spec.model import ModelSpec, spec_from
+from planner.costs.cost_model import Deployment
 from planner.costs.model_shape import ModelShape
 
 QWEN3_235B: dict[str, Any] = {
@@ -40,6 +41,12 @@ def spec_of(config: dict[str, Any]) -> ModelSpec:
 def shape(config: dict[str, Any], **overrides: Any) -> ModelShape:
     """In bfloat16."""
     return shape_of(spec_of({**config, **overrides}), torch.bfloat16)
+
+
+def split(ag: int = 3, eg: int = 5, tokens: int = 2048, context: int = 0) -> Deployment:
+    return Deployment(
+        attention_ranks=ag, expert_ranks=eg, sequence_tokens=tokens, context_tokens=context
+    )
 
 
 small_shapes = st.builds(

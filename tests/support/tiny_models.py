@@ -7,6 +7,7 @@ same bytes. `tiny_checkpoint` (tests/conftest.py) caches one per set of argument
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,15 @@ def _spell_as_before(path: Path) -> None:
     if config["model_type"] == "qwen3_moe" and "num_local_experts" in config:
         config["num_experts"] = config.pop("num_local_experts")
     path.write_text(json.dumps(config))
+
+
+def prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Token ids of the tiny models' vocabulary, without the special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 131, (n,), generator=generator).tolist() for n in lengths]
+
+
+def set_config(folder: Path, **fields: Any) -> None:
+    """Changes fields of the checkpoint's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))

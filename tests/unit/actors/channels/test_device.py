@@ -11,13 +11,14 @@ import importlib
 import mmap
 import queue
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from actors.channels import cuda, ipc, nccl
-from actors.channels.base import Endpoint, Packet, Part, PeerJoined, PeerLost
+from actors.channels.base import Endpoint, Packet, Part, PeerLost
 from actors.channels.endpoint import BaseEndpoint
 from actors.channels.ipc import IpcEndpoint
 from actors.channels.link import Views
@@ -30,6 +31,7 @@ from tests.support.channels_support import (
     TOKEN,
     first_packet,
     header,
+    joined,
     nothing_leaks,  # noqa: F401
     random_tensor,
     raw_bytes,
@@ -166,8 +168,7 @@ class FakeCommunicator:
         self._nccl.aborted += 1
 
 
-@contextlib.contextmanager
-def joined(kind: type[BaseEndpoint]) -> Iterator[tuple[Endpoint, Endpoint]]:
+def pair_of(kind: type[BaseEndpoint]) -> AbstractContextManager[tuple[Endpoint, Endpoint]]:
     left, right = (
         kind(
             name=name,
@@ -179,13 +180,7 @@ def joined(kind: type[BaseEndpoint]) -> Iterator[tuple[Endpoint, Endpoint]]:
         )
         for name in ("left", "right")
     )
-    try:
-        left.connect("right", right.listen())
-        wait_for(right, PeerJoined)
-        yield left, right
-    finally:
-        left.close()
-        right.close()
+    return joined(left, right)
 
 
 @pytest.fixture
@@ -206,7 +201,7 @@ def ipc_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Endpoint, Endpoi
     FakeCupy.cuda.runtime = runtime  # type: ignore[attr-defined]
     monkeypatch.setattr(ipc, "require_cupy", lambda backend: FakeCupy)
     monkeypatch.setattr(ipc, "DeviceMemory", HostBlock)
-    with joined(IpcEndpoint) as pair:
+    with pair_of(IpcEndpoint) as pair:
         yield pair
 
 
@@ -261,7 +256,7 @@ def test_ipc_memory_is_not_reused_before_the_readers_event(
 
 
 def test_nccl_packets_cross_in_exact_sizes(fake_nccl: FakeNccl) -> None:
-    with joined(NcclEndpoint) as (left, right):
+    with pair_of(NcclEndpoint) as (left, right):
         for number in range(10):
             for source, target in ((left, right), (right, left)):
                 sent = payload(number)
@@ -274,7 +269,7 @@ def test_nccl_packets_cross_in_exact_sizes(fake_nccl: FakeNccl) -> None:
 
 
 def test_nccl_memory_is_kept_until_it_was_sent(fake_nccl: FakeNccl) -> None:
-    with joined(NcclEndpoint) as (left, right):
+    with pair_of(NcclEndpoint) as (left, right):
         FakeEvent.reached = False
         for number in range(3):
             send(left, "right", payload(number), header(number))
@@ -287,7 +282,7 @@ def test_nccl_memory_is_kept_until_it_was_sent(fake_nccl: FakeNccl) -> None:
 
 
 def test_an_nccl_failure_on_the_device_is_a_lost_peer(fake_nccl: FakeNccl) -> None:
-    with joined(NcclEndpoint) as (left, _):
+    with pair_of(NcclEndpoint) as (left, _):
         fake_nccl.broken = True
         left._tended_s = float("-inf")  # type: ignore[attr-defined]
         (lost,) = left.poll(0)
@@ -297,7 +292,7 @@ def test_an_nccl_failure_on_the_device_is_a_lost_peer(fake_nccl: FakeNccl) -> No
 
 
 def test_a_lost_peer_aborts_its_communicators(fake_nccl: FakeNccl) -> None:
-    with joined(NcclEndpoint) as (left, right):
+    with pair_of(NcclEndpoint) as (left, right):
         left.close()
         assert fake_nccl.aborted == 2
         lost = wait_for(right, PeerLost)[0]

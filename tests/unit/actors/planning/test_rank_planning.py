@@ -11,7 +11,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
 
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.scheduler import Scheduler
@@ -31,6 +30,7 @@ from models.decoder.local import LocalModel
 from tests.support.fake_planner import DEADLINE_S, TOKEN, FakePlanner, never, real_planner
 from tests.support.group_harness import ThreadGroup, greedy, group_config, loop_of
 from tests.support.simulated_group import hardware
+from tests.support.tiny_models import prompts
 
 Checkpoints = Callable[..., Path]
 CHOSEN = Plan(r1=3, r2=2)
@@ -293,11 +293,6 @@ def test_a_planner_that_comes_back_is_found(rank: Rank) -> None:
         planner.hang_up()
         until(lambda: rank.planning.state == "lost")
         until(lambda: rank.planning.state == "ready")
-
-
-def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 131, (n,), generator=generator).tolist() for n in lengths]
 
 
 def test_a_planner_that_never_answers_holds_up_no_batch(tiny_checkpoint: Checkpoints) -> None:

@@ -22,6 +22,7 @@ from tests.support.group_harness import (
     greedy,
     group_config,
     prefill_config,
+    rank_of,
 )
 
 Checkpoints = Callable[..., Path]
@@ -34,14 +35,8 @@ def client(
     request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints
 ) -> Iterator[RankConnection]:
     """Of a rank of either kind; the prefill worker keeps no KV cache."""
-    folder = tiny_checkpoint("qwen3_moe")
-    if request.param == "attention":
-        with ThreadGroup(folder, group_config()) as group, group.client() as connection:
-            yield connection
-    else:
-        config = prefill_config(prefill={"kv_free": True})
-        with PrefillThreads(folder, config) as workers, workers.client() as connection:
-            yield connection
+    with rank_of(request.param, tiny_checkpoint("qwen3_moe"), kv_free=True) as (_, connection):
+        yield connection
 
 
 ABSURD: list[tuple[dict[str, Any], str]] = [

@@ -16,15 +16,12 @@ from actors.ranks.rank import Rank
 from contracts.messages import Failed
 from contracts.requests import Sampling
 from tests.support.group_harness import (
-    PrefillThreads,
     RankConnection,
-    ThreadGroup,
     greedy,
-    group_config,
     half_of,
     loop_of,
     meeting,
-    prefill_config,
+    rank_of,
 )
 
 Checkpoints = Callable[..., Path]
@@ -36,15 +33,9 @@ def rank(
     request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints
 ) -> Iterator[tuple[Rank, RankConnection]]:
     """A rank of either kind, and a client of it."""
-    folder = tiny_checkpoint("qwen3_moe")
-    if request.param == "attention":
-        with ThreadGroup(folder, group_config()) as group, group.client() as client:
-            client.generated(client.submit([1, 2], sampling=greedy(1)))  # the rank's own has run
-            yield group.attention[0], client
-    else:
-        config = prefill_config(prefill={"kv_free": False})
-        with PrefillThreads(folder, config) as workers, workers.client() as client:
-            yield workers.workers[0], client
+    with rank_of(request.param, tiny_checkpoint("qwen3_moe")) as (worker, client):
+        client.generated(client.submit([1, 2], sampling=greedy(1)))  # the rank's own has run
+        yield worker, client
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from contracts.config import HttpConfig
 from tests.support.api_harness import CONTEXT_TOKENS, MODEL, Api, serve_api
 from tests.support.fake_rank import FakeRank
-from tests.support.tiny_tokenizer import write_byte_level
 
 USER = [{"role": "user", "content": "Hello"}]
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/classify", "/v1/score")
@@ -20,8 +20,7 @@ MAX_BODY_BYTES = 100_000
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    folder = write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+def api(folder: Path) -> Iterator[Api]:
     rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
     http = HttpConfig(max_body_bytes=MAX_BODY_BYTES, max_batch_items=64)
     with serve_api(folder, [rank], http) as api:

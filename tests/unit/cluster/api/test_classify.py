@@ -26,14 +26,12 @@ from contracts.requests import Priority, Usage
 from models.text.tokenizer import Tokenizer
 from tests.support.api_harness import CONTEXT_TOKENS, Api, serve_api
 from tests.support.fake_rank import CACHED_TOKENS, FakeRank, token_logprob
-from tests.support.tiny_tokenizer import write_byte_level
 
 SEVERAL = ["entirely positive", "no"]
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    folder: Path = write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+def api(folder: Path) -> Iterator[Api]:
     with serve_api(folder, [FakeRank("attention-0", lambda submit: [])]) as api:
         yield api
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +16,12 @@ import pytest
 from contracts.config import HttpConfig, LimitsConfig
 from tests.support.api_harness import CONTEXT_TOKENS, Api, serve_api
 from tests.support.fake_rank import FakeRank
-from tests.support.tiny_tokenizer import write_byte_level
 
 PEAK_BYTES = 24 << 20
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    folder = write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+def api(folder: Path) -> Iterator[Api]:
     with serve_api(folder, [FakeRank("attention-0", lambda submit: [60])]) as api:
         yield api
 

@@ -16,15 +16,9 @@ from contracts.config import HttpConfig
 from contracts.messages import Submit
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
 from tests.support.fake_rank import FakeRank
-from tests.support.tiny_tokenizer import write_byte_level
 
 Serve = Callable[..., AbstractContextManager[Api]]
 REPLY = [60, 61, 62, 63, 64]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_level(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture

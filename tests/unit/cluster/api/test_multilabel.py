@@ -12,15 +12,13 @@ from cluster.classification.classify import ClassifyTask, fill, softmax
 from cluster.classification.multilabel import applying, questions
 from tests.support.api_harness import Api, serve_api
 from tests.support.fake_rank import CACHED_TOKENS, FakeRank, token_logprob
-from tests.support.tiny_tokenizer import write_byte_level
 
 LABELS = ["fox", "dog", "{text}"]
 TEMPLATE = "{prefix}{text} Is it {label}? Answer:"
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    folder: Path = write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+def api(folder: Path) -> Iterator[Api]:
     with serve_api(folder, [FakeRank("attention-0", lambda submit: [])]) as api:
         yield api
 

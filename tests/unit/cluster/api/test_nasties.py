@@ -15,7 +15,6 @@ import pytest
 from contracts.config import HttpConfig
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
 from tests.support.fake_rank import FakeRank
-from tests.support.tiny_tokenizer import write_byte_level
 
 USER = [{"role": "user", "content": "Hello"}]
 GOOD: dict[str, dict[str, Any]] = {
@@ -26,11 +25,6 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 BIG_BYTES = 10 << 20
 DEPTH = 100_000
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_level(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")

@@ -22,15 +22,9 @@ from models.text.steps import Steps
 from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
 from tests.support.fake_rank import FakeRank
-from tests.support.tiny_tokenizer import write_byte_level
 
 LIMITS = LimitsConfig(open_bytes=1 << 20, request_fraction=0.5)
 CHAT: Any = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_level(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture

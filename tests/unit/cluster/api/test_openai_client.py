@@ -12,15 +12,14 @@ import pytest
 from contracts.messages import Submit
 from tests.support.api_harness import MODEL, Api, serve_api
 from tests.support.fake_rank import CACHED_TOKENS, FakeRank
-from tests.support.tiny_tokenizer import EOS, write_byte_level
+from tests.support.tiny_tokenizer import EOS
 
 TEXT = "The answer is 42. 你好 😀\n\nQuestion: what else?"
 CHAT: Any = [{"role": "user", "content": "What is the answer?"}]
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    folder: Path = write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+def api(folder: Path) -> Iterator[Api]:
     rank = FakeRank("attention-0", lambda submit: [])
     with serve_api(folder, [rank]) as api:
         eos = api.tokenizer.encode(EOS, add_special_tokens=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,15 +20,13 @@ from contracts.config import HttpConfig, LimitsConfig
 from contracts.errors import ClientGoneError, RequestError, TandemError
 from tests.support.api_harness import CONTEXT_TOKENS, MODEL, Api, serve_api
 from tests.support.fake_rank import FakeRank
-from tests.support.tiny_tokenizer import write_byte_level
 
 SERVED = ServedModel(name=MODEL, max_context_tokens=256, vocab_size=420, eos_token_ids=(2,))
 HTTP = HttpConfig(max_batch_items=64)
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    folder = write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+def api(folder: Path) -> Iterator[Api]:
     http = HttpConfig(api_keys=["k"], max_batch_items=64)
     with serve_api(folder, [FakeRank("attention-0", lambda submit: [60])], http) as api:
         yield api

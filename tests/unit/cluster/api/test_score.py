@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +12,12 @@ import pytest
 from cluster.classification.classify import softmax
 from tests.support.api_harness import CONTEXT_TOKENS, Api, serve_api
 from tests.support.fake_rank import FakeRank, token_logprob
-from tests.support.tiny_tokenizer import write_byte_level
 
 LABELS = [60, 61, 65]
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    folder = write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+def api(folder: Path) -> Iterator[Api]:
     with serve_api(folder, [FakeRank("attention-0", lambda submit: [])]) as api:
         yield api
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.api_harness import MODEL, Api, serve_api
 from tests.support.fake_rank import FakeRank
-from tests.support.tiny_tokenizer import write_byte_level
 
 CHAT: Any = [{"role": "user", "content": "Hello"}]
 GOOD: dict[str, dict[str, Any]] = {
@@ -21,8 +21,7 @@ GOOD: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    folder = write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+def api(folder: Path) -> Iterator[Api]:
     with serve_api(folder, [FakeRank("attention-0", lambda submit: [60])]) as api:
         yield api
 

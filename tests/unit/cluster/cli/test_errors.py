@@ -22,8 +22,10 @@ from safetensors.torch import load_file, save_file
 from cluster.cli.config_options import config_of
 from cluster.cli.main import _parser, main
 from cluster.files.model_folder import resolve_model_folder
+from cluster.serving.front import free_port
 from contracts.config import BUNDLED
 from contracts.import_path import ROOT
+from tests.support.tiny_models import set_config
 
 Checkpoints = Callable[..., Path]
 Run = Callable[..., str]
@@ -127,11 +129,6 @@ def test_a_configuration_file_that_cannot_be_read_is_named(run: Run, tmp_path: P
 @pytest.fixture
 def model(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "model")
-
-
-def set_config(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 def test_a_missing_model_folder(run: Run, tmp_path: Path) -> None:
@@ -290,9 +287,7 @@ def test_a_deployment_without_any_rank_is_refused_with_what_to_do(run: Run) -> N
 
 @pytest.fixture
 def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port: int = unused.getsockname()[1]
-        return port
+    return free_port()
 
 
 def test_a_ray_address_where_nothing_listens(

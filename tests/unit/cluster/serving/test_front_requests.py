@@ -18,15 +18,9 @@ from contracts.config import HttpConfig
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
 from tests.support.fake_rank import FakeRank
 from tests.support.front_harness import get, read_answer
-from tests.support.tiny_tokenizer import write_byte_level
 
 FRESH = re.compile(r"[0-9a-f]{32}")
 SECRET = "nobody may read this"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_level(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from contracts.errors import CheckpointError
 from models.weights.checkpoint import check_checkpoint
+from tests.support.tiny_models import set_config
 
 Make = Callable[..., Path]
 INDEX = "model.safetensors.index.json"
@@ -38,11 +39,6 @@ def error_of(folder: Path, *parts: str) -> None:
     assert "\n" not in message
     for part in parts:
         assert part in message
-
-
-def set_config(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:

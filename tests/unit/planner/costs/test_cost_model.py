@@ -18,7 +18,6 @@ from contracts.hardware import AttentionCost, LinkCost
 from models.decoder.kv_pool import kv_bytes_per_token
 from models.weights import layout
 from planner.costs.cost_model import (
-    Deployment,
     attention_model,
     batch_attention_ms,
     link_model,
@@ -28,17 +27,11 @@ from planner.costs.cost_model import (
 from planner.costs.model_shape import chunk_work, hit_fraction, mean_ranks_per_token
 from planner.placement.contiguous import contiguous
 from planner.placement.slots import ExpertPlacement
-from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, spec_of
+from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, spec_of, split
 
 GEMM_ALPHA, GEMM_BETA, ATTENTION_ALPHA, ATTENTION_BETA = 0.17, 8.59e-11, 0.15, 1.54e-11
 TESTBED_A = load_hardware("findep-testbed-a")
 QWEN, V2 = shape(QWEN3_235B), shape(DEEPSEEK_V2)
-
-
-def split(ag: int, eg: int, tokens: int = 2048, context: int = 0) -> Deployment:
-    return Deployment(
-        attention_ranks=ag, expert_ranks=eg, sequence_tokens=tokens, context_tokens=context
-    )
 
 
 @pytest.mark.parametrize("config", [QWEN3_235B, DEEPSEEK_V2], ids=["grouped", "latent"])

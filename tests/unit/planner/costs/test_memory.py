@@ -9,19 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.errors import ResourceError
-from planner.costs.cost_model import Deployment
 from planner.costs.memory import max_samples, rank_memories, sample_kv_bytes
 from planner.costs.model_shape import ModelShape
-from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, small_shapes
+from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, small_shapes, split
 
 GIB = 1 << 30
 some = settings(deadline=None, max_examples=60)
-
-
-def split(ag: int = 3, eg: int = 5, tokens: int = 2048, context: int = 0) -> Deployment:
-    return Deployment(
-        attention_ranks=ag, expert_ranks=eg, sequence_tokens=tokens, context_tokens=context
-    )
 
 
 def test_a_sample_holds_kv_of_new_and_cached_tokens_in_every_layer() -> None:
