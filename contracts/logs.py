@@ -26,10 +26,19 @@ _LINES = "lines"  # attribute of a record that is several
 _PLAIN = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f]+")
 
 
-def event(log: logging.Logger, name: str, /, level: int = logging.INFO, **fields: object) -> None:
-    """Logs `name key=value …`. name: fixed, for people search for it; what varies is a field."""
+def event(
+    log: logging.Logger,
+    name: str,
+    /,
+    level: int = logging.INFO,
+    raised: BaseException | None = None,
+    **fields: object,
+) -> None:
+    """Logs `name key=value …`. name: fixed, for people search for it; what varies is a field.
+    raised: with its traceback."""
     if log.isEnabledFor(level):
-        log.log(level, "%s", " ".join([name, *(f"{k}={_shown(v)}" for k, v in fields.items())]))
+        text = " ".join([name, *(f"{k}={_shown(v)}" for k, v in fields.items())])
+        log.log(level, "%s", text, exc_info=raised)
 
 
 def log_lines(log: logging.Logger, lines: Sequence[tuple[float, str]]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 
 from contracts.errors import TandemError
+from contracts.logs import event
 from contracts.messages import Failed
 
 log = logging.getLogger("tandem.worker")
@@ -25,5 +26,12 @@ def failed_by(request_id: int, error: Exception, kind: type[TandemError]) -> Fai
     the client, under the code of `kind`."""
     if isinstance(error, TandemError):
         return failed(request_id, error)
-    log.error("sequence_failed request=%d error=%r", request_id, error, exc_info=error)
+    event(
+        log,
+        "sequence_failed",
+        logging.ERROR,
+        error,
+        request=request_id,
+        error=f"{type(error).__name__}: {error}",
+    )
     return failed(request_id, kind(f"{type(error).__name__}: see the log of the rank"))

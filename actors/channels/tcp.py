@@ -31,6 +31,7 @@ from actors.channels.listener import listen_tcp
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerDeadError, PeerError
 from contracts.frames import BAD_FRAME
+from contracts.logs import event
 
 DIRECT_BYTES: Final = 64 << 10  # payloads up to this size are tried at once, by the owner
 CHUNK_BYTES: Final = 256 << 10  # progress is noted at least this often
@@ -136,7 +137,7 @@ class TcpLink(Link):
 
     def _failed(self, what: str, error: Exception) -> PeerError:
         reason = f"cannot {what} {self.peer}: {type(error).__name__}: {error}"
-        log.error("link_failed reason=%s", reason, exc_info=True)
+        event(log, "link_failed", logging.ERROR, error, reason=reason)
         return PeerError(reason, self.peer)
 
     # --- sending: the owner and the sender thread, never both at once

@@ -20,6 +20,7 @@ from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
 from contracts.clock import monotonic_s
 from contracts.events import TaskSpan
+from contracts.logs import event
 from contracts.plan import Plan
 from contracts.worker import RankReady, RankStatus, WorkerSpec
 
@@ -171,9 +172,9 @@ class Rank:
         try:
             with torch.inference_mode():
                 self.loop.run(self._stopping)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - logged, with its traceback
             self._failure = f"{self.spec.name} failed: {type(error).__name__}: {error}"
-            log.critical("rank_failed reason=%s", self._failure, exc_info=True)
+            event(log, "rank_failed", logging.CRITICAL, error, reason=self._failure)
             traceback.clear_frames(
                 error.__traceback__
             )  # they hold memory that links must give back

@@ -41,6 +41,7 @@ from contracts.errors import (
     TandemError,
     UnknownModelError,
 )
+from contracts.logs import event
 from contracts.metrics import Outcome, Pipeline
 from contracts.requests import Priority
 from models.text.tokenizer import Tokenizer
@@ -177,8 +178,8 @@ class _Counted:
         except asyncio.CancelledError:
             outcome = Outcome.CLIENT_GONE
             raise
-        except Exception:
-            log.exception("request_failed request_id=%s", session.request_id)
+        except Exception as error:  # noqa: BLE001 - logged, with its traceback
+            event(log, "request_failed", logging.ERROR, error, request_id=session.request_id)
             return await bug_response()
         finally:
             if outcome is not Outcome.OK:
@@ -245,7 +246,8 @@ async def _scrape(services: Services) -> str:
             async with asyncio.timeout(SCRAPE_TIMEOUT_S):
                 texts.append(await services.extra())
         except TimeoutError:  # the ingress's own metrics are still worth a scrape
-            log.warning("rank_metrics_failed error=none within %g s", SCRAPE_TIMEOUT_S)
+            reason = f"none within {SCRAPE_TIMEOUT_S:g} s"
+            event(log, "rank_metrics_failed", logging.WARNING, error=reason)
     return merge_expositions(texts)
 
 

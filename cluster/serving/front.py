@@ -27,6 +27,7 @@ from cluster.serving.front_listener import Listener
 from cluster.serving.front_protocol import FrontProtocol, refusal
 from contracts.config import HttpConfig
 from contracts.errors import ConfigError, ResourceError
+from contracts.logs import event
 
 log = logging.getLogger("tandem.front")
 
@@ -104,10 +105,8 @@ class DirectFront:
         """Returns once the port answers. Raises ResourceError if it is taken, and stays so."""
         config = self._config
         if config.api_keys and config.metrics_key is None and config.host not in LOOPBACK:
-            log.warning(
-                "metrics_open host=%s: /metrics and /load need no key; set http.metrics_key",
-                config.host,
-            )
+            hint = "/metrics and /load need no key; set http.metrics_key"
+            event(log, "metrics_open", logging.WARNING, host=config.host, hint=hint)
         listening = await _bind_patiently(config.host, config.port)
         self.port: int = listening.getsockname()[1]
         self._server = FrontServer(self._app, config, listening)

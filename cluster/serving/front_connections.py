@@ -15,10 +15,11 @@ import enum
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from contracts.clock import Clock
 from contracts.config import HttpConfig
+from contracts.logs import event
 
 log = logging.getLogger("tandem.front")
 
@@ -148,14 +149,10 @@ class Connections:
                 connection.time_out(wait, limit_s)
         if self._news and now_s - self._logged_s >= LOG_EVERY_S:
             self._logged_s = now_s
-            what = " ".join(f"{name}={count}" for name, count in sorted(self._news.items()))
+            news: dict[str, Any] = dict(sorted(self._news.items()))
             self._news.clear()
-            log.warning(
-                "connections_full open=%d limit=%d (http.max_connections) %s",
-                len(self),
-                self.limit,
-                what,
-            )
+            here = len(self)
+            event(log, "connections_full", logging.WARNING, open=here, limit=self.limit, **news)
 
 
 def timeouts_of(http: HttpConfig) -> dict[Wait, float]:
@@ -177,11 +174,13 @@ def connection_limit(asked: int | None, descriptors: int) -> int:
     if asked is None:
         return min(room, DEFAULT_CONNECTIONS)
     if asked > room:
-        log.warning(
-            "connections_capped http.max_connections=%d limit=%d: the process may open %d "
-            "descriptors; raise that (ulimit -n) before the start",
-            asked,
-            room,
-            descriptors,
+        event(
+            log,
+            "connections_capped",
+            logging.WARNING,
+            asked=asked,
+            limit=room,
+            descriptors=descriptors,
+            hint="http.max_connections needs more descriptors; raise ulimit -n before the start",
         )
     return min(asked, room)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from cluster.serving.front_connections import Connections
 from cluster.serving.front_protocol import FrontProtocol
+from contracts.logs import event
 
 log = logging.getLogger("tandem.front")
 
@@ -86,10 +87,13 @@ class Listener:
         """Others have used up the descriptors: somebody idle makes room, clients wait in the
         backlog meanwhile."""
         self._connections.make_room()
-        log.warning(
-            "accept_failed error=%s open=%d: lower http.max_connections, or raise ulimit -n",
-            error.strerror,
-            len(self._connections),
+        event(
+            log,
+            "accept_failed",
+            logging.WARNING,
+            error=error.strerror,
+            open=len(self._connections),
+            hint="lower http.max_connections, or raise ulimit -n",
         )
         self._loop.remove_reader(self._listening.fileno())
         self._pause = self._loop.call_later(
@@ -124,4 +128,4 @@ class Listener:
         sock.close()
         self._connections.leave(protocol)
         if error is not None and not isinstance(error, OSError):  # OSError: the client's handshake
-            log.error("connection_not_opened", exc_info=error)
+            event(log, "connection_not_opened", logging.ERROR, error)

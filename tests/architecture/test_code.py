@@ -39,6 +39,20 @@ def test_only_entry_points_read_the_environment() -> None:
     assert readers <= ENTRY_POINTS
 
 
+def test_what_is_logged_is_an_event_with_fields() -> None:
+    """Of one form, under a name that does not vary; only what is for debugging may be prose."""
+    levels = {"info", "warning", "error", "critical", "exception"}
+    for name, tree in modules().items():
+        if name.startswith(("benchmarks/", "training/", "tests/")) or name == "contracts/logs.py":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                logged = (
+                    ast.unparse(node.func.value) in {"log", "_LOG"} and node.func.attr in levels
+                )
+                assert not logged, f"{name}:{node.lineno}: use contracts.logs.event"
+
+
 def test_packages_re_export_nothing() -> None:
     for name, tree in modules().items():
         if name.endswith("__init__.py"):

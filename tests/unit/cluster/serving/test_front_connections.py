@@ -155,8 +155,8 @@ def test_what_was_refused_is_logged_in_one_line_now_and_then(
         clock.now_s += LOG_EVERY_S
         book.sweep()
     assert [record.getMessage() for record in caplog.records] == [
-        "connections_full open=4 limit=4 (http.max_connections) refused=1",
-        "connections_full open=4 limit=4 (http.max_connections) refused=999",
+        "connections_full open=4 limit=4 refused=1",
+        "connections_full open=4 limit=4 refused=999",
     ]
 
 
