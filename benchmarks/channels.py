@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import secrets
 import socket
 import statistics
 import time
@@ -26,6 +25,7 @@ from rich.table import Table
 
 from actors.channels.base import PeerJoined
 from actors.channels.factory import make_endpoint
+from actors.channels.handshake import new_token
 from benchmarks.harness import Result, write_result
 from benchmarks.wires import MAX_BYTES, POLL_S, ChannelWire, MemcpyWire, Mover, SocketWire, Wire
 from contracts.clock import monotonic_s
@@ -37,7 +37,6 @@ PING_BYTES = (256, 4 << 10, 64 << 10)
 FLOW_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, MAX_BYTES)
 PINGS = 200  # per round
 FLOW_TOTAL_BYTES, MAX_FLOW_COUNT, MIN_FLOW_COUNT = 128 << 20, 2000, 4
-TOKEN_BYTES = 32
 SILENCE_S = 20.0  # a pinned process may be kept from its pulse by a long copy
 ANSWER_TIMEOUT_S = 120.0
 
@@ -132,7 +131,7 @@ class Pair:
 
     def __init__(self, cores: list[int]) -> None:
         context = multiprocessing.get_context("spawn")
-        token = secrets.token_bytes(TOKEN_BYTES)
+        token = new_token()
         self._control, theirs = context.Pipe()
         arguments = (cores[1], token, theirs)
         self._process = context.Process(target=_other_side, args=arguments, daemon=True)

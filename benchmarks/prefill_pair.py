@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import wait
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
+from actors.channels.handshake import new_token
 from actors.ranks.process import RankProcess
 from actors.ranks.rendezvous import Formation, Seat, contiguous_placements, form_group, make_specs
 from benchmarks.pinned_batches import CANDIDATES, bench_client, pin_to_core
@@ -82,7 +82,7 @@ class Pair:
                 *(f"prefill.{key}={value}" for key, value in settings.items()),
             ],
         )
-        token = secrets.token_bytes(32)
+        token = new_token()
         placements = contiguous_placements(str(folder), prefill_ranks=2)
         formation = Formation(config, str(folder), token, 1, "tcp", placements=placements)
         seats = [Seat("cpu", host, 1) for host in (HEAD, OTHER)]

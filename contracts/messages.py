@@ -1,7 +1,7 @@
 """Frames between the ingress and the attention ranks.
 
 A connection opens with a mutual challenge (actors/channels/handshake.py). Then each side sends
-frames: a 4-byte little-endian length, then one msgpack map tagged by `type`. The ingress sends
+frames (contracts/frames.py), each one msgpack map tagged by `type`. The ingress sends
 `Submit` and `Cancel`; a rank answers with `Events`, one frame per step for all sequences of that
 connection (so a token costs a few bytes, not a call). A prefill worker adds its log
 (contracts/routing.py): a `WorkerSnapshot` on connecting, then every `WorkerReport`, to all clients

@@ -1,8 +1,8 @@
 """Frames between ranks and the planner, and who chose a batch's plan.
 
 A connection opens with the mutual challenge of actors/channels/handshake.py. Then each side sends
-frames as in contracts/messages.py: a 4-byte little-endian length, then one msgpack map tagged by
-`type`. Nothing of it is on a request's path: a rank that hears nothing uses its default plan.
+frames (contracts/frames.py), each one msgpack map tagged by `type`. Nothing of it is on a request's
+path: a rank that hears nothing uses its default plan.
 """
 
 from __future__ import annotations

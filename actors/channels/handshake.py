@@ -83,6 +83,11 @@ _Steps = Generator[bytes | int, bytes, Remote]
 Answer = Callable[[Remote], bytes]  # gives the acceptor's extra, or raises HandshakeError
 
 
+def new_token() -> bytes:
+    """A cluster's: by it its processes know each other."""
+    return secrets.token_bytes(32)
+
+
 def initiate(
     sock: socket.socket,
     me: Identity,

@@ -9,7 +9,6 @@ has seen it. Filling the payload is the sender's work and counts there
 from __future__ import annotations
 
 import logging
-import secrets
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ import torch
 
 from actors.channels.base import Endpoint, Header, Kind, Packet, Part, PeerLost
 from actors.channels.factory import make_endpoint
+from actors.channels.handshake import new_token
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError
@@ -49,7 +49,7 @@ class _Options(msgspec.Struct):
 @contextmanager
 def link_probe(backend: str) -> Iterator[LinkProbe]:
     """A link over `backend` ("shm" or "tcp") to a process of its own. Raises ChannelError."""
-    options = _Options(backend, secrets.token_bytes(32))
+    options = _Options(backend, new_token())
     process = subprocess.Popen(
         module_command("actors.planning.link_probe"),
         stdin=subprocess.PIPE,

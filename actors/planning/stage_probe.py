@@ -9,7 +9,6 @@ what the wall clock would show on a core that nobody else uses.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.channels.base import Endpoint, PeerJoined
 from actors.channels.factory import make_endpoint
+from actors.channels.handshake import new_token
 from actors.engine.executor import Executor, ExecutorParts
 from actors.experts.expert_server import ExpertServer
 from actors.experts.remote_plane import RemotePlane
@@ -226,7 +226,7 @@ def _forget(chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor)
 
 
 def _joined(clock: Clock) -> tuple[Endpoint, Endpoint]:
-    token = secrets.token_bytes(32)
+    token = new_token()
     # One thread steps both ends, so that each is silent while the other computes: never hung.
     config = ChannelConfig(backend="shm", silence_s=600.0)
     device = torch.device("cpu")

@@ -3,11 +3,11 @@ without Ray."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from concurrent.futures import wait
 from types import TracebackType
 
+from actors.channels.handshake import new_token
 from actors.ranks.process import RankProcess
 from actors.ranks.rendezvous import (
     Formation,
@@ -22,7 +22,6 @@ from contracts.hardware import Hardware
 from contracts.placement import Placement
 from contracts.worker import Group, RankReady, RankStatus
 
-TOKEN_BYTES = 32
 STOP_TIMEOUT_S = 5.0
 
 
@@ -51,7 +50,7 @@ class LocalGroup:
             placements = contiguous_placements(
                 model_folder, expert_ranks=groups.expert_ranks, prefill_ranks=groups.prefill_ranks
             )
-        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.token = new_token()
         formation = Formation(config, model_folder, self.token, 1, backend, hardware, placements)
         seat = Seat(device, "127.0.0.1", groups.attention_ranks + groups.prefill_ranks)
         attention, expert = [seat] * groups.attention_ranks, [seat] * groups.expert_ranks

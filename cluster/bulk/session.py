@@ -39,7 +39,6 @@ def running_workers(address: str, name: str, environment: Mapping[str, str]) -> 
     ResourceError."""
     config = TandemConfig(groups=GroupsConfig(address=address))
     with ray_session(config, environment, show_rank_logs=False):
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
             check_present(name)
             body = groups_of(name).config.remote().result(timeout_s=ASK_TIMEOUT_S)

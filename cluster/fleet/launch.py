@@ -7,12 +7,12 @@ attention and expert ranks, but is a group of its own: it is lost alone.
 from __future__ import annotations
 
 import logging
-import secrets
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import ray
 
+from actors.channels.handshake import new_token
 from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import Formation, Seat, contiguous_placements, form_group, make_specs
 from cluster.files.hardware import load_hardware
@@ -35,7 +35,6 @@ from contracts.worker import Group
 
 log = logging.getLogger("tandem.fleet")
 
-TOKEN_BYTES = 32
 FIRST_EPOCH = 1
 PIPELINES = ((Group.ATTENTION, Group.EXPERT), (Group.PREFILL,))
 
@@ -43,7 +42,7 @@ PIPELINES = ((Group.ATTENTION, Group.EXPERT), (Group.PREFILL,))
 def launch(config: TandemConfig, model_folder: str) -> Fleet:
     """Starts all ranks on the Ray cluster that this process is connected to. Raises ResourceError,
     CheckpointError, or as `launch_pipeline`; nothing is left running then."""
-    token = secrets.token_bytes(TOKEN_BYTES)
+    token = new_token()
     placements = contiguous_placements(
         model_folder,
         expert_ranks=config.groups.expert_ranks,

@@ -65,7 +65,6 @@ def check_present(name: str) -> None:
 def deploy(config: TandemConfig) -> Deployed:
     """Starts the application, and waits for nothing. `remove` ends it, also where this raises what
     Serve raises in the middle of it."""
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled", logging_config=QUIET)
     name, launch_id = config.serve.name, secrets.token_hex(8)
     application = build_serve_app(config, launch_id)

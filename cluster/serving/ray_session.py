@@ -48,6 +48,7 @@ def ray_session(
     Raises ResourceError if the cluster at groups.address (or RAY_ADDRESS) does not answer, and
     LaunchError if a local one does not start.
     """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     address = cluster_address(config, environment)
     if address is not None:
         with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
