@@ -30,13 +30,14 @@ from models.decoder.kv_pool import KvPool
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
 from planner.placement.slots import ExpertPlacement, check_fits
+from planner.policies.batching import BatchingPolicy, one_at_a_time
 
 WARM_UP_IDS = list(range(64))  # enough for two micro-batches, and for many experts
 WARM_UP = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
 NOBODY = -1  # no client has this number
 
 
-def attention_rank(spec: WorkerSpec) -> Rank:
+def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy = one_at_a_time) -> Rank:
     """Loads its weights and begins to listen. Raises CheckpointError, ResourceError."""
     started_s, config = monotonic_s(), spec.config
     prepare_process(spec)
@@ -68,7 +69,7 @@ def attention_rank(spec: WorkerSpec) -> Rank:
     endpoint = rank_endpoint(spec, half.device, monotonic_s)
     spans = config.trace.spans
     recorded = recording(telemetry, spans, lambda _: watch.moved(), planning.observe)
-    recorded = recorded.of(endpoint.bytes_moved)
+    recorded = recorded.following(endpoint.bytes_moved)
     plane = RemotePlane(
         endpoint,
         ExpertPlacement(spec.placement),
@@ -93,6 +94,7 @@ def attention_rank(spec: WorkerSpec) -> Rank:
         plan_of=planning.choose,
         close=close,
         observers=[planning, WarmUp(unusable(spec, half))],
+        batching=batching,
     )
     links = Links(lambda addresses: _connect(endpoint, addresses), planning.join, planning.pin)
     return serving_rank(spec, served, serving, recorded, links, started_s=started_s)

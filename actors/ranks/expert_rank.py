@@ -48,9 +48,8 @@ def expert_rank(spec: WorkerSpec) -> Rank:
     reports = ExpertReports(spec)
     endpoint = rank_endpoint(spec, device, monotonic_s)
     telemetry = RankMetrics(spec, monotonic_s)
-    recorded = recording(telemetry, spec.config.trace.spans, reports.observe).of(
-        endpoint.bytes_moved
-    )
+    recorded = recording(telemetry, spec.config.trace.spans, reports.observe)
+    recorded = recorded.following(endpoint.bytes_moved)
     server = ExpertServer(endpoint, half, timeline=recorded.timeline, clock=monotonic_s)
     ready = RankReady(
         name=spec.name,

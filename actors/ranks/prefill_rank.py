@@ -45,12 +45,13 @@ from models.decoder.batch import SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
 from planner.findep.orders import by_layer
+from planner.policies.batching import BatchingPolicy, one_at_a_time
 from planner.routing.request_work import work_of
 
 WHOLE = Plan()  # one micro-batch
 
 
-def prefill_rank(spec: WorkerSpec) -> Rank:
+def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy = one_at_a_time) -> Rank:
     """Loads its weights and begins to listen; without a model where the engine is a stub. Raises
     CheckpointError, ResourceError, ChannelError."""
     if spec.config.prefill.engine == "stub":
@@ -77,7 +78,7 @@ def prefill_rank(spec: WorkerSpec) -> Rank:
     watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s)
     recorded = recording(telemetry, config.trace.spans, lambda _: watch.moved())
     supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline)
-    recorded = recorded.of(supply.bytes_moved)
+    recorded = recorded.following(supply.bytes_moved)
     plane = supply.plane(half)
     parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)
     executor = Executor(
@@ -95,6 +96,7 @@ def prefill_rank(spec: WorkerSpec) -> Rank:
         plan_of=lambda batch: WHOLE,
         close=supply.close,
         observers=[prefill_log, reference],
+        batching=batching,
     )
     links = Links(lambda addresses: _connect(spec.name, supply, addresses))
     return serving_rank(

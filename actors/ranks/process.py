@@ -51,15 +51,18 @@ class _Answer(msgspec.Struct, omit_defaults=True):
 class RankProcess:
     """A rank in a child process; a `rendezvous.WorkerHandle`. `pid` is the child's.
 
-    inside: a command that runs another one, in a network namespace for example.
+    inside: a command that runs another one, in a network namespace for example. module: one that
+    ends in this one's `main`, where a kind of rank is made in another way.
     """
 
-    def __init__(self, name: str, *, inside: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str, *, inside: Sequence[str] = (), module: str = "actors.ranks.process"
+    ) -> None:
         self.name = name
         self._calls: deque[tuple[str, Future[Any]]] = deque()
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [*inside, *module_command("actors.ranks.process")],
+            [*inside, *module_command(module)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches the parent, which ends its ranks in order
@@ -159,8 +162,13 @@ def _kind(error: Exception) -> type[Exception]:
     return next((kind for kind in type(error).__mro__[:-2] if kind in known), type(error))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The child's."""
     # Answers go to the real standard output; whatever else prints there goes to standard error.
     answers_file = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _serve(sys.stdin.buffer, answers_file)
+
+
+if __name__ == "__main__":
+    main()

@@ -78,7 +78,7 @@ class Recording(NamedTuple):
     metrics: RankMetrics
     bytes_moved: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
-    def of(self, bytes_moved: Callable[[], tuple[int, int]]) -> Recording:
+    def following(self, bytes_moved: Callable[[], tuple[int, int]]) -> Recording:
         """The same, whose metrics follow the timeline and what is moved."""
         self.metrics.follow(self.timeline, bytes_moved)
         return self._replace(bytes_moved=bytes_moved)

@@ -16,8 +16,8 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """block_tokens: as in the ranks' prefix caches. max_waiting: sequences per rank of which no
     answer has come back yet. request_share: of those, what one request may hold while others are
     there. max_attempts: how many ranks (or incarnations of one) may fail with a request before it
-    counts as what ends them. alone_s: how long requests that wait for a prefill worker do so while
-    there is none at all."""
+    counts as what ends them; two where lost ranks are not replaced. alone_s: how long requests that
+    wait for a prefill worker do so while there is none at all."""
 
     block_tokens: int = 16
     max_waiting: int = 1024

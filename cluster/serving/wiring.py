@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
+import msgspec
 from ray.exceptions import RayError
 from starlette.applications import Starlette
 
@@ -84,7 +85,8 @@ def pipelines(config: TandemConfig, directory: Directory, find: Find | None = No
     generating = prefilling = None
     if directory.client_addresses:
         clients = rank_clients(directory.client_addresses, directory.token, config.channel)
-        generating = Admission(LeastWork(clients, settings))
+        few = msgspec.structs.replace(settings, max_attempts=2)
+        generating = Admission(LeastWork(clients, few))
     if directory.prefill_addresses:
         spec = check_checkpoint(resolve_model_folder(config.model.path))
         context_tokens = config.model.context_tokens(spec.max_context_tokens)
