@@ -222,8 +222,8 @@ def test_the_planners_plans_are_run_and_shown(server: Server) -> None:
 
     end_s = time.monotonic() + DEADLINE_S
     number = 0
-    # It knows nothing of this machine at first.
-    while planned() == 0 or server.count("tandem_plan_predicted_seconds") == 0:
+    # It knows nothing of this machine at first; and not every batch that it planned is reported.
+    while not (planned() and server.count("tandem_plan_solve_seconds")):
         assert time.monotonic() < end_s, server.status()["attention-0"].notes["planner"]
         number += 1
         prompt = f"{number} " + PROMPT * (1 + number % 5)
