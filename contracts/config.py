@@ -1,6 +1,7 @@
 """The one configuration: frozen structs, decoded once by `load_config`, passed by value.
 
-Bounds are checked by msgspec on decoding; rules across fields stand in `__post_init__`.
+Bounds are checked by msgspec on decoding; rules across fields stand in `__post_init__`. What a key
+means, with its unit, stands below its field: `tandem config` and docs/configuration.md show that.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from contracts.api_keys import check_keys
 from contracts.plan import Order, Plan
 
 Count = Annotated[int, Meta(ge=1)]
@@ -23,7 +25,6 @@ OutputFolder = Annotated[str, Meta(extra={"path": "output"})]
 
 BUNDLED = "bundled"
 SPIN_S = 0.005
-MAX_KEY_CHARACTERS = 200  # of an API key: must fit into the smallest max_header_bytes
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,12 +32,18 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """path: a Hugging Face folder, or "bundled". name: what clients call it (default: folder)."""
+    """The checkpoint, and what of it is served."""
 
     path: InputPath = BUNDLED
+    """A Hugging Face folder, a hub id such as Qwen/Qwen3-30B-A3B, or "bundled" for the model in the
+    package."""
     name: str | None = None
+    """What clients call the model. null: as its folder."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    max_context_tokens: Count | None = None  # None: what the checkpoint states
+    """What is computed in. "auto": as the checkpoint is stored, but float32 for float16."""
+    max_context_tokens: Count | None = None
+    """The longest sequence that is served, prompt and answer together. null: what the checkpoint
+    states, and never more than that."""
 
     def context_tokens(self, stated: int) -> int:
         """The longest sequence that is served of a checkpoint that states so many tokens."""
@@ -45,28 +52,39 @@ class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes and placement of the attention and expert groups, and of the prefill workers. Either
-    pipeline may be left out (0 ranks): the other one then does its work too.
-
-    placement "pack" puts ranks on as few nodes as fit; "spread" puts the attention group and the
-    expert group on different nodes. device "auto" takes GPUs where the Ray cluster has them.
-    resources_*: extra Ray resources that each rank of the group asks for. give_up_s: how long a
-    rank of the attention/expert group, which is not replaced, may be of no use before the server
-    ends (`tandem serve`, exit status 3) or is started again (`serve run`).
-    """
+    pipeline may be left out (0 ranks): the other one then does its work too."""
 
     attention_ranks: NonNegative = 1
+    """Ranks of the attention group. With expert_ranks they are one pipeline: both at least 1, or
+    both 0."""
     expert_ranks: NonNegative = 1
+    """Ranks of the expert group, among which the routed experts of each layer are divided."""
     prefill_ranks: NonNegative = 0
+    """Workers of the prefill pipeline: classification, scores, and completions of one token."""
     placement: Literal["pack", "spread"] = "pack"
+    """ "pack": ranks on as few nodes as fit. "spread": the attention group and the expert group on
+    different nodes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute. "auto": on GPUs where the Ray cluster has them."""
     cpus_per_rank: Annotated[float, Meta(ge=0)] = 0.25
+    """CPUs that each rank asks Ray for: a share in placement, no bound on what it uses."""
     torch_threads: Count = 1
+    """Threads of a rank's products."""
     attention_resources: dict[str, float] = {}
+    """Extra Ray resources, by name, that each attention rank asks for."""
     expert_resources: dict[str, float] = {}
+    """Extra Ray resources, by name, that each expert rank asks for."""
     prefill_resources: dict[str, float] = {}
-    address: str | None = None  # Ray address; None: RAY_ADDRESS if set, else a local cluster
+    """Extra Ray resources, by name, that each prefill worker asks for."""
+    address: str | None = None
+    """Of the Ray cluster. null: RAY_ADDRESS if that is set, else a local cluster is started."""
     ready_timeout_s: Seconds = 180.0
+    """Seconds until ranks must be placed, loaded and joined. Also how long prefill requests that
+    are under way wait for a lost worker to be replaced."""
     give_up_s: Seconds = 10.0
+    """Seconds for which a rank of the attention and expert groups, which is not replaced, may be of
+    no use before the server ends (`tandem serve`, exit status 3) or is started again (`serve
+    run`)."""
 
     @property
     def ranks(self) -> int:
@@ -87,25 +105,30 @@ class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ChannelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """backend "auto" follows placement: nccl between GPUs, ipc on one GPU, shm on one node, tcp.
-
-    A peer that is silent for silence_s (its heartbeat comes every heartbeat_s) counts as hung; over
-    shm after four times as long, unless its process is stopped. A rank whose loop is in one step (a
-    layer, or less) for stuck_s ends its heartbeats. An expert rank that goes on beating, but has
-    answered nothing of an attention rank for reply_s, is lost to it.
-    deadline_s bounds connecting, handshakes and a blocked send. For spin_s after a payload a
-    waiting rank looks again and again instead of sleeping: to wake a core costs more than a short
-    wait (None: SPIN_S where a node has a core for each rank, else 0).
-    """
+    """How ranks are joined, and when a peer counts as lost."""
 
     backend: Literal["auto", "shm", "tcp", "nccl", "ipc"] = "auto"
+    """What moves payloads between ranks. "auto" follows placement: nccl between GPUs, ipc on one
+    GPU, shm on one node, else tcp."""
     heartbeat_s: Seconds = 0.2
+    """Seconds between two heartbeats of a rank."""
     silence_s: Seconds = 1.5
+    """Seconds without a heartbeat after which a peer counts as hung, at least twice heartbeat_s. On
+    the same machine after four times as long, unless its process is stopped."""
     stuck_s: Seconds = 60.0
+    """Seconds for which a rank's loop may be in one step (a layer, or less) before its heartbeats
+    end."""
     reply_s: Seconds = 300.0
+    """Seconds after which an expert rank that goes on beating, but has answered nothing of an
+    attention rank, is lost to it."""
     deadline_s: Seconds = 10.0
+    """Seconds that connecting, a handshake or a blocked send may take."""
     spin_s: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Seconds after a payload during which a waiting rank polls without sleeping: to wake a core
+    costs more than a short wait. null: 0.005 where a node has a core for each rank, else 0."""
     segment_bytes: Annotated[int, Meta(ge=4096)] = 8 << 20
+    """Bytes of a segment of memory through which a link sends over shm and ipc; doubled until a
+    payload fits."""
 
     def __post_init__(self) -> None:
         if self.silence_s < 2 * self.heartbeat_s:
@@ -115,90 +138,105 @@ class ChannelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class KvConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """block_tokens is part of the block hash: all ranks must agree. pool_tokens None: chosen from
-    the free memory (memory_fraction of it, shared by the ranks of a node, of both pipelines; a
-    GPU's, where each rank has its own). share_partial_blocks
-    False: prefixes are shared by whole blocks only. share_between_keys: requests with different
-    http.api_keys find each other's prefixes; then `cached_tokens`, and the time of an answer, tell
-    a client what others have sent."""
+    """The KV pool of a rank, and whose prefixes are found again."""
 
     block_tokens: Count = 16
+    """Tokens of a block. Part of the block hash: all ranks must agree."""
     pool_tokens: Count | None = None
+    """Tokens that a rank's pool holds. null: chosen from the free memory."""
     memory_fraction: Annotated[float, Meta(gt=0, le=0.9)] = 0.2
+    """Of the free memory, for the pools: a node's, shared by its ranks of both pipelines, or a
+    GPU's, where each rank has its own. Counts where pool_tokens is null."""
     prefix_cache: bool = True
+    """Whether blocks of earlier prompts and answers are found again."""
     share_partial_blocks: bool = True
+    """Whether prefixes are also shared by parts of a block. false: by whole blocks only."""
     share_between_keys: bool = False
+    """Whether requests with different http.api_keys find each other's prefixes; then
+    `cached_tokens`, and the time of an answer, tell a client what others have sent."""
 
 
 class ScheduleConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The plan used where no planner answers (a batch with fewer than min_split_tokens per
-    micro-batch is cut into fewer), and the limits of a batch.
-
-    max_waiting: sequences per rank of which nothing has come back yet. request_share: of a batch
-    and of those places, what one client request may hold while others are there too (at least one
-    sequence of it).
-    """
+    """The plan used where no planner answers, and the limits of a batch."""
 
     order: Order = Order.ASAS
+    """In which order an attention rank runs attention (A) and shared experts (S): naive and pppipe,
+    S before dispatch; asas, A S A S; aass, all A of a layer first."""
     r1: Count = 2
+    """Micro-batches of a batch."""
     r2: Count = 1
+    """Token groups of a micro-batch, each dispatched by itself. Other than 1 with asas and aass
+    only."""
     min_split_tokens: Count = 32
+    """Tokens that a micro-batch or token group has at least: a smaller batch is cut into fewer."""
     max_batch_tokens: Count = 4096
+    """Tokens of a batch at most, on attention ranks."""
     max_batch_sequences: Count = 256
+    """Sequences of a batch at most, on attention ranks."""
     max_waiting: Count = 1024
+    """Sequences per rank of which nothing has come back yet: beyond, requests are refused with
+    429."""
     request_share: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    """Of a batch, and of the places of max_waiting, what one client request may hold while others
+    are there too (at least one sequence of it)."""
 
     def __post_init__(self) -> None:
         Plan(r1=self.r1, r2=self.r2, order=self.order)  # raises if they do not fit together
 
 
 class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Workers of the prefill pipeline (groups.prefill_ranks of them).
-
-    experts: where a worker finds the experts of a layer. "resident": all in its memory. "gathered":
-    1/N of each layer in its memory, the rest fetched from the other workers behind compute.
-    "streamed": read from a host store behind compute. "hybrid": its own 1/N from the host store,
-    `shard_window` layers ahead, and from there gathered. "all_to_all": 1/N, and activations travel
-    instead of weights, in lockstep (the baseline, DP+EP).
-    resident_layers: layers whose experts stay in memory all the same, the first of them included.
-    host_store: folder for the expert file of "streamed" and "hybrid", made where the checkpoint
-    stores experts otherwise than they are computed with; None: in the system's temporary files.
-    packed_experts: experts move as the processor computes with them; false: as matrices, where the
-    processors of the workers differ.
-    kv_free: no KV pool and no prefix cache; only prompts of one batch share their prefixes.
-    saturation: the operator's threshold in FLOPs; None: calibrated. margin: gamma of Eq. 1.
-    engine "stub" answers without computing: to measure everything around the engine.
-    """
+    """Workers of the prefill pipeline (groups.prefill_ranks of them)."""
 
     experts: Literal["resident", "gathered", "streamed", "hybrid", "all_to_all"] = "resident"
+    """Where a worker finds the experts of a layer. "resident": all in its memory. "gathered": 1/N
+    of each layer in its memory, the rest fetched from the other workers behind compute. "streamed":
+    read from a host store behind compute. "hybrid": its own 1/N from the host store, and from there
+    gathered. "all_to_all": 1/N, and activations travel instead of weights, in lockstep (the
+    baseline, DP+EP)."""
     resident_layers: Count = 1
+    """Layers whose experts stay in memory all the same, the first of them included."""
     shard_window: Count = 2
+    """Layers by which a worker reads its 1/N ahead, with "hybrid"."""
     host_store: OutputFolder | None = None
+    """Folder for the expert file of "streamed" and "hybrid", made where the checkpoint stores
+    experts otherwise than they are computed with. null: in the system's temporary files."""
     packed_experts: bool = True
+    """Whether experts move as the processor computes with them. false: as matrices, where the
+    processors of the workers differ."""
     kv_free: bool = False
+    """Whether workers go without a KV pool and a prefix cache: then only prompts of one batch share
+    their prefixes."""
     max_batch_tokens: Count = 4096
+    """Tokens of a batch at most, on prefill workers."""
     max_batch_sequences: Count = 256
+    """Sequences of a batch at most, on prefill workers."""
     saturation: Count | None = None
+    """FLOPs of work at which a worker counts as saturated. null: calibrated from what it
+    measures."""
     margin: Annotated[float, Meta(ge=0, le=10)] = 0.1
+    """Gamma of Eq. 1: by which fraction the calibrated threshold lies above what hides all
+    transfers."""
     engine: Literal["torch", "stub"] = "torch"
+    """ "stub" answers without computing: to measure everything around the engine."""
 
 
 class PlannerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The planner that chooses a plan for every batch. Where it has none, `schedule` rules.
-
-    hardware: a file of `tandem profile`, or the name of one in the package; None: learned from what
-    the ranks measure. refit: whether the file's figures follow what they measure. beyond: also
-    plans that FinDEP's search space lacks. A rank that waits for an answer for longer than
-    answer_deadline_s says so and asks no more until it comes. Of all batches that a rank runs, one
-    every report_s is measured for the planner.
-    """
+    """The planner that chooses a plan for every batch. Where it has none, `schedule` rules."""
 
     enabled: bool = True
+    """Whether there is a planner. false: the section `schedule` rules."""
     hardware: InputPath | None = None
+    """A file of `tandem profile`, or the name of one in the package. null: learned from what the
+    ranks measure."""
     refit: bool = True
+    """Whether the file's figures follow what the ranks measure. false needs a hardware file."""
     beyond: bool = True
+    """Whether plans are considered that FinDEP's search space lacks."""
     answer_deadline_s: Seconds = 1.0
+    """Seconds after which a rank that waits for an answer says so, and asks no more until it
+    comes."""
     report_s: Annotated[float, Meta(ge=0, le=3600)] = 0.1
+    """Seconds between two batches of a rank that are measured for the planner. 0: every batch."""
 
     def __post_init__(self) -> None:
         if self.hardware is None and not self.refit:
@@ -209,10 +247,11 @@ class PlannerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ServeConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """name: of this application on its Ray cluster, where others of other names and ports may run;
-    up to 40 of a-z, 0-9 and -."""
+    """The application on its Ray cluster."""
 
     name: str = "tandem"
+    """Of this application on its Ray cluster, where others of other names and ports may run: 1 to
+    40 of a-z, 0-9 and -, of which - is neither first nor last."""
 
     def __post_init__(self) -> None:
         if re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", self.name) is None:
@@ -223,49 +262,58 @@ class ServeConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """front "direct": the ingress listens on host:port itself, so that a streamed token costs no
-    Ray call; "serve": through Ray Serve's proxy (`serve run`), which has its own host and port.
-
-    api_keys: bearer tokens, one of which every request for the model must carry; none: open to all.
-    metrics_key: the bearer token of /metrics and /load; None: these are open to all.
-    tls_certificate, tls_key: PEM files; both or neither. root_path: the prefix that a proxy in
-    front takes off. access_log: one line a request (logger tandem.access), never its text.
-
-    What a client may cost before and beside its request, on front "direct":
-    max_header_bytes: request line and headers, or the trailers of a body; max_headers: how many.
-    max_connections: None: what the descriptor limit allows, up to 8192. At the cap the oldest
-    connection that has not yet sent a valid key (a complete request, where no keys are
-    configured) makes room, then the one that has been idle longest; where all are at work a new one
-    is refused. max_connections_per_address: for servers that no proxy stands in front of.
-    header_timeout_s: from accepting a connection, or from the first byte of a further request, to
-    the end of its headers. keep_alive_s: idle between requests. body_timeout_s: from the end of the
-    headers to the end of the body, however it trickles in (also on front "serve").
-    write_timeout_s: a client that reads less than 1 KiB/s of its answer over so long is cut off.
-    """
+    """The HTTP server: who may use it, and what a client may cost before and beside its request."""
 
     front: Literal["direct", "serve"] = "direct"
+    """ "direct": the ingress listens on host:port itself, so that a streamed token costs no Ray
+    call. "serve": through Ray Serve's proxy (`serve run`), which has its own host and port."""
     host: str = "127.0.0.1"
+    """Address to listen on, with front "direct"."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    """Port to listen on, with front "direct". 0: a free one."""
     max_body_bytes: Count = 8 << 20
+    """Bytes of a request's body at most; over it 413."""
     max_batch_items: Count = 4096
+    """Texts of a classification, or sequences of a completion, that one request may ask for."""
     request_timeout_s: Seconds = 600.0
+    """Seconds that a request may take in all; over it 504."""
     api_keys: list[str] = []
+    """Bearer tokens, one of which every request for the model must carry. Empty: open to all."""
     metrics_key: str | None = None
+    """The bearer token of /metrics and /load. null: these are open to all."""
     tls_certificate: InputPath | None = None
+    """PEM file, together with tls_key. null: plain HTTP."""
     tls_key: InputPath | None = None
+    """PEM file, together with tls_certificate."""
     root_path: str = ""
+    """The prefix that a proxy in front takes off, such as /llm."""
     access_log: bool = True
+    """Whether there is a line for each request (logger tandem.access), never with its text."""
     max_header_bytes: Annotated[int, Meta(ge=256, le=1 << 20)] = 16 << 10
+    """Bytes of request line and headers, or of the trailers of a body."""
     max_headers: Count = 100
+    """Headers of a request, or trailers of its body."""
     max_connections: Count | None = None
+    """Connections at a time. null: what the descriptor limit allows, up to 8192. At the cap the
+    oldest connection that has not yet sent a valid key (a complete request, where no keys are
+    configured) makes room, then the one that has been idle longest; where all are at work a new one
+    is refused."""
     max_connections_per_address: Count | None = None
+    """Connections at a time from one address, for servers that no proxy stands in front of. null:
+    no such bound."""
     header_timeout_s: Seconds = 10.0
+    """Seconds from accepting a connection, or from the first byte of a further request, to the end
+    of its headers."""
     keep_alive_s: Seconds = 75.0
+    """Seconds for which a connection may be idle between requests."""
     body_timeout_s: Seconds = 60.0
+    """Seconds from the end of the headers to the end of the body, however it trickles in (also with
+    front "serve")."""
     write_timeout_s: Seconds = 60.0
+    """Seconds over which a client may read less than 1 KiB/s of its answer before it is cut off."""
 
     def __post_init__(self) -> None:
-        _check_keys(self)
+        check_keys(self.api_keys, self.metrics_key)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError(
                 "tls_certificate and tls_key belong together (--ssl-certfile, --ssl-keyfile): "
@@ -282,54 +330,25 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
             )
 
 
-def _check_keys(http: HttpConfig) -> None:
-    """Raises ValueError for a key that would let everybody in, or nobody. Names its place, never
-    the key: messages end in logs."""
-    for index, key in enumerate(http.api_keys):
-        _check_key(f"api_keys[{index}]", key)
-        first = http.api_keys.index(key)
-        if first < index:
-            raise ValueError(f"api_keys[{index}] is the same as api_keys[{first}]: remove one")
-    if http.metrics_key is not None:
-        _check_key("metrics_key", http.metrics_key)
-
-
-def _check_key(name: str, key: str) -> None:
-    if not key:
-        raise ValueError(f"{name} is empty: remove it, or give a key")
-    if len(key) > MAX_KEY_CHARACTERS:
-        raise ValueError(
-            f"{name} has {len(key)} characters, at most {MAX_KEY_CHARACTERS} are accepted"
-        )
-    wrong = next((at for at, one in enumerate(key) if not "!" <= one <= "~"), None)
-    if wrong is not None:
-        raise ValueError(
-            f"{name}: character {wrong + 1} of {len(key)} is white space, a control character or "
-            "not ASCII; no Authorization header can carry that: use visible ASCII characters"
-        )
-
-
 class LimitsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one request may become, and what all open ones of an ingress may hold together. More is
-    refused before it is made: 413, or 429 where only others leave too little.
-
-    passes: sequences that a request becomes (rows x passes of their labels, prompts x n).
-    pass_tokens: tokens of all these sequences, those to generate included. label_tokens: of all
-    labels of a classification. answer_bytes: of an answer as JSON, as estimated; log-probabilities
-    are most of it. (A prompt is bounded by the model: no more characters than a context of its
-    longest tokens.)
-    open_bytes: held by all open requests: bodies as they come in, texts, tokens, scores, answers.
-    request_fraction: of these, at most what one request may hold.
-    tokenizing_threads: long texts are tokenised there in pieces; requests take turns.
-    """
+    refused before it is made: 413, or 429 where only others leave too little."""
 
     passes: Count = 65_536
+    """Sequences that a request becomes: rows x passes of their labels, prompts x n."""
     pass_tokens: Count = 1 << 25
+    """Tokens of all these sequences, those to generate included. A prompt is bounded by the model
+    as well: no more characters than a context of its longest tokens."""
     label_tokens: Count = 65_536
+    """Tokens of all labels of a classification."""
     answer_bytes: Annotated[int, Meta(ge=1 << 10, le=128 << 20)] = 64 << 20
+    """Bytes of an answer as JSON, as estimated; log-probabilities are most of it."""
     open_bytes: Annotated[int, Meta(ge=1 << 20)] = 512 << 20
+    """Bytes held by all open requests: bodies as they come in, texts, tokens, scores, answers."""
     request_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    """Of open_bytes, what one request may hold at most."""
     tokenizing_threads: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Threads in which long texts are tokenised in pieces; requests take turns."""
 
     @property
     def request_bytes(self) -> int:
@@ -338,20 +357,24 @@ class LimitsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class LogConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """level: from which on events are written. folder: of a folder for each run; None: with `tandem
-    serve` $XDG_STATE_HOME/tandem/NAME, elsewhere standard error only. runs: how many are kept.
-    max_file_bytes: of a file, which then begins anew, with one older part beside it."""
+    """What is logged, and where to."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """From which on events are written."""
     folder: OutputFolder | None = None
+    """Where each run gets a folder. null: with `tandem serve` $XDG_STATE_HOME/tandem/NAME,
+    elsewhere standard error only."""
     runs: Count = 10
+    """Folders of runs that are kept."""
     max_file_bytes: Annotated[int, Meta(ge=1 << 16)] = 64 << 20
+    """Bytes of a file, which then begins anew, with one older part beside it."""
 
 
 class TraceConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """spans: how many task spans each rank keeps (a ring). 0 switches recording off."""
+    """The timeline that a rank keeps of its tasks."""
 
     spans: NonNegative = 20_000
+    """Task spans that each rank keeps, the latest ones. 0 switches recording off."""
 
 
 class TandemConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

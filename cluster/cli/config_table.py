@@ -1,17 +1,19 @@
 """Every key of the configuration, with its default, what it takes, and what it means.
 
-Meanings stand in the docstrings of contracts/config.py: "key: text", or "key, other: text".
+A meaning is the string below the field, in contracts/config.py.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
-import re
-from itertools import zip_longest
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 from msgspec import inspect as types
+from rich.markup import escape
 from rich.table import Table
 
 from contracts.config import TandemConfig
@@ -29,23 +31,32 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     meaning: str
 
 
-def keys_of(config: TandemConfig) -> list[Key]:
-    """In the order of the sections."""
+def sections() -> Iterator[tuple[str, types.StructType]]:
+    """Name and fields of each, in their order."""
     kind = types.type_info(TandemConfig)
     assert isinstance(kind, types.StructType)
+    for section in kind.fields:
+        assert isinstance(section.type, types.StructType)
+        yield section.name, section.type
+
+
+def keys_of(config: TandemConfig) -> list[Key]:
+    """In the order of the sections."""
     defaults, values = msgspec.to_builtins(TandemConfig()), msgspec.to_builtins(config)
-    return [
-        Key(
-            key=f"{section.name}.{field.name}",
-            value=_open(field.name, values[section.name][field.name]),
-            default=defaults[section.name][field.name],
-            takes=_takes(field.type),
-            meaning=meaning,
+    keys: list[Key] = []
+    for section, kind in sections():
+        meanings = _meanings(kind.cls)
+        keys += (
+            Key(
+                key=f"{section}.{field.name}",
+                value=_open(field.name, values[section][field.name]),
+                default=defaults[section][field.name],
+                takes=_takes(field.type),
+                meaning=meanings.get(field.name, ""),
+            )
+            for field in kind.fields
         )
-        for section in kind.fields
-        if isinstance(section.type, types.StructType)
-        for field, meaning in zip(section.type.fields, _meanings(section.type), strict=True)
-    ]
+    return keys
 
 
 def _open(name: str, value: Any) -> Any:
@@ -60,30 +71,27 @@ def table_of(keys: list[Key]) -> Table:
     for heading in ("key", "value", "takes", "meaning"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "key")  # to be copied
     for key in keys:
-        shown = _shown(key.value)
-        changed = key.value != key.default
-        value = f"[bold]{shown}[/] (default {_shown(key.default)})" if changed else shown
+        value = escape(shown(key.value))
+        if key.value != key.default:
+            value = f"[bold]{value}[/] (default {escape(shown(key.default))})"
         table.add_row(key.key, value, key.takes, key.meaning)
     return table
 
 
-def _shown(value: Any) -> str:
-    text = "–" if value is None else msgspec.json.encode(value).decode()
-    return text.strip('"').replace("[", r"\[")
+def shown(value: Any) -> str:
+    return "–" if value is None else msgspec.json.encode(value).decode().strip('"')
 
 
-def _meanings(section: types.StructType) -> list[str]:
-    """One for each field; empty where the docstring has none."""
-    text = " ".join((inspect.getdoc(section.cls) or "").split())
-    names = [field.name for field in section.fields]
-    one = rf"(?:{'|'.join(sorted(names, key=len, reverse=True))})"
-    found = list(re.finditer(rf"(?:^|(?<=[.;)] ))({one}(?:, {one})*(?: and {one})?):? ", text))
-    told: dict[str, str] = {}
-    for here, there in zip_longest(found, found[1:]):
-        meaning = text[here.end() : there.start() if there else len(text)].strip(" ;")
-        for name in re.findall(one, here[1]):
-            told.setdefault(name, meaning)
-    return [told.get(name, "") for name in names]
+def _meanings(section: type) -> dict[str, str]:
+    """By field: the string that stands below it in the class."""
+    (struct,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(struct, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field, below in pairwise(struct.body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                found[name] = " ".join(text.split())
+    return found
 
 
 def _takes(kind: types.Type) -> str:

@@ -17,7 +17,7 @@ from dashboards.generate import TARGET, dashboard
 from deploy.args import serve_config
 from tests.architecture.support import ROOT, modules, tracked_files
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".cfg", ".sh", ".svg", ""}
 SUFFIXES = {"bucket", "sum", "count"}
 KNOWN = {metric.name: metric for metric in metrics.ALL}

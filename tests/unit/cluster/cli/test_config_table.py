@@ -7,6 +7,8 @@ import json
 import msgspec
 import pytest
 
+from cluster.cli.config_page import TARGET, page
+from cluster.cli.config_table import keys_of
 from cluster.cli.main import main
 from contracts.config import TandemConfig
 
@@ -24,7 +26,7 @@ def test_every_key_is_printed_with_its_default_and_what_it_takes(
     r1 = found["schedule.r1"]
     assert (r1["value"], r1["default"], r1["takes"]) == (4, 2, "int >= 1")
     assert found["groups.placement"]["takes"] == "pack, spread"
-    assert found["log.level"]["meaning"] == "from which on events are written."
+    assert found["log.level"]["meaning"] == "From which on events are written."
     assert found["prefill.margin"]["takes"] == "float >= 0, <= 10"
     assert "secret" not in out
 
@@ -34,3 +36,21 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for part in ("key", "meaning", "serve.name", "kv.block_tokens"):
         assert part in out
+
+
+def test_every_key_says_what_it_means() -> None:
+    without = [key.key for key in keys_of(TandemConfig()) if not key.meaning.endswith(".")]
+    assert not without, "put a sentence below the field in contracts/config.py"
+
+
+def test_every_time_and_size_says_its_unit() -> None:
+    units = {"_s": "seconds", "_bytes": "bytes"}
+    for key in keys_of(TandemConfig()):
+        for ending, unit in units.items():
+            if key.key.endswith(ending):
+                assert unit in key.meaning.lower(), key.key
+
+
+def test_the_page_of_the_configuration_is_the_generated_one() -> None:
+    stored = TARGET.read_text(encoding="utf-8")
+    assert stored == page(), "run `python -m cluster.cli.config_page`"

@@ -1,0 +1,58 @@
+"""Writes docs/configuration.md, what `tandem config` prints as a page.
+
+python -m cluster.cli.config_page
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import groupby
+from pathlib import Path
+
+from cluster.cli.config_table import Key, keys_of, sections, shown
+from contracts.config import TandemConfig
+
+TARGET = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+_HEAD = """# Configuration
+
+Every key, with its default, what it takes, and what it means. This page is generated from the
+fields of `contracts/config.py` (`python -m cluster.cli.config_page`); `tandem config` prints the
+same of the configuration that it is given.
+
+A configuration is one file of these sections, YAML or TOML. `--set section.key=value` overrides a
+key of it, a named option such as `--model` overrides both; what is left out has its default. An
+unknown key is refused, with the nearest known one, and so is a value out of bounds. Relative paths
+are those of the folder in which the command is given. "–" as a default is `null`: nothing given.
+"""
+_ROW = "| `{}` | {} | {} | {} |"
+
+
+def page() -> str:
+    kinds = {name: kind.cls for name, kind in sections()}
+    parts = [_HEAD]
+    for section, keys in groupby(keys_of(TandemConfig()), lambda key: key.key.partition(".")[0]):
+        parts += [
+            "",
+            f"## `{section}`",
+            "",
+            " ".join((inspect.getdoc(kinds[section]) or "").split()),
+        ]
+        parts += ["", "| key | default | takes | meaning |", "|---|---|---|---|"]
+        parts += map(_row, keys)
+    return "\n".join(parts).replace("\n\n\n", "\n\n") + "\n"
+
+
+def _row(key: Key) -> str:
+    name = key.key.partition(".")[2]
+    default = shown(key.default) or '""'
+    if name.endswith("_bytes") and key.default >= 1 << 20:
+        default += f" ({key.default >> 20} MiB)"
+    return _ROW.format(name, default, key.takes, key.meaning.replace("|", "\\|"))
+
+
+def main() -> None:
+    TARGET.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
