@@ -1,14 +1,22 @@
-# make demo | make test | make lint: each sets up .venv by itself.
+# make demo | make test | make check | make lint: each sets up .venv by itself.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint ruff types layers format clean
+.PHONY: demo test check quick lint ruff types layers format clean
 demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2
+
+# What to run before every commit: lint and the quick tests, beside each other.
+check: $(VENV)/.installed
+	$(MAKE) --jobs 2 ruff types layers quick
+
+quick: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 -m "not long and not slow" \
+		tests/unit tests/property tests/architecture
 
 lint: ruff types layers
 

@@ -154,8 +154,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "executor: the layer after the last is attended",
         "actors/engine/executor.py",
-        "is_last = micro_batch.layer == self._half.spec.num_layers",
-        "is_last = micro_batch.layer > self._half.spec.num_layers",
+        "is_last = micro_batch.layer == self.layers",
+        "is_last = micro_batch.layer > self.layers",
         _EXECUTOR,
     ),
     Bug(

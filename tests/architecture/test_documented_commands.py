@@ -75,12 +75,14 @@ def test_what_the_table_says_is_there() -> None:
     assert {command.document for command in COMMANDS} == set(DOCUMENTS)
 
 
+@pytest.mark.long
 def test_a_documented_name_is_a_command(folder: Path) -> None:
     listed = run("tandem --help", folder).stdout
     for name in {command.text for command in COMMANDS if is_name(command.text)}:
         assert re.search(rf"^ +{name.split()[1]}\b", listed, re.MULTILINE), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", texts(r"tandem plan |cat "))
 def test_plans_are_made_as_documented(folder: Path, text: str) -> None:
     text = "tandem plan spec.json --beyond" if text == "tandem plan --beyond" else text
@@ -92,6 +94,7 @@ def test_plans_are_made_as_documented(folder: Path, text: str) -> None:
         assert all(option in done.stdout for option in ("--json", "--beyond", "--picture"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", texts("tandem doctor .+"))
 def test_doctor_is_run_as_documented(folder: Path, text: str) -> None:
     done = run(text, folder)
@@ -99,6 +102,7 @@ def test_doctor_is_run_as_documented(folder: Path, text: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_the_configuration_is_shown_as_documented(folder: Path) -> None:
     for text in texts("tandem config"):
         done = run(text, folder)
@@ -106,11 +110,13 @@ def test_the_configuration_is_shown_as_documented(folder: Path) -> None:
         assert "max_batch_tokens" in done.stdout
 
 
+@pytest.mark.long
 def test_the_documented_file_is_a_configuration(folder: Path) -> None:
     config = load_config(folder / "tandem.yaml", ["schedule.r1=4"])
     assert (config.model.path, config.schedule.r1) == (BUNDLED, 4)
 
 
+@pytest.mark.long
 def test_documented_benchmarks_are_there() -> None:
     for text in texts("python -m benchmarks"):
         path = ROOT / text.split(" ")[2].replace(".", "/")

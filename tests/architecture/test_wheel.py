@@ -64,6 +64,7 @@ def python(site: Path, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_nothing_is_missing_in_the_wheel(wheel: Path) -> None:
     """FINDINGS C: the wheel lacks `dashboards/`, which the documents refer to."""
     held = set(zipfile.ZipFile(wheel).namelist())
@@ -72,6 +73,7 @@ def test_nothing_is_missing_in_the_wheel(wheel: Path) -> None:
     assert all(name.endswith(".dist-info") for name in foreign), foreign
 
 
+@pytest.mark.long
 def test_commands_run_from_the_wheel_in_an_empty_folder(site: Path, tmp_path: Path) -> None:
     where = python(site, tmp_path, "-c", "import cluster.cli.main as cli; print(cli.__file__)")
     assert Path(where.strip()).is_relative_to(site)

@@ -31,7 +31,7 @@ def missing(what: object) -> str:
 
 needs_nccl = pytest.mark.skipif(bool(missing("nccl")), reason=missing("nccl"))
 needs_ipc = pytest.mark.skipif(bool(missing("ipc")), reason=missing("ipc"))
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("forked_processes")]
 
 
 @needs_nccl

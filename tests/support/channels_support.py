@@ -201,7 +201,7 @@ def is_foreign(fd: int, target: str) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def nothing_leaks(forked_processes: None) -> Iterator[None]:
+def nothing_leaks() -> Iterator[None]:
     """Fails a test after which a thread, a descriptor or a file in /dev/shm is left."""
     gc.collect()
     gc.freeze()  # so that the collection after the test looks through that test's objects only

@@ -51,6 +51,7 @@ TABLE: list[tuple[str, Tried | Left]] = [
     ("make demo", Tried(SERVED, "slow, and as `tandem demo`: make installs")),
     ("python -m cluster.bulk", Tried("tests/ray/test_bulk.py", "as a job")),
     ("make test", Left("runs this")),
+    ("make check", Left("runs a part of this")),
     ("make lint", Left("ruff, mypy and import rules of the clone, run beside the tests")),
     ("RAY_ADDRESS=HEAD:6379 tandem serve *", Tried("tests/ray/test_existing_cluster.py")),
     ("serve run deploy/serve.yaml*", Left(CLUSTER)),

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from contracts.import_path import (
     PACKAGES,
     ROOT,
@@ -40,6 +42,7 @@ def run(*command: str, cwd: Path, path: str = f"{ROOT}") -> subprocess.Completed
     )
 
 
+@pytest.mark.long
 def test_the_command_line_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
     """FINDINGS B8. An empty entry of PYTHONPATH is the current folder, too."""
     folder = hostile(tmp_path, "contracts", "kernels", "planner", "models")
@@ -52,12 +55,14 @@ def test_the_command_line_imports_nothing_from_the_current_folder(tmp_path: Path
     assert "folder one stands in" in done.stderr, "without it, they are"
 
 
+@pytest.mark.long
 def test_python_m_cluster_in_a_folder_with_a_module_of_ours(tmp_path: Path) -> None:
     """FINDINGS B8."""
     done = run("-m", "cluster", "--help", cwd=hostile(tmp_path, "contracts", "planner"))
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.long
 def test_a_rank_in_a_process_of_its_own_in_such_a_folder(tmp_path: Path) -> None:
     """FINDINGS B8."""
     command = module_command("actors.ranks.process")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import socket
 import threading
 from typing import Any
@@ -22,12 +21,10 @@ from actors.channels.base import (
     PeerJoined,
     PeerLost,
 )
-from contracts.clock import monotonic_s
 from contracts.errors import (
     ChannelError,
     HandshakeError,
     PeerDeadError,
-    PeerHungError,
 )
 from contracts.requests import Priority
 from tests.support.channels_support import (
@@ -42,7 +39,6 @@ from tests.support.channels_support import (
     raw_bytes,
     send,
     wait_for,
-    with_peer,
 )
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
@@ -123,34 +119,6 @@ def test_a_packet_stays_readable_after_its_endpoint_was_closed(backend: str) -> 
         packet.release()
 
 
-def test_another_process_echoes_packets_of_all_sizes(backend: str) -> None:
-    with with_peer(backend, "echo") as (main, _):
-        for number, rows in enumerate((1, 0, 17, 512, 5000)):
-            sent = [
-                random_tensor("bfloat16", (rows, 512), number),
-                random_tensor("int32", (rows, 4), number),
-            ]
-            send(main, "peer", sent, header(number))
-            packet = first_packet(main)
-            assert (packet.header.kind, packet.header.batch) == (Kind.E2A, number)
-            assert [raw_bytes(t) for t in packet.tensors] == [raw_bytes(t) for t in sent]
-            packet.release()
-
-
-def test_both_directions_saturated_at_once_end_without_a_deadlock(backend: str) -> None:
-    packets, elements = 40, 1 << 19  # 80 MiB each way before anybody looks
-    options = {"packets": packets, "elements": elements, "silence_s": 20.0}
-    with with_peer(backend, "flood", options=options, silence_s=20.0) as (main, peer):
-        for index in range(packets):
-            reservation = main.reserve("peer", [Part("int32", (elements,))])
-            reservation.tensors[0].fill_(index)
-            main.commit(reservation, header(index))
-        for packet in wait_for(main, Packet, packets, deadline_s=60.0):
-            assert bool((packet.tensors[0] == packet.header.batch).all())
-            packet.release()
-        assert peer.line() == f"sound {packets}"
-
-
 def test_many_small_packets_to_a_peer_that_does_not_read_do_not_block(backend: str) -> None:
     with linked(backend) as (left, right):
         for number in range(3000):
@@ -163,64 +131,6 @@ def test_many_small_packets_to_a_peer_that_does_not_read_do_not_block(backend: s
                 assert packet.header.batch == int(packet.tensors[0]) == received
                 packet.release()
                 received += 1
-
-
-def test_a_killed_peer_is_dead_by_name(backend: str) -> None:
-    with with_peer(backend, "hold", options={"elements": 1 << 20}) as (main, peer):
-        send(main, "peer", [torch.ones(1 << 20)], header())
-        packet = first_packet(main)
-        assert peer.line() == "holding"
-        peer.signal(signal.SIGKILL)
-        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
-        assert (lost.peer, type(lost.error), lost.error.peer) == ("peer", PeerDeadError, "peer")
-        assert packet.tensors[0].numel() == 1 << 20
-        packet.release()
-        assert main.peers() == ()
-        with pytest.raises(PeerDeadError, match="peer"):
-            main.reserve("peer", [Part("int32", (1,))])
-
-
-def test_a_stopped_peer_is_hung_by_name(backend: str) -> None:
-    with with_peer(backend, "hold", options={"elements": 4}) as (main, peer):
-        peer.signal(signal.SIGSTOP)
-        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
-        assert (lost.peer, type(lost.error), lost.error.peer) == ("peer", PeerHungError, "peer")
-        assert main.poll(0) == []  # told once
-        with pytest.raises(PeerHungError):
-            main.reserve("peer", [])
-
-
-def test_a_stopped_peer_is_hung_even_while_payload_is_sent_to_it(backend: str) -> None:
-    with with_peer(backend, "hold", options={"elements": 4}) as (main, peer):
-        peer.signal(signal.SIGSTOP)
-        for number in range(4):
-            send(main, "peer", [torch.ones(4 << 20)], header(number))
-        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
-        assert (lost.peer, type(lost.error)) == ("peer", PeerHungError)
-
-
-def test_a_receiver_that_computes_for_long_accuses_no_healthy_peer(backend: str) -> None:
-    with with_peer(backend, "echo", silence_s=2.0, heartbeat_s=0.1) as (main, _):
-        end_s = monotonic_s() + 4.0
-        matrix = torch.rand(400, 400)
-        while monotonic_s() < end_s:
-            matrix = torch.mm(matrix, matrix).clamp(0, 1)
-        send(main, "peer", [torch.ones(4)], header(5))
-        packet = first_packet(main)
-        assert packet.header.batch == 5
-        packet.release()
-
-
-def test_a_process_that_was_stopped_itself_accuses_nobody(backend: str) -> None:
-    options = {"silence_s": 1.5, "heartbeat_s": 0.1}
-    with with_peer(backend, "echo", options=options, silence_s=30.0) as (main, peer):
-        peer.signal(signal.SIGSTOP)
-        assert main.poll(3.0) == []
-        peer.signal(signal.SIGCONT)
-        send(main, "peer", [torch.ones(4)], header(9))
-        packet = first_packet(main)
-        assert packet.header.batch == 9
-        packet.release()
 
 
 def test_a_peer_that_closes_is_lost_after_its_last_packet(backend: str) -> None:

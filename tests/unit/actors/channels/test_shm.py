@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
-import tempfile
 
 import pytest
 import torch
 
-from actors.channels.base import Packet, Part, PeerLost
+from actors.channels.base import Packet, Part
 from actors.channels.segments import IDLE_S, check_memfd, create_memfd
 from contracts.clock import ManualClock
 from contracts.errors import ChannelError
@@ -21,7 +19,6 @@ from tests.support.channels_support import (
     nothing_leaks,  # noqa: F401
     send,
     wait_for,
-    with_peer,
 )
 
 SEGMENT_BYTES = 64 << 10
@@ -143,22 +140,6 @@ def test_a_segment_cannot_shrink_under_the_other_side() -> None:
         assert not check_memfd(plain, 4096)
     finally:
         os.close(plain)
-
-
-def test_nothing_is_left_on_the_machine_after_a_peer_was_killed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    segments = set(os.listdir("/dev/shm"))
-    with tempfile.TemporaryDirectory() as folder:  # ours alone; its name fits a socket's address
-        monkeypatch.setenv("TMPDIR", folder)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        with with_peer("shm", "echo") as (main, peer):
-            send(main, "peer", [torch.ones(1 << 20)], header())
-            first_packet(main).release()
-            peer.signal(signal.SIGKILL)
-            wait_for(main, PeerLost)
-        assert os.listdir(folder) == []
-    assert not [name for name in set(os.listdir("/dev/shm")) - segments if "tandem" in name]
 
 
 def test_an_address_is_free_for_the_next_endpoint_of_that_name() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import time
-
 import pytest
 import torch
 
-from actors.channels.base import Part, PeerLost
+from actors.channels.base import Part
 from actors.channels.buffers import BufferPool
-from contracts.errors import ChannelError, PeerDeadError, PeerHungError
+from contracts.errors import ChannelError
 from tests.support.channels_support import (
     endpoint,
     first_packet,
@@ -18,56 +15,7 @@ from tests.support.channels_support import (
     linked,
     nothing_leaks,  # noqa: F401
     send,
-    wait_for,
-    with_peer,
 )
-
-HALF = {"elements": 32 << 20}
-
-
-def test_a_peer_killed_in_the_middle_of_a_payload_is_dead_by_name() -> None:
-    with with_peer("tcp", "half", options=HALF) as (main, peer):
-        assert peer.line() == "half"
-        peer.signal(signal.SIGKILL)
-        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
-        assert (lost.peer, type(lost.error)) == ("peer", PeerDeadError)
-
-
-def test_a_peer_stopped_in_the_middle_of_a_payload_is_hung_by_name() -> None:
-    with with_peer("tcp", "half", options=HALF) as (main, peer):
-        assert peer.line() == "half"
-        peer.signal(signal.SIGSTOP)
-        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
-        assert (lost.peer, type(lost.error)) == ("peer", PeerHungError)
-
-
-def test_a_peer_killed_while_a_payload_is_sent_to_it_is_dead_by_name() -> None:
-    with with_peer("tcp", "echo", silence_s=30.0) as (main, peer):
-        peer.signal(signal.SIGSTOP)  # so that the payload certainly stays under way
-        for _ in range(3):
-            send(main, "peer", [torch.ones(8 << 20)], header())
-        peer.signal(signal.SIGKILL)
-        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
-        assert (lost.peer, type(lost.error)) == ("peer", PeerDeadError)
-
-
-def test_a_send_without_progress_for_the_deadline_is_a_hung_peer() -> None:
-    with with_peer("tcp", "echo", silence_s=30.0, deadline_s=2.0) as (main, peer):
-        peer.signal(signal.SIGSTOP)
-        for _ in range(3):
-            send(main, "peer", [torch.ones(8 << 20)], header())
-        lost = wait_for(main, PeerLost, deadline_s=10.0)[0]
-        assert isinstance(lost.error, PeerHungError)
-        assert "has taken nothing for 2 s" in str(lost.error)
-
-
-def test_heartbeats_pass_while_a_large_payload_waits_to_be_read() -> None:
-    with with_peer("tcp", "echo", silence_s=3.0, heartbeat_s=0.1) as (main, _):
-        send(main, "peer", [torch.ones(64 << 20)], header())  # 256 MiB there and back
-        time.sleep(4.0)  # longer than silence_s: the answer fills the sockets
-        packet = first_packet(main)
-        assert packet.tensors[0].numel() == 64 << 20
-        packet.release()
 
 
 def test_the_payload_is_received_straight_into_reused_memory() -> None:

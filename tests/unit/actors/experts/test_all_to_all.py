@@ -112,6 +112,7 @@ def run_all(
     return answers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "backend"),
     [("qwen3_moe", "shm"), ("mixtral", "tcp"), ("deepseek_v3", "tcp"), ("gpt_oss", "shm")],

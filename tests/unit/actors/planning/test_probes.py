@@ -62,6 +62,7 @@ def test_a_model_that_does_not_fit_is_refused(tiny_checkpoint: TinyCheckpoint) -
         pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_a_link_is_timed_in_both_directions(backend: str) -> None:
     with link_probe(backend) as probe:

@@ -342,6 +342,7 @@ ANY_PLAN = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
 def test_greedy_tokens_are_the_same_under_every_plan_of_a_planner(
     tiny_checkpoint: Checkpoints, family: str

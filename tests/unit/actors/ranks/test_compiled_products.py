@@ -43,6 +43,7 @@ def held_bytes(which: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="malloc is not glibc's")
 def test_a_rank_keeps_few_of_the_products_that_contexts_of_all_lengths_compile() -> None:
     """The soak's finding: ranks grew by half a megabyte with each new length, for an hour."""

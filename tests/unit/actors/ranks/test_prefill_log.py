@@ -22,6 +22,8 @@ from tests.support.group_harness import (
     prefill_config,
 )
 
+pytestmark = pytest.mark.long
+
 Checkpoints = Callable[..., Path]
 
 

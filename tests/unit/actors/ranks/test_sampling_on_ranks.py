@@ -25,6 +25,8 @@ from tests.support.group_harness import (
     rank_of,
 )
 
+pytestmark = pytest.mark.long
+
 Checkpoints = Callable[..., Path]
 PROMPT = [5, 6, 7, 8]
 EOS = 2

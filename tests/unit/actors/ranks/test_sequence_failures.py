@@ -24,6 +24,8 @@ from tests.support.group_harness import (
     rank_of,
 )
 
+pytestmark = pytest.mark.long
+
 Checkpoints = Callable[..., Path]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13], [14, 15, 16]]
 

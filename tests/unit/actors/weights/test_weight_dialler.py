@@ -73,6 +73,7 @@ def sources(folder: Path, count: int, **spec: Any) -> Iterator[list[PeerSource]]
             source.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hangs_up", [False, True])
 def test_a_peer_that_does_not_answer_is_skipped_and_the_rest_is_joined(
     tiny_checkpoint: Checkpoints, hangs_up: bool

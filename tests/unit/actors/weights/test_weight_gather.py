@@ -26,6 +26,7 @@ Checkpoints = Callable[..., Path]
 LAYERS = {"num_hidden_layers": 4}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "window", "backend"),
     [

@@ -277,6 +277,7 @@ _FIELDS = [
 ]
 
 
+@pytest.mark.long
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -15,6 +15,8 @@ from tests.support.fake_rank import TOKEN
 from tests.support.group_harness import ThreadGroup, group_config
 from tests.support.tiny_tokenizer import EOS, write_byte_level, write_sentencepiece_like
 
+pytestmark = pytest.mark.long
+
 Checkpoints = Callable[..., Path]
 PROMPT = "The quick brown fox"
 CHAT = [{"role": "user", "content": "yes or no?"}]

@@ -40,6 +40,7 @@ def api(folder: Path) -> Iterator[Api]:
         yield api
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", POSTS)
 def test_made_up_requests_are_answered_as_documented(api: Api, path: str, kind: str) -> None:

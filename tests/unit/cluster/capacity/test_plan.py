@@ -284,6 +284,7 @@ def fields_of(tree: dict[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
+@pytest.mark.long
 @settings(
     deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

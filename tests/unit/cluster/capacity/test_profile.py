@@ -47,6 +47,7 @@ def profiled(
     return output, plot
 
 
+@pytest.mark.long
 def test_a_profile_has_a_fit_for_every_stage_link_and_direction(
     profiled: tuple[Path, Path],
 ) -> None:
@@ -58,10 +59,12 @@ def test_a_profile_has_a_fit_for_every_stage_link_and_direction(
     assert hardware.kind == "measured"
 
 
+@pytest.mark.long
 def test_a_profile_is_drawn(profiled: tuple[Path, Path]) -> None:
     assert "<svg" in profiled[1].read_text()
 
 
+@pytest.mark.long
 def test_a_profile_is_hardware_to_plan_with(
     profiled: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -385,6 +385,7 @@ def test_names_of_the_server_and_its_model_are_options() -> None:
     assert (config.serve.name, config.model.name, config.log.level) == ("b", "m", "debug")
 
 
+@pytest.mark.long
 def test_whoever_reads_our_output_may_leave(tmp_path: Path) -> None:
     """FINDINGS C: `tandem plan … | head` exited with 1."""
     spec = {"model": "bundled", "hardware": "h200-node", "sequence_tokens": 2048, "devices": 4}

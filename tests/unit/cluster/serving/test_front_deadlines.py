@@ -24,6 +24,8 @@ from tests.support.front_harness import (
 )
 from tests.support.tiny_tokenizer import write_byte_level
 
+pytestmark = pytest.mark.long
+
 SHORT_S = 0.3
 
 

@@ -1,0 +1,183 @@
+"""Channels to a peer that is a process of its own: which computes, is stopped, is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+
+import pytest
+import torch
+
+from actors.channels.base import Kind, Packet, Part, PeerLost
+from contracts.clock import monotonic_s
+from contracts.errors import PeerDeadError, PeerHungError
+from tests.support.channels_support import (
+    BACKENDS,
+    first_packet,
+    header,
+    nothing_leaks,  # noqa: F401
+    random_tensor,
+    raw_bytes,
+    send,
+    wait_for,
+    with_peer,
+)
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
+HALF = {"elements": 32 << 20}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_process_echoes_packets_of_all_sizes(backend: str) -> None:
+    with with_peer(backend, "echo") as (main, _):
+        for number, rows in enumerate((1, 0, 17, 512, 5000)):
+            sent = [
+                random_tensor("bfloat16", (rows, 512), number),
+                random_tensor("int32", (rows, 4), number),
+            ]
+            send(main, "peer", sent, header(number))
+            packet = first_packet(main)
+            assert (packet.header.kind, packet.header.batch) == (Kind.E2A, number)
+            assert [raw_bytes(t) for t in packet.tensors] == [raw_bytes(t) for t in sent]
+            packet.release()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_both_directions_saturated_at_once_end_without_a_deadlock(backend: str) -> None:
+    packets, elements = 40, 1 << 19  # 80 MiB each way before anybody looks
+    options = {"packets": packets, "elements": elements, "silence_s": 20.0}
+    with with_peer(backend, "flood", options=options, silence_s=20.0) as (main, peer):
+        for index in range(packets):
+            reservation = main.reserve("peer", [Part("int32", (elements,))])
+            reservation.tensors[0].fill_(index)
+            main.commit(reservation, header(index))
+        for packet in wait_for(main, Packet, packets, deadline_s=60.0):
+            assert bool((packet.tensors[0] == packet.header.batch).all())
+            packet.release()
+        assert peer.line() == f"sound {packets}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_peer_is_dead_by_name(backend: str) -> None:
+    with with_peer(backend, "hold", options={"elements": 1 << 20}) as (main, peer):
+        send(main, "peer", [torch.ones(1 << 20)], header())
+        packet = first_packet(main)
+        assert peer.line() == "holding"
+        peer.signal(signal.SIGKILL)
+        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
+        assert (lost.peer, type(lost.error), lost.error.peer) == ("peer", PeerDeadError, "peer")
+        assert packet.tensors[0].numel() == 1 << 20
+        packet.release()
+        assert main.peers() == ()
+        with pytest.raises(PeerDeadError, match="peer"):
+            main.reserve("peer", [Part("int32", (1,))])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stopped_peer_is_hung_by_name(backend: str) -> None:
+    with with_peer(backend, "hold", options={"elements": 4}) as (main, peer):
+        peer.signal(signal.SIGSTOP)
+        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
+        assert (lost.peer, type(lost.error), lost.error.peer) == ("peer", PeerHungError, "peer")
+        assert main.poll(0) == []  # told once
+        with pytest.raises(PeerHungError):
+            main.reserve("peer", [])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stopped_peer_is_hung_even_while_payload_is_sent_to_it(backend: str) -> None:
+    with with_peer(backend, "hold", options={"elements": 4}) as (main, peer):
+        peer.signal(signal.SIGSTOP)
+        for number in range(4):
+            send(main, "peer", [torch.ones(4 << 20)], header(number))
+        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
+        assert (lost.peer, type(lost.error)) == ("peer", PeerHungError)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_receiver_that_computes_for_long_accuses_no_healthy_peer(backend: str) -> None:
+    with with_peer(backend, "echo", silence_s=2.0, heartbeat_s=0.1) as (main, _):
+        end_s = monotonic_s() + 4.0
+        matrix = torch.rand(400, 400)
+        while monotonic_s() < end_s:
+            matrix = torch.mm(matrix, matrix).clamp(0, 1)
+        send(main, "peer", [torch.ones(4)], header(5))
+        packet = first_packet(main)
+        assert packet.header.batch == 5
+        packet.release()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_process_that_was_stopped_itself_accuses_nobody(backend: str) -> None:
+    options = {"silence_s": 1.5, "heartbeat_s": 0.1}
+    with with_peer(backend, "echo", options=options, silence_s=30.0) as (main, peer):
+        peer.signal(signal.SIGSTOP)
+        assert main.poll(3.0) == []
+        peer.signal(signal.SIGCONT)
+        send(main, "peer", [torch.ones(4)], header(9))
+        packet = first_packet(main)
+        assert packet.header.batch == 9
+        packet.release()
+
+
+def test_a_peer_killed_in_the_middle_of_a_payload_is_dead_by_name() -> None:
+    with with_peer("tcp", "half", options=HALF) as (main, peer):
+        assert peer.line() == "half"
+        peer.signal(signal.SIGKILL)
+        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
+        assert (lost.peer, type(lost.error)) == ("peer", PeerDeadError)
+
+
+def test_a_peer_stopped_in_the_middle_of_a_payload_is_hung_by_name() -> None:
+    with with_peer("tcp", "half", options=HALF) as (main, peer):
+        assert peer.line() == "half"
+        peer.signal(signal.SIGSTOP)
+        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
+        assert (lost.peer, type(lost.error)) == ("peer", PeerHungError)
+
+
+def test_a_peer_killed_while_a_payload_is_sent_to_it_is_dead_by_name() -> None:
+    with with_peer("tcp", "echo", silence_s=30.0) as (main, peer):
+        peer.signal(signal.SIGSTOP)  # so that the payload certainly stays under way
+        for _ in range(3):
+            send(main, "peer", [torch.ones(8 << 20)], header())
+        peer.signal(signal.SIGKILL)
+        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
+        assert (lost.peer, type(lost.error)) == ("peer", PeerDeadError)
+
+
+def test_a_send_without_progress_for_the_deadline_is_a_hung_peer() -> None:
+    with with_peer("tcp", "echo", silence_s=30.0, deadline_s=2.0) as (main, peer):
+        peer.signal(signal.SIGSTOP)
+        for _ in range(3):
+            send(main, "peer", [torch.ones(8 << 20)], header())
+        lost = wait_for(main, PeerLost, deadline_s=10.0)[0]
+        assert isinstance(lost.error, PeerHungError)
+        assert "has taken nothing for 2 s" in str(lost.error)
+
+
+def test_heartbeats_pass_while_a_large_payload_waits_to_be_read() -> None:
+    with with_peer("tcp", "echo", silence_s=3.0, heartbeat_s=0.1) as (main, _):
+        send(main, "peer", [torch.ones(64 << 20)], header())  # 256 MiB there and back
+        time.sleep(4.0)  # longer than silence_s: the answer fills the sockets
+        packet = first_packet(main)
+        assert packet.tensors[0].numel() == 64 << 20
+        packet.release()
+
+
+def test_nothing_is_left_on_the_machine_after_a_peer_was_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    segments = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory() as folder:  # ours alone; its name fits a socket's address
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with with_peer("shm", "echo") as (main, peer):
+            send(main, "peer", [torch.ones(1 << 20)], header())
+            first_packet(main).release()
+            peer.signal(signal.SIGKILL)
+            wait_for(main, PeerLost)
+        assert os.listdir(folder) == []
+    assert not [name for name in set(os.listdir("/dev/shm")) - segments if "tandem" in name]
