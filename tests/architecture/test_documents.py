@@ -19,16 +19,18 @@ from tests.architecture.support import ROOT, modules, tracked_files
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".cfg", ".sh", ".svg", ""}
+MAX_LINES, MAX_COLUMNS = 120, 100
 SUFFIXES = {"bucket", "sum", "count"}
 KNOWN = {metric.name: metric for metric in metrics.ALL}
 
 # `planner/findep/orders.py`, `docs/`, [words](docs/structure.md)
 _TICKED = re.compile(r"`([\w./-]+)`")
 _LINKED = re.compile(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"")
+_HEADED = re.compile(r"\]\(([^)#]*)#([^)]+)\)")
 _ELSEWHERE = ("http:", "https:", "mailto:")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_file_that_a_document_names_exists(document: Path) -> None:
     missing = [
         name
@@ -36,6 +38,24 @@ def test_every_file_that_a_document_names_exists(document: Path) -> None:
         if not any(p.exists() for p in _places(document, name))
     ]
     assert not missing, f"{document.name} names what does not exist: {missing}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_heading_that_a_document_links_to_is_there(document: Path) -> None:
+    missing = [
+        f"{name}#{heading}"
+        for name, heading in _HEADED.findall(document.read_text(encoding="utf-8"))
+        if not name.startswith(_ELSEWHERE)
+        and heading not in _headings(document.parent / name if name else document)
+    ]
+    assert not missing, f"{document.name} links to what does not exist: {missing}"
+
+
+@pytest.mark.parametrize("name", ["README.md"])
+def test_what_is_read_first_is_short(name: str) -> None:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MAX_LINES, f"{name}: {len(lines)} lines; the rest has pages of its own"
+    assert not [line for line in lines if len(line) > MAX_COLUMNS]
 
 
 def test_no_tracked_file_names_a_place_of_one_machine() -> None:
@@ -87,10 +107,11 @@ def test_serve_files_hold_configurations_that_load() -> None:
         assert serve_config(tree).http.front == "serve"
 
 
-def test_the_readme_shows_a_configuration_that_loads(tmp_path: Path) -> None:
+def test_the_documented_configuration_loads(tmp_path: Path) -> None:
     from contracts.loading import load_config
 
-    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    text = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert blocks
     for block in blocks:
         path = tmp_path / "tandem.yaml"
@@ -104,6 +125,13 @@ def _named_files(document: Path) -> list[str]:
     ticked = [name for name in _TICKED.findall(prose) if _is_a_file_of_ours(name)]
     linked = [a or b for a, b in _LINKED.findall(text)]
     return ticked + [name for name in linked if not name.startswith(_ELSEWHERE)]
+
+
+def _headings(document: Path) -> set[str]:
+    """As GitHub makes anchors of them."""
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 def _is_a_file_of_ours(name: str) -> bool:

@@ -1,11 +1,10 @@
-"""The answers that README promises: what its examples ask, the bundled model answers rightly."""
+"""What the examples of README and of the pages for users ask, the bundled model answers rightly."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,9 @@ from contracts.messages import Scored, Submit
 from contracts.requests import Usage
 from models.decoder.local import LocalModel
 from models.text.tokenizer import Tokenizer
+from tests.support.documented import DOCUMENTS, ROOT
 
-README = Path(__file__).parents[2] / "README.md"
+_BODY = re.compile(r"-d '(\{.*?\})'", re.DOTALL)
 RIGHT = {
     "Review: It works well.": " positive",
     "Running late, order me a coffee?": "no",
@@ -51,9 +51,9 @@ def bundled() -> tuple[LocalModel, Tokenizer]:
 
 
 def bodies() -> list[dict[str, Any]]:
-    """The JSON that README's curl commands send."""
-    found = re.findall(r"-d '(\{.*?\})'", README.read_text(encoding="utf-8"), re.DOTALL)
-    return [json.loads(body) for body in found]
+    """The JSON that documented curl commands send."""
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS]
+    return [json.loads(body) for page in pages for body in _BODY.findall(page)]
 
 
 def test_each_example_is_answered_as_a_person_would(bundled: tuple[LocalModel, Tokenizer]) -> None:

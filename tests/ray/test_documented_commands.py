@@ -1,5 +1,5 @@
-"""README's servers, started and asked as a new user would: from an empty folder, by the commands
-that stand there."""
+"""The documented servers, started and asked as a new user would: from an empty folder, by the
+commands that stand there."""
 
 from __future__ import annotations
 
@@ -25,21 +25,28 @@ pytestmark = pytest.mark.ray
 
 DEADLINE_S = 120.0
 BIN = Path(sys.executable).parent
+PAGES = ("README.md", "docs/usage.md")
 SMALL = "--set kv.pool_tokens=4096"  # other tests run beside this one
 
 
 def _asked_after() -> dict[str, list[Command]]:
-    """README's servers, each with the commands that ask it: those that follow."""
+    """The documented servers, each with the commands that ask it: those that follow on its page,
+    each once."""
     servers: dict[str, list[Command]] = {}
-    asked: list[Command] = []
-    for command in documented():
-        if command.document != "README.md":
-            continue
-        if re.match(r"tandem serve .*-ranks", command.text):
-            asked = servers.setdefault(command.text, [])
-        elif command.text.startswith("curl ") or command.language == "python":
-            asked.append(command)
+    for document in PAGES:
+        asked: list[Command] = []
+        for command in documented():
+            if command.document != document:
+                continue
+            if re.match(r"tandem serve .*-ranks", command.text):
+                asked = servers.setdefault(command.text, [])
+            elif _is_request(command) and command.text not in [known.text for known in asked]:
+                asked.append(command)
     return servers
+
+
+def _is_request(command: Command) -> bool:
+    return command.text.startswith("curl ") or command.language == "python"
 
 
 SERVERS = _asked_after()
@@ -95,7 +102,7 @@ def server(
 
 @pytest.mark.parametrize(
     ("server", "command"),
-    [pytest.param(*pair, id=f"README {pair[1].line}-{n}") for n, pair in enumerate(ASKED)],
+    [pytest.param(*pair, id=f"{pair[1].document}:{pair[1].line}") for pair in ASKED],
     indirect=["server"],
     scope="module",
 )

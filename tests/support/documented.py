@@ -1,4 +1,4 @@
-"""The commands that README.md and docs/operations.md tell a user to type."""
+"""The commands that README.md and the pages for users tell a user to type."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "docs/operations.md")
+DOCUMENTS = ("README.md", "docs/usage.md", "docs/operations.md")
 PROGRAMS = (
     *("tandem", "python", "pip", "curl", "ray", "serve", "make", "git", "export", "cat", "lm_eval"),
     *(
