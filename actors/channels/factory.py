@@ -1,6 +1,10 @@
-"""The endpoint of a backend."""
+"""The endpoint of a backend, from the table of backends."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -17,6 +21,23 @@ from contracts.config import SPIN_S, ChannelConfig
 from contracts.errors import ChannelError
 from contracts.machine import usable_cores
 from contracts.worker import Group, WorkerSpec
+
+
+class Backend(NamedTuple):
+    """memory: the type of the devices between which it moves payloads. require: raises ChannelError
+    where this machine lacks what it needs."""
+
+    endpoint: type[BaseEndpoint]
+    memory: Literal["cpu", "cuda"]
+    require: Callable[[], None] = lambda: None
+
+
+BACKENDS: dict[str, Backend] = {
+    "shm": Backend(ShmEndpoint, "cpu"),
+    "tcp": Backend(TcpEndpoint, "cpu"),
+    "nccl": Backend(NcclEndpoint, "cuda", require_nccl),
+    "ipc": Backend(IpcEndpoint, "cuda", partial(require_cupy, "ipc")),
+}
 
 
 def rank_endpoint(spec: WorkerSpec, device: torch.device, clock: Clock) -> Endpoint:
@@ -51,8 +72,7 @@ def make_endpoint(
 ) -> Endpoint:
     """`config.backend` must be resolved by now, not "auto". placement: a digest, the same on all
     peers. Raises ChannelError."""
-    backend = _backend(config.backend, device)
-    return backend(
+    return _backend(config.backend, device)(
         name=name,
         token=token,
         epoch=epoch,
@@ -63,24 +83,23 @@ def make_endpoint(
     )
 
 
-def _backend(backend: str, device: torch.device) -> type[BaseEndpoint]:
+def _backend(name: str, device: torch.device) -> type[BaseEndpoint]:
     """The class, and whether this machine has what it needs. Raises ChannelError."""
-    wanted = "cpu" if backend in ("shm", "tcp") else "cuda"
-    if backend not in ("shm", "tcp", "nccl", "ipc"):
+    backend = BACKENDS.get(name)
+    if backend is None:
         raise ChannelError(
-            f"channel.backend={backend}: choose shm, tcp, nccl or ipc before making an endpoint"
+            f"channel.backend={name}: choose {_either(BACKENDS)} before making an endpoint"
         )
-    if device.type != wanted:
+    if device.type != backend.memory:
+        others = [key for key, other in BACKENDS.items() if other.memory == device.type]
         raise ChannelError(
-            f"channel.backend={backend} moves {wanted} memory, this rank computes on {device}: "
-            f"use {'nccl or ipc' if wanted == 'cpu' else 'shm or tcp'}"
+            f"channel.backend={name} moves {backend.memory} memory, this rank computes on {device}:"
+            f" use {_either(others)}"
         )
-    if backend == "shm":
-        return ShmEndpoint
-    if backend == "tcp":
-        return TcpEndpoint
-    if backend == "nccl":
-        require_nccl()
-        return NcclEndpoint
-    require_cupy(backend)
-    return IpcEndpoint
+    backend.require()
+    return backend.endpoint
+
+
+def _either(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} or {last}"
