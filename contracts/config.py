@@ -108,8 +108,8 @@ class ChannelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How ranks are joined, and when a peer counts as lost."""
 
     backend: Literal["auto", "shm", "tcp", "nccl", "ipc"] = "auto"
-    """What moves payloads between ranks. "auto" follows placement: nccl between GPUs, ipc on one
-    GPU, shm on one node, else tcp."""
+    """What moves payloads between ranks. "auto" follows placement: nccl between GPUs, shm on one
+    node, else tcp. ipc, for ranks that share one GPU, is chosen by name only."""
     heartbeat_s: Seconds = 0.2
     """Seconds between two heartbeats of a rank."""
     silence_s: Seconds = 1.5
