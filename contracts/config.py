@@ -270,7 +270,7 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     host: str = "127.0.0.1"
     """Address to listen on, with front "direct"."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
-    """Port to listen on, with front "direct". 0: a free one."""
+    """Port to listen on, with front "direct". `tandem serve` refuses 0: clients must know it."""
     max_body_bytes: Count = 8 << 20
     """Bytes of a request's body at most; over it 413."""
     max_batch_items: Count = 4096
