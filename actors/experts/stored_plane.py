@@ -87,10 +87,10 @@ class StoredPlane:
 
     def add_to(self, hidden_TD: Tensor, pending: StoredPending, shared_TD: Tensor | None) -> None:
         start_s, layer = self._clock(), pending.key.layer
+        self._pending.remove(pending)
         held = self._store.fetch(layer)
         self._note_exposed(pending, start_s)
         hidden_TD.add_(expert_sums(pending.routed, held, self._local_of_E))
-        self._pending.remove(pending)
         if not any(other.key.layer == layer for other in self._pending):
             self._store.release()
         if shared_TD is not None:
