@@ -465,7 +465,9 @@ def test_an_expert_rank_that_is_gone_or_hung_before_the_others_connect_is_named(
 
 def test_a_process_that_dies_while_loading_is_named(tiny_checkpoint: Checkpoints) -> None:
     config = group_config(1, 1)
-    formation = Formation(config, str(tiny_checkpoint("qwen3_moe")), bytes(32), 1, "shm")
+    folder = str(tiny_checkpoint("qwen3_moe"))
+    placements = contiguous_placements(folder, expert_ranks=1)
+    formation = Formation(config, folder, bytes(32), 1, "shm", placements=placements)
     seats = [Seat("cpu", "127.0.0.1", 1)]
     specs = make_specs(formation, seats, seats)
     processes = [RankProcess(spec.name) for spec in specs]
