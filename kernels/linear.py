@@ -25,8 +25,8 @@ from torch.nn import functional
 Product = Callable[[Tensor], Tensor]
 """x [T, K] → x @ weight.T + bias, [T, N]."""
 
-# Up to so many rows, rounded to these. Two products of experts then have a hundred sizes, which stay
-# within what ranks keep; finer steps compile more than they save.
+# Up to so many rows, rounded to these. An expert's two products then have a hundred sizes, which
+# stay within what ranks keep; finer steps compile more than they save.
 _STEPS = ((64, 4), (128, 8), (512, 32), (1024, 64), (4096, 128))
 _LARGEST_PADDED = 512
 _PACK_FOR_ROWS = 16  # the layout is the same for any number; a hint is wanted

@@ -86,6 +86,10 @@ class Executor:
         return self._plane.is_engaged
 
     @property
+    def in_flight(self) -> int:
+        return len(self._runs)
+
+    @property
     def live(self) -> list[LiveBatch]:
         """The batches in flight."""
         return [

@@ -28,6 +28,10 @@ class StubExecutor:
         self.failure: ChannelError | None = None
 
     @property
+    def in_flight(self) -> int:
+        return len(self._batches)
+
+    @property
     def live(self) -> Sequence[LiveBatch]:
         return [LiveBatch(batch.priority, batch.tokens, 1) for batch in self._batches]
 

@@ -135,14 +135,17 @@ class RemotePlane:
         self._endpoint.commit(reservation, header)
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
-        start_s = self._clock()
-        happenings = self._endpoint.poll(timeout_s)
-        if timeout_s > 0.0 and not idle:
+        if timeout_s <= 0.0 or idle:
+            happenings = self._endpoint.poll(timeout_s)
+        else:
+            start_s = self._clock()
+            happenings = self._endpoint.poll(timeout_s)
             end_s = self._clock()
             self._timeline.add(TaskSpan(self._endpoint.name, Stage.WAIT, start_s, end_s))
             self._timeline.waited(start_s, end_s, transfers(happenings))
-        self._take(happenings)
-        if not happenings:
+        if happenings:
+            self._take(happenings)
+        elif self._pending:
             self._check_replies()
         return bool(happenings)
 

@@ -47,6 +47,9 @@ class BatchExecutor(Protocol):
         """Whether no batch may begin now, whatever is in flight."""
 
     @property
+    def in_flight(self) -> int: ...
+
+    @property
     def live(self) -> Sequence[LiveBatch]:
         """The batches in flight."""
 
@@ -295,6 +298,10 @@ class View(NamedTuple):
 
     scheduler: Scheduler
     executor: BatchExecutor
+
+    @property
+    def in_flight(self) -> int:
+        return self.executor.in_flight
 
     @property
     def live(self) -> Sequence[LiveBatch]:

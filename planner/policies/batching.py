@@ -27,6 +27,10 @@ class BatchingView(Protocol):
     """What a policy may look at. Each is worked out when it is asked for."""
 
     @property
+    def in_flight(self) -> int:
+        """How many are `live`: asked after every task."""
+
+    @property
     def live(self) -> Sequence[LiveBatch]: ...
 
     @property
@@ -45,7 +49,7 @@ BatchingPolicy = Callable[[BatchingView], bool]
 
 def one_at_a_time(view: BatchingView) -> bool:
     """The batch runs alone: whoever comes meanwhile is in the next one."""
-    return not view.live
+    return view.in_flight == 0
 
 
 def joining(*, most: int, within_layers: int) -> BatchingPolicy:
@@ -53,10 +57,9 @@ def joining(*, most: int, within_layers: int) -> BatchingPolicy:
     it then catches up, and all wait for one copy of each layer's experts."""
 
     def policy(view: BatchingView) -> bool:
-        live = view.live
-        if not live:
-            return True
-        furthest = view.layers - min(batch.layers_left for batch in live)
-        return len(live) < most and furthest <= within_layers
+        if view.in_flight == 0 or view.in_flight >= most:
+            return view.in_flight == 0
+        furthest = view.layers - min(batch.layers_left for batch in view.live)
+        return furthest <= within_layers
 
     return policy
