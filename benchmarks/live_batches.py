@@ -4,10 +4,10 @@ policy of priorities.
     python -m benchmarks.live_batches
 
 "streamed": a prefill worker whose experts are copied for each layer, its batches far below the
-saturation threshold, so that copies are exposed; requests come at random at fractions of what one
-batch at a time can do. With two batches, both wait for one copy. "saturated": the same worker with
-batches above the threshold, all requests at once: nothing is to be lost. "decode": 16 sequences on
-an attention and an expert rank, as one batch of 16, or as two batches of 8 in flight.
+saturation threshold, so that copies are exposed; requests come at random at multiples of what one
+batch at a time can do. With several batches, all wait for one copy. "saturated": the same worker
+with batches above the threshold, all requests at once: nothing is to be lost. "decode": 16
+sequences on an attention and an expert rank, as one batch of 16, or as two of 8 in flight.
 
 Variants take turns in every round, each in processes of its own; ratios are within a round.
 """
@@ -145,9 +145,9 @@ async def prefill_rounds(folder: Path, options: argparse.Namespace) -> dict[str,
     large = [*common, f"prefill.max_batch_tokens={LARGE_BATCH}"]
     variants = [
         Variant("one", (1, 0), small),
-        Variant("two", (2, options.within), small),
+        Variant("several", (options.live, options.within), small),
         Variant("one, saturated", (1, 0), large),
-        Variant("two, saturated", (2, options.within), large),
+        Variant("several, saturated", (options.live, options.within), large),
     ]
     ranks = {v.name: Ranks(folder, v, prefill=True) for v in variants}
     for each in ranks.values():
@@ -163,15 +163,19 @@ async def prefill_rounds(folder: Path, options: argparse.Namespace) -> dict[str,
             rows = random_rows(generator, options.rows)
             expected_s = 0.0 if rate is None else 1.0 / (rate * capacity)
             gaps_s = [expected_s and generator.expovariate(1 / expected_s) for _ in rows]
-            names = ["one", "two"] if rate else ["one, saturated", "two, saturated"]
-            for name in names if number % 2 else reversed(names):
-                measured = await served(ranks[name].client, rows, gaps_s)
+            for name in ("one", "several") if number % 2 else ("several", "one"):
+                client = ranks[name if rate else f"{name}, saturated"].client
+                measured = await served(client, rows, gaps_s)
                 for key, value in measured.items():
-                    series = samples.setdefault(f"{name} {rate or ''}".strip(), {})
+                    series = samples.setdefault(_series(name, rate), {})
                     series.setdefault(key, []).append(round(value, 3))
     for each in ranks.values():
         await each.close()
     return samples
+
+
+def _series(name: str, rate: float | None) -> str:
+    return f"{name}, saturated" if rate is None else f"{name} {rate}"
 
 
 async def decode_rounds(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
@@ -205,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--rows", type=int, default=96, help="requests of a round")
+    parser.add_argument("--live", type=int, default=4, help="batches of a streamed worker")
     parser.add_argument("--within", type=int, default=2, help="layers within which a batch joins")
     parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
     options = parser.parse_args()
@@ -213,12 +218,11 @@ def main() -> None:
         prefill = asyncio.run(prefill_rounds(model, options))
         decode = asyncio.run(decode_rounds(model, options))
     summary: dict[str, Any] = {}
-    for rate in RATES:
-        one, two = prefill[f"one {rate}"], prefill[f"two {rate}"]
+    for rate in (*RATES, None):
+        one, several = (prefill[_series(name, rate)] for name in ("one", "several"))
+        what = "saturated" if rate is None else f"streamed, rate {rate}"
         for key in ("rows_per_s", "mean_ms"):
-            summary[f"streamed, rate {rate}, {key}: two over one"] = ratios(two[key], one[key])
-    one, two = prefill["one, saturated"], prefill["two, saturated"]
-    summary["saturated, rows_per_s: two over one"] = ratios(two["rows_per_s"], one["rows_per_s"])
+            summary[f"{what}, {key}: several over one"] = ratios(several[key], one[key])
     summary["decode, tokens/s: 2 x 8 over 1 x 16"] = ratios(decode["2 x 8"], decode["1 x 16"])
     summary["decode, tokens/s: 2 x 8 over 1 x 8"] = ratios(decode["2 x 8"], decode["1 x 8"])
     for what, ratio in summary.items():
