@@ -21,11 +21,13 @@ from actors.ranks.rank import Links, Rank, recording
 from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import load_half, prepare_process, serving_rank, unusable
 from actors.telemetry.rank_metrics import RankMetrics
+from actors.telemetry.timeline import Timeline
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, CheckpointError, NotFiniteError
 from contracts.messages import Submit
 from contracts.requests import Sampling
 from contracts.worker import Group, WorkerSpec, rank_name
+from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
@@ -45,15 +47,7 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy = one_at_a_time
     check_fits(spec.placement, spec.expert_ranks, half.spec.num_experts, half.spec.moe_layers)
     chunk_cost = ChunkCost(half.spec)
 
-    num_blocks = kv_pool_blocks(
-        half.spec, half.dtype, config, half.device, ranks_on_node=spec.ranks_on_node
-    )
-    kv = KvPool(half.spec, num_blocks, config.kv.block_tokens, half.dtype, half.device)
-    blocks = BlockManager(
-        num_blocks,
-        prefix_cache=config.kv.prefix_cache,
-        share_partial=config.kv.share_partial_blocks,
-    )
+    kv, blocks = _pool(spec, half)
     scheduler = Scheduler(config.schedule, blocks)
     finisher = Finisher(half, max_context_tokens=served.max_context_tokens)
 
@@ -70,14 +64,7 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy = one_at_a_time
     spans = config.trace.spans
     recorded = recording(telemetry, spans, lambda _: watch.moved(), planning.observe)
     recorded = recorded.following(endpoint.bytes_moved)
-    plane = RemotePlane(
-        endpoint,
-        ExpertPlacement(spec.placement),
-        [rank_name(Group.EXPERT, rank) for rank in range(spec.expert_ranks)],
-        recorded.timeline,
-        monotonic_s,
-        reply_s=config.channel.reply_s,
-    )
+    plane = _plane(spec, endpoint, recorded.timeline)
     parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)
 
     def close() -> None:
@@ -98,6 +85,28 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy = one_at_a_time
     )
     links = Links(lambda addresses: _connect(endpoint, addresses), planning.join, planning.pin)
     return serving_rank(spec, served, serving, recorded, links, started_s=started_s)
+
+
+def _pool(spec: WorkerSpec, half: AttentionHalf) -> tuple[KvPool, BlockManager]:
+    """What holds K and V, and its books."""
+    kv = spec.config.kv
+    num_blocks = kv_pool_blocks(
+        half.spec, half.dtype, spec.config, half.device, ranks_on_node=spec.ranks_on_node
+    )
+    return KvPool(half.spec, num_blocks, kv.block_tokens, half.dtype, half.device), BlockManager(
+        num_blocks, prefix_cache=kv.prefix_cache, share_partial=kv.share_partial_blocks
+    )
+
+
+def _plane(spec: WorkerSpec, endpoint: Endpoint, timeline: Timeline) -> RemotePlane:
+    return RemotePlane(
+        endpoint,
+        ExpertPlacement(spec.placement),
+        [rank_name(Group.EXPERT, rank) for rank in range(spec.expert_ranks)],
+        timeline,
+        monotonic_s,
+        reply_s=spec.config.channel.reply_s,
+    )
 
 
 def _connect(endpoint: Endpoint, addresses: dict[str, str]) -> None:
