@@ -184,6 +184,31 @@ class ScheduleConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=
         Plan(r1=self.r1, r2=self.r2, order=self.order)  # raises if they do not fit together
 
 
+class PriorityConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Two classes of requests: latency-sensitive (LS) ones overtake best-effort (BE) ones inside a
+    pass, and BE has a share that LS cannot take."""
+
+    preempt: bool = True
+    """Whether LS work runs at the next yield of BE work. false: a batch that runs ends first."""
+    ls_ttft_s: Annotated[float, Meta(ge=0)] = 1.0
+    """Seconds from the arrival of an LS request within which its first token is due. 0: at once;
+    then BE work is held back while any LS prompt runs."""
+    ls_tbt_s: Seconds = 0.2
+    """Seconds after a token of an LS request within which its next one is due."""
+    be_share: Annotated[float, Meta(ge=0, le=0.9)] = 0.1
+    """Of a rank's time, what BE work gets at least while some waits there."""
+    be_max_wait_s: Seconds = 300.0
+    """Seconds that the work ahead of a BE request may last, by its share, for it to be accepted."""
+    ls_waiting: Count = 1024
+    """LS sequences per rank of which nothing has come back yet: beyond, requests are refused with
+    429."""
+    be_waiting: Count = 1024
+    """The same of BE."""
+    policy: str | None = None
+    """package.module:name of a policy of your own (docs/policies.md). null: QLLM's Algorithm 1, LS
+    by due time, then the order of the plan."""
+
+
 class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workers of the prefill pipeline (groups.prefill_ranks of them)."""
 
@@ -383,6 +408,7 @@ class TandemConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     channel: ChannelConfig = ChannelConfig()
     kv: KvConfig = KvConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    priority: PriorityConfig = PriorityConfig()
     prefill: PrefillConfig = PrefillConfig()
     planner: PlannerConfig = PlannerConfig()
     serve: ServeConfig = ServeConfig()

@@ -28,7 +28,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     `score_from`: if set, the log-probability of each prompt token at positions >= score_from,
     given all before it, is wanted (score_from >= 1). `score_top`: with score_from, how many
     alternatives per scored position are wanted as well. `key`: what a router calls the request, and
-    the worker's reports with it; None: no router placed it. `caller`: whose it is.
+    the worker's reports with it; None: no router placed it. `caller`: whose it is. `waited_s`: for
+    how long it has waited already (an age: clocks of nodes differ).
     """
 
     request_id: int
@@ -41,6 +42,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     eos_token_ids: list[int] = []
     key: RequestKey | None = None
     caller: Caller = Caller()
+    waited_s: float = 0.0
 
     @property
     def prefill_only(self) -> bool:

@@ -7,12 +7,16 @@ from typing import NamedTuple
 
 
 class QueueHead(NamedTuple):
-    """A non-empty queue of token groups of one class at one layer."""
+    """A non-empty queue of token groups of one class at one layer; or a call of that class that
+    stands at a yield (`begun`)."""
 
     priority: int
     layer: int
     oldest_arrival_s: float
     groups: int
+    tokens: int = 0
+    begun: bool = False
+    slice_s: float = 0.0  # to its next yield, predicted; 0: not known
 
 
 QueuePolicy = Callable[[Sequence[QueueHead]], QueueHead]

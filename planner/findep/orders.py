@@ -14,6 +14,7 @@ NAIVE and PPPIPE have no S tasks of their own (the executor runs S inside A, bef
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -27,7 +28,8 @@ class TaskStage(enum.IntEnum):
 
 
 class Task(NamedTuple):
-    """A task that can run now. `batch` numbers grow with submission; `layer` of FINISH is L."""
+    """A task that can run now, up to its next yield. `batch` numbers grow with submission; `layer`
+    of FINISH is L."""
 
     priority: int
     batch: int
@@ -37,6 +39,9 @@ class Task(NamedTuple):
     order: Order
     shared_lag: int = 0
     micro_batches: int = 1  # of its batch; matters with a lag only
+    due_s: float = math.inf  # of its batch: of the sequence whose next token is due first
+    begun: bool = False  # it stands at a yield
+    slice_s: float = 0.0  # to its next yield, predicted; 0: not known
 
 
 Policy = Callable[[Sequence[Task]], Task]
