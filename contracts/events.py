@@ -10,8 +10,9 @@ import msgspec
 
 class Stage(enum.StrEnum):
     """Stages as the metrics name them (`tandem_stage_seconds{stage}`). SEND: a rank cuts and sends
-    packets; FINISH: logits and sampling; WAIT: it has nothing to do; GATHER, HOST_COPY: a layer's
-    experts come from other workers, or from the host's memory."""
+    packets; FINISH: logits and sampling; WAIT: it has nothing to do; HELD: best-effort work is held
+    back for a due time; GATHER, HOST_COPY: a layer's experts come from other workers, or from the
+    host's memory."""
 
     ATTENTION = "attention"
     SHARED = "shared"
@@ -21,6 +22,7 @@ class Stage(enum.StrEnum):
     SEND = "send"
     FINISH = "finish"
     WAIT = "wait"
+    HELD = "held"
     GATHER = "gather"
     HOST_COPY = "host_copy"
 

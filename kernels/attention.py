@@ -21,7 +21,8 @@ from kernels.packed_attention import PackedPart, attend_packed, packed_part
 from kernels.rows import Keys, SequenceRows, padded_slots, take
 from kernels.short_attention import ShortPart, attend_short, short_part, split_short
 from kernels.sinks import attend_with_sinks
-from kernels.tiles import Masks, Tile, attend_tiles, tile_bounds
+from kernels.steps import Steps, at_once
+from kernels.tiles import Masks, Tile, tile_bounds, tile_steps
 
 _MIN_FILL = 0.75  # a decode group is cut where padding would exceed a quarter
 _GROUP_SLOTS = 4096  # and where its gathered keys would leave the cache
@@ -93,7 +94,7 @@ def plan_attention(
     return AttentionPlan(prefill, decode, short)
 
 
-def ragged_attention(
+def attention_steps(
     q_THd: Tensor,
     k_TGd: Tensor,
     v_TGd: Tensor,
@@ -103,9 +104,9 @@ def ragged_attention(
     *,
     scale: float,
     sinks_H: Tensor | None = None,
-) -> Tensor:
+) -> Steps[Tensor]:
     """[T, H, d]. The new k and v must already be in the pool. sinks_H: a score of each head that
-    counts in the softmax, with no value."""
+    counts in the softmax, with no value. A step is a tile, or a group of short sequences."""
     if plan.packed is not None:
         return attend_packed(q_THd, k_TGd, v_TGd, k_pool_PGd, v_pool_PGd, plan.packed, scale)
     T, H, d = q_THd.shape
@@ -118,9 +119,11 @@ def ragged_attention(
         rows = slice(part.first, part.first + part.count)
         k_SGd = k_TGd[rows] if part.keys is None else take(k_pool_PGd, part.keys)
         v_SGd = v_TGd[rows] if part.keys is None else take(v_pool_PGd, part.keys)
-        attend_tiles(q_TGRd[rows], k_SGd, v_SGd, part.tiles, out_TGRd[rows], scale, sinks_GR)
+        q, out = q_TGRd[rows], out_TGRd[rows]
+        yield from tile_steps(q, k_SGd, v_SGd, part.tiles, out, scale, sinks_GR)
     for short in plan.short:
         attend_short(q_TGRd, k_pool_PGd, v_pool_PGd, short, out_TGRd, scale)
+        yield
     for group in plan.decode:
         B = group.rows_B.shape[0]
         q_BGRd = q_TGRd.index_select(0, group.rows_B)
@@ -128,7 +131,11 @@ def ragged_attention(
         v_BGSd = take(v_pool_PGd, group.keys).view(B, group.width, G, d).transpose(1, 2)
         attended = _decode(q_BGRd, k_BGSd, v_BGSd, group.mask, scale, sinks_GR)
         out_TGRd.index_copy_(0, group.rows_B, attended)
+        yield
     return out_THd
+
+
+ragged_attention = at_once(attention_steps)
 
 
 def _decode(

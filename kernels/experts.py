@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.linear import Linear, Product, rounded_up
+from kernels.steps import Steps, at_once
 
 _CHUNK_PAIRS = 512
 
@@ -33,7 +34,7 @@ def swiglu(x_TD: Tensor, gate_up: Linear, down: Linear) -> Tensor:
     return down(gated(gate_up(x_TD)))
 
 
-def grouped_experts(
+def expert_steps(
     x_UD: Tensor,
     gate_up_e: Sequence[Product],
     down_e: Sequence[Product],
@@ -41,8 +42,9 @@ def grouped_experts(
     weights_N: Tensor,
     counts_e: Sequence[int],
     clamped: ClampedGate | None = None,
-) -> Tensor:
-    """[U, D] float32: each token's weighted sum over its pairs, zero where it has none.
+) -> Steps[Tensor]:
+    """[U, D] float32: each token's weighted sum over its pairs, zero where it has none. A step is a
+    run of experts with some 512 pairs.
 
     gate_up_e: D -> 2F, down_e: F -> D. Pairs are sorted by expert: the first counts_e[0] belong to
     expert 0, and so on. Sums are float32, added in that order.
@@ -60,7 +62,11 @@ def grouped_experts(
         weighted_ND = y_ND.mul_(weights_N1) if y_ND.dtype is torch.float32 else y_ND * weights_N1
         out_UD.index_add_(0, rows_N[first:last], weighted_ND)
         first = last
+        yield
     return out_UD
+
+
+grouped_experts = at_once(expert_steps)
 
 
 def _chunks(counts_e: Sequence[int]) -> Iterator[tuple[list[int], int]]:

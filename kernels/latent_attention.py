@@ -26,7 +26,8 @@ from torch.nn import functional
 from kernels.attention import AttentionPlan
 from kernels.linear import linear
 from kernels.rows import take
-from kernels.tiles import Tile, attend_tiles
+from kernels.steps import Steps, at_once
+from kernels.tiles import Tile, tile_steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class LatentUp:
         return self.weight.shape[1] - self.nope_dim
 
 
-def ragged_latent_attention(
+def latent_attention_steps(
     q_THd: Tensor,
     latent_T1C: Tensor,
     pool_P1C: Tensor,
@@ -49,15 +50,16 @@ def ragged_latent_attention(
     plan: AttentionPlan,
     *,
     scale: float,
-) -> Tensor:
-    """[T, H, v]. The new tokens' entries must already be in the pool."""
+) -> Steps[Tensor]:
+    """[T, H, v]. The new tokens' entries must already be in the pool. A step is a tile, or a group
+    of decode rows."""
     T, H, _ = q_THd.shape
     out_THv = torch.empty(T, H, up.value_dim, dtype=q_THd.dtype, device=q_THd.device)
     for part in plan.prefill:
         rows = slice(part.first, part.first + part.count)
         entries_S1C = latent_T1C[rows] if part.keys is None else take(pool_P1C, part.keys)
         attend = _absorbed_chunk if _absorbs(part.count, entries_S1C.shape[0], up) else _expanded
-        attend(q_THd[rows], entries_S1C, up, part.tiles, scale, out_THv[rows])
+        yield from attend(q_THd[rows], entries_S1C, up, part.tiles, scale, out_THv[rows])
     for group in plan.decode:
         q_B1HC = _to_entries(q_THd.index_select(0, group.rows_B), up)
         entries_B1SC = take(pool_P1C, group.keys).view(-1, 1, group.width, pool_P1C.shape[2])
@@ -65,7 +67,11 @@ def ragged_latent_attention(
             q_B1HC, entries_B1SC, entries_B1SC, attn_mask=group.mask, scale=scale
         )
         out_THv.index_copy_(0, group.rows_B, _to_values(attended_B1HC, up))
+        yield
     return out_THv
+
+
+ragged_latent_attention = at_once(latent_attention_steps)
 
 
 def _absorbs(count: int, context: int, up: LatentUp) -> bool:
@@ -82,7 +88,7 @@ def _expanded(
     tiles: tuple[Tile, ...],
     scale: float,
     out_THv: Tensor,
-) -> None:
+) -> Steps[None]:
     """Keys [S, H, d] and values [S, H, v] of all heads, then attention."""
     H, nv, r = up.weight.shape
     S, p = entries_S1C.shape[0], entries_S1C.shape[2] - r
@@ -90,7 +96,7 @@ def _expanded(
     turned_SHp = entries_S1C[..., r:].expand(S, H, p)
     k_SHd = torch.cat((kv_SHnv[..., : up.nope_dim], turned_SHp), dim=-1)
     v_SHv = kv_SHnv[..., up.nope_dim :]
-    attend_tiles(q_THd.unsqueeze(2), k_SHd, v_SHv, tiles, out_THv.unsqueeze(2), scale)
+    yield from tile_steps(q_THd.unsqueeze(2), k_SHd, v_SHv, tiles, out_THv.unsqueeze(2), scale)
 
 
 def _absorbed_chunk(
@@ -100,11 +106,11 @@ def _absorbed_chunk(
     tiles: tuple[Tile, ...],
     scale: float,
     out_THv: Tensor,
-) -> None:
+) -> Steps[None]:
     """All heads share one key per token: its entry. That is the value too (see `_to_values`)."""
     q_T1HC = _to_entries(q_THd, up)
     attended_T1HC = torch.empty_like(q_T1HC)
-    attend_tiles(q_T1HC, entries_S1C, entries_S1C, tiles, attended_T1HC, scale)
+    yield from tile_steps(q_T1HC, entries_S1C, entries_S1C, tiles, attended_T1HC, scale)
     out_THv.copy_(_to_values(attended_T1HC, up))
 
 

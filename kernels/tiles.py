@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from kernels.linear import linear
 from kernels.sinks import attend_with_sinks
+from kernels.steps import Steps
 
 _TILE_ROWS = 128  # smaller ones skip more and cost more calls
 _FUSED_SCORES = 1 << 15  # of one KV head: below, the fused kernel's single call is the cheaper one
@@ -93,7 +94,7 @@ class Masks:
         return dataclasses.replace(tile, mask=self._mask[:rows, first : first + keys])
 
 
-def attend_tiles(
+def tile_steps(
     q_TGRd: Tensor,
     k_SGd: Tensor,
     v_SGd: Tensor,
@@ -101,15 +102,15 @@ def attend_tiles(
     out_TGRd: Tensor,
     scale: float,
     sinks_GR: Tensor | None = None,
-) -> None:
-    """Attention of one sequence's queries [T, G, R, d], tile by tile, into out_TGRd."""
+) -> Steps[None]:
+    """Attention of one sequence's queries [T, G, R, d] into out_TGRd; a step is a tile."""
     largest = max(tiles, key=_scores)
     if sinks_GR is not None:
-        _with_sinks(q_TGRd, k_SGd, v_SGd, tiles, out_TGRd, scale, sinks_GR)
+        yield from _with_sinks(q_TGRd, k_SGd, v_SGd, tiles, out_TGRd, scale, sinks_GR)
     elif q_TGRd.device.type == "cpu" and q_TGRd.shape[2] * _scores(largest) >= _FUSED_SCORES:
-        _head_by_head(q_TGRd, k_SGd, v_SGd, tiles, out_TGRd, scale)
+        yield from _head_by_head(q_TGRd, k_SGd, v_SGd, tiles, out_TGRd, scale)
     else:
-        _fused(q_TGRd, k_SGd, v_SGd, tiles, out_TGRd, scale)
+        yield from _fused(q_TGRd, k_SGd, v_SGd, tiles, out_TGRd, scale)
 
 
 def _scores(tile: Tile) -> int:
@@ -123,7 +124,7 @@ def _head_by_head(
     tiles: tuple[Tile, ...],
     out_TGRd: Tensor,
     scale: float,
-) -> None:
+) -> Steps[None]:
     """The R queries of a KV head stand below each other: one product per tile and head."""
     R, d = q_TGRd.shape[2:]
     q_GRTd = q_TGRd.permute(1, 2, 0, 3).float() * scale
@@ -139,6 +140,7 @@ def _head_by_head(
             probs = torch.softmax(scores, dim=-1)
             attended = _weighted(probs, v_Sd[keys])
             out_TGRd[rows, head] = attended.view(R, T, -1).transpose(0, 1)
+        yield
 
 
 def _weighted(probs_NS: Tensor, v_Sd: Tensor) -> Tensor:
@@ -154,7 +156,7 @@ def _fused(
     tiles: tuple[Tile, ...],
     out_TGRd: Tensor,
     scale: float,
-) -> None:
+) -> Steps[None]:
     """KV heads stand in the batch dim, the R queries of each in the head dim."""
     R = q_TGRd.shape[2]
     q_GRTd = q_TGRd.permute(1, 2, 0, 3)
@@ -171,6 +173,7 @@ def _fused(
             is_causal=tile.causal,
             scale=scale,
         )
+        yield
 
 
 def _with_sinks(
@@ -181,7 +184,7 @@ def _with_sinks(
     out_TGRd: Tensor,
     scale: float,
     sinks_GR: Tensor,
-) -> None:
+) -> Steps[None]:
     q_GRTd = q_TGRd.permute(1, 2, 0, 3)
     k_GSd, v_GSd = k_SGd.transpose(0, 1), v_SGd.transpose(0, 1)
     for tile in tiles:
@@ -196,3 +199,4 @@ def _with_sinks(
             scale=scale,
         )
         out_TGRd[rows] = attended_GRTd.permute(2, 0, 1, 3)
+        yield

@@ -14,6 +14,7 @@ from actors.batching.sequence import Sequence, SequenceKey
 from actors.batching.sequence_errors import failed_by
 from contracts.errors import SamplingError
 from contracts.messages import Event, Finished, Scored, TokenLogprob, Tokens
+from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
 
@@ -52,7 +53,10 @@ class Finisher:
         self._max_context_tokens = max_context_tokens
         self.answers: list[tuple[Sequence, Event]] = []
 
-    def __call__(self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor) -> None:
+    def __call__(
+        self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor
+    ) -> Steps[None]:
+        """A step is LOGIT_ROWS rows of logits."""
         wanted: list[_Wanted] = []
         for chunk, rows in zip(chunks, batch.sequences, strict=True):
             if not chunk.sequence.done:
@@ -62,6 +66,7 @@ class Finisher:
                 )
         for start in range(0, len(wanted), LOGIT_ROWS):
             self._finish(wanted[start : start + LOGIT_ROWS], hidden_TD)
+            yield
 
     def _finish(self, piece: list[_Wanted], hidden_TD: torch.Tensor) -> None:
         try:

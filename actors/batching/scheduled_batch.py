@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from actors.batching.sequence import Sequence
@@ -21,12 +22,14 @@ class Chunk(NamedTuple):
 
 
 class ScheduledBatch(NamedTuple):
-    """sources: blocks to which it holds a reference of its own, because chunks copy from them."""
+    """sources: blocks to which it holds a reference of its own, because chunks copy from them.
+    due_s: when the next token of any of its sequences is due."""
 
     number: int
     priority: Priority
     chunks: list[Chunk]
     sources: tuple[int, ...] = ()
+    due_s: float = math.inf
 
     @property
     def tokens(self) -> int:

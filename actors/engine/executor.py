@@ -3,9 +3,10 @@
     ATTENTION(t) ──> experts(t), on their plane ──> ATTENTION(t+1) ... ──> FINISH
          └────> SHARED(t) ──────────────────────────┘
 
-What can run now is the *ready set*; a policy (planner/findep/orders.py) picks from it after every
-task. To "preempt" a micro-batch is not to pick it: everything it needs stays where it is. Tasks
-never wait: only the loop does, and only when nothing is ready.
+What can run now is the *ready set*. A task is a generator: it yields where others may go first
+(kernels/steps.py), and what goes on is chosen anew (planner/policies/preemption.py). To preempt a
+task is not to resume it: everything it needs stays in its frame. Tasks never wait: only the loop
+does, and only when nothing is ready, or what is ready would make others late.
 
 Owned by one thread. Where experts are computed is the plane's business (actors/experts/plane.py):
 FinDEP's A2E and E2A tasks, copies of weights, or a step of all workers at once.
@@ -13,32 +14,44 @@ FinDEP's A2E and E2A tasks, copies of weights, or a step of all workers at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch, slice_of
 from actors.engine.micro_batch import BatchRun, MicroBatch, cut_batch
+from actors.engine.pass_times import PassTimes
+from actors.engine.task_spans import TaskSpans
 from actors.experts.plane import ExpertPlane, TaskKey
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
-from models.decoder.batch import AttentionBatch, LastRows
+from kernels.steps import Steps
+from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
-from planner.findep.orders import Policy, TaskStage, by_plan
+from models.experts.router import Routed
+from planner.findep.orders import Policy, Task, TaskStage, by_plan
 from planner.policies.batching import LiveBatch
+from planner.policies.preemption import Preemption
+
+LOOK_S = 0.001  # so often, between two steps, others are asked for: it takes some tens of us
+HOLD_S = 0.001  # while work is held back
 
 
 class Sink(Protocol):
     """Where finished hidden states go (logits, sampling, answers)."""
 
-    def __call__(self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: Tensor) -> None:
-        """`hidden_TD`: residual after the last layer, rows as in `batch`, whose sequences are those
-        of the chunks, in their order; of each at least the rows whose logits are wanted."""
+    def __call__(
+        self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: Tensor
+    ) -> Iterable[None]:
+        """Its work is done once that has been gone through. `hidden_TD`: residual after the last
+        layer, rows as in `batch`, whose sequences are those of the chunks, in their order; of each
+        at least the rows whose logits are wanted."""
 
 
 class ExecutorParts(NamedTuple):
@@ -53,6 +66,11 @@ class ExecutorParts(NamedTuple):
     clock: Clock
 
 
+class Chosen(NamedTuple):
+    micro_batch: MicroBatch
+    task: Task
+
+
 class Executor:
     """Runs batches, several at a time. failure: what made its plane unusable, if anything."""
 
@@ -62,10 +80,12 @@ class Executor:
         *,
         chunk_cost: Callable[[int, int], float],
         policy: Policy = by_plan,
+        choice: Preemption[Task] | None = None,
         wanted_rows_only: bool = False,
     ) -> None:
         """`chunk_cost(start, stop)`: relative attention cost of new tokens [start, stop).
-        wanted_rows_only: the last layer is computed for rows whose logits are wanted."""
+        policy: the choice among ready tasks; choice: if there is one, it makes it instead, at every
+        yield. wanted_rows_only: the last layer is computed for rows whose logits are wanted."""
         self._half = parts.half
         self._kv = parts.kv
         self._plane = parts.plane
@@ -75,8 +95,12 @@ class Executor:
         self._name = parts.name
         self._chunk_cost = chunk_cost
         self._policy = policy
+        self._choice = choice if parts.plane.yields else None
         self._wanted_rows_only = wanted_rows_only
         self._runs: dict[int, BatchRun] = {}
+        self._spans = TaskSpans(parts.name, parts.timeline, parts.clock)
+        self._times = PassTimes(parts.half.spec.num_layers)
+        self._parked: Chosen | None = None  # what ran last, where it stands at a yield
         self.layers = parts.half.spec.num_layers
         self.failure: ChannelError | None = None
 
@@ -110,12 +134,10 @@ class Executor:
         run = BatchRun(scheduled, plan)
         costs = [self._chunk_cost(chunk.start, chunk.stop) for chunk in scheduled.chunks]
         for index, part in enumerate(cut_batch(scheduled, plan, costs)):
-            micro_batch = MicroBatch(run, index, part.chunks, self._inputs(part.chunks))
+            micro_batch = MicroBatch(run, index, part.chunks)
             micro_batch.after = [run.micro_batches[other] for other in sorted(part.after)]
             if part.previous is not None:
                 micro_batch.previous = run.micro_batches[part.previous]
-            if self._wanted_rows_only:
-                micro_batch.last = self._wanted_rows(micro_batch)
             run.micro_batches.append(micro_batch)
         run.remaining = len(run.micro_batches)
         self._runs[scheduled.number] = run
@@ -132,46 +154,39 @@ class Executor:
                 ready = self._ready()
             if not ready or self.failure is not None:
                 return []
-            micro_batch = self._pick(ready)
-            self._run_task(micro_batch)
+            chosen = self._pick(ready)
+            if chosen is None:
+                self._hold()
+                return []
+            self._run(chosen)
         except self._plane.fatal as error:
             self.failure = self.failure or error
             return []
-        run = micro_batch.batch
+        run = chosen.micro_batch.batch
         if run.remaining:
             return []
         del self._runs[run.scheduled.number]
         return [run.scheduled]
 
+    def drop(self, number: int) -> ScheduledBatch | None:
+        """Forgets a batch wherever it stands; answers to what it has sent are released when they
+        come. None: there is no such batch."""
+        run = self._runs.pop(number, None)
+        if run is None:
+            return None
+        self._spans.close()
+        self._parked = None
+        for micro_batch in run.micro_batches:
+            if micro_batch.steps is not None:
+                micro_batch.steps.close()
+            if micro_batch.pending is not None:
+                self._plane.drop(micro_batch.pending)
+        return run.scheduled
+
     def fail_all(self) -> list[ScheduledBatch]:
         """Drops everything in flight; returns what was dropped."""
-        runs, self._runs = list(self._runs.values()), {}
-        for run in runs:
-            for micro_batch in run.micro_batches:
-                if micro_batch.pending is not None:
-                    self._plane.drop(micro_batch.pending)
-        return [run.scheduled for run in runs]
-
-    def _inputs(self, chunks: Sequence[Chunk]) -> AttentionBatch:
-        return AttentionBatch.build(
-            list(map(slice_of, chunks)),
-            block_tokens=self._kv.block_tokens,
-            device=self._kv.device,
-        )
-
-    def _wanted_rows(self, micro_batch: MicroBatch) -> LastRows | None:
-        """Those whose logits are wanted, one at least; None: all rows are."""
-        inputs = micro_batch.inputs
-        counts = [
-            len(chunk.sequence.wanted_positions(chunk.start, chunk.stop))
-            for chunk in micro_batch.chunks
-        ]
-        if sum(counts) == inputs.num_tokens:
-            return None
-        counts[-1] = max(1, counts[-1])
-        last = inputs.last(counts)
-        self._half.prepare(last.batch)  # now: it would hold a GPU up between layers
-        return last
+        dropped = [self.drop(number) for number in list(self._runs)]
+        return [scheduled for scheduled in dropped if scheduled is not None]
 
     def _ready(self) -> list[MicroBatch]:
         return [
@@ -181,46 +196,111 @@ class Executor:
             if micro_batch.layer >= 0 and micro_batch.is_ready
         ]
 
-    def _pick(self, ready: list[MicroBatch]) -> MicroBatch:
-        if len(ready) == 1:
-            return ready[0]
-        tasks = [micro_batch.task() for micro_batch in ready]
-        return ready[tasks.index(self._policy(tasks))]
+    def _pick(self, ready: list[MicroBatch]) -> Chosen | None:
+        """What runs next; None: nothing, for now."""
+        if self._parked is not None and len(self._runs) == 1:
+            return self._parked
+        if self._choice is None:
+            tasks = [micro_batch.task() for micro_batch in ready]
+            task = tasks[0] if len(tasks) == 1 else self._policy(tasks)
+            return Chosen(ready[tasks.index(task)], task)
+        tasks = [micro_batch.task(self._times.slice_s(micro_batch)) for micro_batch in ready]
+        passes = self._times.passes(self._runs.values())
+        chosen = self._choice.pick(tasks, passes, self._clock())
+        return None if chosen is None else Chosen(ready[tasks.index(chosen)], chosen)
 
-    def _run_task(self, micro_batch: MicroBatch) -> None:
+    def _hold(self) -> None:
+        """Waits for the LS work that BE work would make late."""
+        self._spans.close()
         start_s = self._clock()
-        layer = micro_batch.layer
+        self._plane.poll(HOLD_S, idle=True)
+        self._timeline.add(TaskSpan(self._name, Stage.HELD, start_s, self._clock()))
+
+    def _run(self, chosen: Chosen) -> None:
+        """A slice of a task: to its end, or to the first yield after LOOK_S."""
+        micro_batch, task = chosen
+        start_s = self._clock()
+        self._spans.runs(micro_batch, start_s)
+        self._parked = None
+        if micro_batch.steps is None:
+            micro_batch.steps, micro_batch.ran_s = self._task(micro_batch), 0.0
+        until_s = math.inf if self._choice is None else start_s + LOOK_S
+        for _ in micro_batch.steps:
+            if self._clock() >= until_s:
+                self._parked = chosen
+                break
+        else:
+            micro_batch.steps = None
+        if self._choice is None:
+            return
+        end_s = self._clock()
+        if self._parked is not None:
+            self._spans.yields(micro_batch, end_s)
+        self._times.ran(micro_batch, end_s - start_s, None if self._parked else task.stage)
+        self._choice.ran(task, start_s, end_s)
+
+    def _task(self, micro_batch: MicroBatch) -> Steps[None]:
+        if micro_batch.inputs is None:
+            yield from self._prepare(micro_batch)
         if micro_batch.stage is TaskStage.SHARED:
+            micro_batch.doing = Stage.SHARED, micro_batch.layer
             self._shared(micro_batch)
-            self._span(Stage.SHARED, start_s, micro_batch, layer)
+            self._spans.note(micro_batch)
             return
         if micro_batch.pending is not None:
-            start_s = self._add_experts(micro_batch, start_s)
+            yield from self._add_experts(micro_batch)
         if micro_batch.stage is TaskStage.FINISH:
-            self._finish(micro_batch)
-            self._span(Stage.FINISH, start_s, micro_batch, layer)
+            yield from self._finish(micro_batch)
         else:
-            self._attend(micro_batch, start_s)
+            yield from self._attend(micro_batch)
 
-    def _add_experts(self, micro_batch: MicroBatch, start_s: float) -> float:
-        """Adds what the experts of the layer before gave. Returns when what follows begins."""
-        pending, micro_batch.pending = micro_batch.pending, None
-        shared_TD, micro_batch.shared_TD = micro_batch.shared_TD, None
+    def _prepare(self, micro_batch: MicroBatch) -> Steps[None]:
+        """What is made once and used at every layer."""
+        micro_batch.doing = Stage.ATTENTION, 0
+        inputs = micro_batch.inputs = AttentionBatch.build(
+            list(map(slice_of, micro_batch.chunks)),
+            block_tokens=self._kv.block_tokens,
+            device=self._kv.device,
+        )
+        yield
+        self._half.prepare(inputs)
+        if not self._wanted_rows_only:
+            return
+        counts = [
+            len(chunk.sequence.wanted_positions(chunk.start, chunk.stop))
+            for chunk in micro_batch.chunks
+        ]
+        if sum(counts) < inputs.num_tokens:
+            counts[-1] = max(1, counts[-1])
+            last = micro_batch.last = inputs.last(counts)
+            self._half.prepare(last.batch)  # now: it would hold a GPU up between layers
+        yield
+
+    def _add_experts(self, micro_batch: MicroBatch) -> Steps[None]:
+        """Adds what the experts of the layer before gave."""
+        stage = self._plane.stage
+        if stage is not None:
+            micro_batch.doing = stage, micro_batch.attended
+        elif self._choice is not None:
+            self._times.was_away(micro_batch, self._clock())
         assert micro_batch.hidden_TD is not None
-        self._plane.add_to(micro_batch.hidden_TD, pending, shared_TD)
-        if self._plane.stage is None:
-            return start_s
-        self._span(self._plane.stage, start_s, micro_batch, micro_batch.attended)
-        return self._clock()
+        pending, shared_TD = micro_batch.pending, micro_batch.shared_TD
+        yield from self._plane.steps(micro_batch.hidden_TD, pending, shared_TD)
+        micro_batch.pending = micro_batch.shared_TD = None
+        if stage is not None:
+            self._spans.note(micro_batch)
+            yield
 
-    def _attend(self, micro_batch: MicroBatch, start_s: float) -> None:
+    def _attend(self, micro_batch: MicroBatch) -> Steps[None]:
         """Runs attention of one layer, and the dense feed-forward of a layer without experts."""
         layer, half, inputs = micro_batch.layer, self._half, micro_batch.inputs
+        assert inputs is not None
+        micro_batch.doing = Stage.ATTENTION, layer
         hidden_TD = micro_batch.hidden_TD
         if hidden_TD is None:
             hidden_TD = half.embed(inputs)
         last = micro_batch.last if layer == self.layers - 1 else None
-        attended = half.attend(layer, hidden_TD, inputs, self._kv, last)
+        attended = yield from half.steps(layer, hidden_TD, inputs, self._kv, last)
         micro_batch.hidden_TD = attended.hidden_TD
         micro_batch.attended = layer
         routed = attended.routed
@@ -231,14 +311,19 @@ class Executor:
                 self._shared(micro_batch)
         else:
             self._advance(micro_batch)
-        self._span(Stage.ATTENTION, start_s, micro_batch, layer)
+        self._spans.note(micro_batch)
         if routed is not None:
-            sent_s = self._clock()
-            scheduled, plan = micro_batch.batch.scheduled, micro_batch.batch.plan
-            key = TaskKey(scheduled.number, layer, micro_batch.index, scheduled.priority)
-            micro_batch.pending = self._plane.begin(key, routed, plan)
-            if self._plane.stage is None:
-                self._span(Stage.SEND, sent_s, micro_batch, layer)
+            yield  # before the experts have to do with it
+            self._begin_experts(micro_batch, layer, routed)
+
+    def _begin_experts(self, micro_batch: MicroBatch, layer: int, routed: Routed) -> None:
+        micro_batch.doing = Stage.SEND, layer
+        scheduled, plan = micro_batch.batch.scheduled, micro_batch.batch.plan
+        key = TaskKey(scheduled.number, layer, micro_batch.index, scheduled.priority)
+        micro_batch.pending = self._plane.begin(key, routed, plan)
+        if self._plane.stage is None:
+            self._spans.note(micro_batch)
+        micro_batch.sent_s = self._clock()
 
     def _shared(self, micro_batch: MicroBatch) -> None:
         assert micro_batch.x_TD is not None
@@ -252,18 +337,14 @@ class Executor:
         is_last = micro_batch.layer == self.layers
         micro_batch.stage = TaskStage.FINISH if is_last else TaskStage.ATTENTION
 
-    def _finish(self, micro_batch: MicroBatch) -> None:
-        assert micro_batch.hidden_TD is not None
+    def _finish(self, micro_batch: MicroBatch) -> Steps[None]:
+        micro_batch.doing = Stage.FINISH, micro_batch.layer
         last = micro_batch.last
         inputs = micro_batch.inputs if last is None else last.batch
-        self._sink(micro_batch.chunks, inputs, micro_batch.hidden_TD)
+        assert inputs is not None
+        assert micro_batch.hidden_TD is not None
+        yield from self._sink(micro_batch.chunks, inputs, micro_batch.hidden_TD)
         micro_batch.layer = -1
         micro_batch.hidden_TD = None
         micro_batch.batch.remaining -= 1
-
-    def _span(self, stage: Stage, start_s: float, micro_batch: MicroBatch, layer: int) -> None:
-        number, tokens = micro_batch.batch.scheduled.number, micro_batch.inputs.num_tokens
-        end_s = self._clock()
-        self._timeline.add(
-            TaskSpan(self._name, stage, start_s, end_s, number, layer, micro_batch.index, 0, tokens)
-        )
+        self._spans.note(micro_batch)

@@ -13,7 +13,9 @@ import torch
 
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.experts.plane import Pending
+from contracts.events import Stage
 from contracts.plan import Plan
+from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch, LastRows
 from planner.findep.orders import Task, TaskStage
 from planner.findep.split import chunk_bounds, sequence_ranges
@@ -79,6 +81,7 @@ class MicroBatch:
         "attended",
         "batch",
         "chunks",
+        "doing",
         "hidden_TD",
         "index",
         "inputs",
@@ -86,19 +89,26 @@ class MicroBatch:
         "layer",
         "pending",
         "previous",
+        "ran_s",
+        "sent_s",
         "shared_TD",
         "stage",
+        "steps",
+        "tokens",
         "x_TD",
     )
 
-    def __init__(
-        self, batch: BatchRun, index: int, chunks: list[Chunk], inputs: AttentionBatch
-    ) -> None:
+    def __init__(self, batch: BatchRun, index: int, chunks: list[Chunk]) -> None:
         self.batch = batch
         self.index = index
         self.chunks = chunks
-        self.inputs = inputs
+        self.tokens = sum(chunk.stop - chunk.start for chunk in chunks)
+        self.inputs: AttentionBatch | None = None  # made in its first task
         self.last: LastRows | None = None  # what the last layer is computed for; None: all rows
+        self.steps: Steps[None] | None = None  # of a task that has begun
+        self.doing = Stage.ATTENTION, 0  # what it does, and at which layer
+        self.ran_s = 0.0  # of that task
+        self.sent_s = 0.0  # when its last rows went to the experts
         self.after: list[MicroBatch] = []  # whose blocks this one reads
         self.previous: MicroBatch | None = None  # the chunk before this one: it finishes first
         self.layer = 0
@@ -111,7 +121,7 @@ class MicroBatch:
 
     @property
     def is_ready(self) -> bool:
-        if self.stage is TaskStage.SHARED:
+        if self.steps is not None or self.stage is TaskStage.SHARED:
             return True
         if self.pending is not None and not self.pending.is_complete:
             return False
@@ -119,7 +129,8 @@ class MicroBatch:
             return self.previous is None or self.previous.layer < 0
         return all(other.attended >= self.layer for other in self.after)
 
-    def task(self) -> Task:
+    def task(self, slice_s: float = 0.0) -> Task:
+        """What it would run next, up to a yield. slice_s: for how long, predicted."""
         run = self.batch
         return Task(
             run.scheduled.priority,
@@ -130,6 +141,9 @@ class MicroBatch:
             run.plan.order,
             run.plan.shared_lag,
             len(run.micro_batches),
+            run.scheduled.due_s,
+            self.steps is not None,
+            slice_s,
         )
 
 

@@ -10,6 +10,7 @@ from contracts.errors import NotFiniteError
 from contracts.plan import Plan
 from contracts.requests import Priority
 from kernels.device import finish
+from kernels.steps import run_through
 from models.decoder.batch import AttentionBatch, SequenceSlice
 
 _NUMBER = -1  # of no batch of a scheduler
@@ -35,7 +36,7 @@ def time_layers(parts: ExecutorParts, slices: Sequence[SequenceSlice]) -> list[f
             shared_TD = half.shared(layer, routed.x_TD)
             while not pending.is_complete:
                 plane.poll(_POLL_S, idle=False)
-            plane.add_to(hidden_TD, pending, shared_TD)
+            run_through(plane.steps(hidden_TD, pending, shared_TD))
         finish(half.device)
         if routed is not None:
             times_l.append(clock() - start_s)

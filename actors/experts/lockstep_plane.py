@@ -17,6 +17,7 @@ from actors.experts.plane import TaskKey
 from contracts.errors import ChannelError
 from contracts.events import Stage
 from contracts.plan import Plan
+from kernels.steps import Steps
 from models.decoder.decoder import AttentionHalf
 from models.experts.router import Routed
 
@@ -34,6 +35,7 @@ class LockstepPlane:
 
     fatal = ChannelError
     stage = Stage.EXPERT
+    yields = False  # all come to a layer together
 
     def __init__(self, half: AttentionHalf, all_to_all: AllToAll) -> None:
         self._all_to_all = all_to_all
@@ -68,7 +70,10 @@ class LockstepPlane:
                 raise
         return False
 
-    def add_to(self, hidden_TD: Tensor, pending: LockstepPending, shared_TD: Tensor | None) -> None:
+    def steps(
+        self, hidden_TD: Tensor, pending: LockstepPending, shared_TD: Tensor | None
+    ) -> Steps[None]:
+        yield from ()
         try:
             hidden_TD.add_(self._all_to_all.sums(pending.layer, pending.routed))
         except ChannelError:

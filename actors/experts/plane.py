@@ -1,6 +1,6 @@
 """Where routed experts are computed: a *plane*. The executor knows no other kind of expert.
 
-    begin ──> (the plane computes, or fetches, or waits) ──> is_complete ──> add_to
+    begin ──> (the plane computes, or fetches, or waits) ──> is_complete ──> steps
 
 `RemotePlane`: on expert ranks, over A2E and E2A. `StoredPlane`: here, with weights from an expert
 store. `LockstepPlane`: on all workers at once, the DP+EP baseline.
@@ -16,6 +16,7 @@ from contracts.errors import ChannelError
 from contracts.events import Stage
 from contracts.plan import Plan
 from contracts.requests import Priority
+from kernels.steps import Steps
 from models.experts.router import Routed
 
 
@@ -33,7 +34,7 @@ class Pending(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether `add_to` has nothing to wait for."""
+        """Whether `steps` have nothing to wait for."""
 
 
 P = TypeVar("P", bound=Pending)
@@ -48,7 +49,11 @@ class ExpertPlane(Protocol[P]):
 
     @property
     def stage(self) -> Stage | None:
-        """What the time of `add_to` is noted as; None: as part of the attention that follows."""
+        """What the time of `steps` is noted as; None: as part of the attention that follows."""
+
+    @property
+    def yields(self) -> bool:
+        """Whether others may run between the steps of a task that uses it."""
 
     @property
     def is_engaged(self) -> bool:
@@ -58,15 +63,15 @@ class ExpertPlane(Protocol[P]):
         """At most one at a time of each micro-batch. Raises ChannelError."""
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
-        """Takes what has arrived, or waits for it; idle: no batch is in flight. Returns whether
-        something came. Raises ChannelError."""
+        """Takes what has arrived, or waits for it; idle: not because a batch in flight needs it.
+        Returns whether something came. Raises ChannelError."""
 
-    def add_to(self, hidden_TD: Tensor, pending: P, shared_TD: Tensor | None) -> None:
+    def steps(self, hidden_TD: Tensor, pending: P, shared_TD: Tensor | None) -> Steps[None]:
         """Adds what the experts gave, and the shared expert, to the residual, in place. What
-        `pending` held is released. Raises ChannelError."""
+        `pending` held is released at their end. Raises ChannelError."""
 
     def drop(self, pending: P) -> None:
-        """Its batch has failed."""
+        """Its batch has failed, or gives way; before the end of its `steps`, if they have begun."""
 
     def wake(self) -> None:
         """Ends a `poll` that waits. Called from any thread."""

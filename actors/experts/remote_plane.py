@@ -31,6 +31,7 @@ from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
+from kernels.steps import Steps
 from models.experts.router import Routed
 from planner.findep.split import token_group_bounds
 from planner.placement.slots import ExpertPlacement
@@ -58,6 +59,7 @@ class RemotePlane:
 
     fatal = PeerError
     stage = None
+    yields = True
     is_engaged = False
 
     def __init__(
@@ -189,9 +191,10 @@ class RemotePlane:
                         peer,
                     )
 
-    def add_to(self, hidden_TD: Tensor, pending: RemotePending, shared_TD: Tensor | None) -> None:
+    def steps(
+        self, hidden_TD: Tensor, pending: RemotePending, shared_TD: Tensor | None
+    ) -> Steps[None]:
         """Sums go rank by rank in fp32, whatever the order of arrival: equal inputs, equal bits."""
-        self._forget(pending)
         total_TD = hidden_TD
         if self._placement.ranks > 1 or shared_TD is not None:
             total_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
@@ -204,10 +207,12 @@ class RemotePlane:
                 rows_U = _to(piece.rows_U, hidden_TD.device)
                 total_TD.index_add_(0, rows_U, y_UD.to(total_TD.dtype))
             packet.release()
+            yield
         if shared_TD is not None:
             total_TD += shared_TD
         if total_TD is not hidden_TD:
             hidden_TD += total_TD.to(hidden_TD.dtype)
+        self._forget(pending)
 
     def drop(self, pending: RemotePending) -> None:
         self._forget(pending)

@@ -19,9 +19,10 @@ from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
 from kernels.device import Pace
 from kernels.routing import local_index
+from kernels.steps import Steps
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_store import ExpertStore
-from models.experts.moe import expert_sums
+from models.experts.moe import expert_sum_steps
 from models.experts.router import Routed
 
 _LAYERS_AHEAD = 3
@@ -85,12 +86,20 @@ class StoredPlane:
         self._note_exposed(first, start_s)
         return came
 
-    def add_to(self, hidden_TD: Tensor, pending: StoredPending, shared_TD: Tensor | None) -> None:
+    @property
+    def yields(self) -> bool:
+        """A layer's experts stay where they are while others run, if they stay there for good."""
+        return not self._store.copies
+
+    def steps(
+        self, hidden_TD: Tensor, pending: StoredPending, shared_TD: Tensor | None
+    ) -> Steps[None]:
         start_s, layer = self._clock(), pending.key.layer
-        self._pending.remove(pending)
         held = self._store.fetch(layer)
         self._note_exposed(pending, start_s)
-        hidden_TD.add_(expert_sums(pending.routed, held, self._local_of_E))
+        sums_TD = yield from expert_sum_steps(pending.routed, held, self._local_of_E)
+        hidden_TD.add_(sums_TD)
+        self._pending.remove(pending)
         if not any(other.key.layer == layer for other in self._pending):
             self._store.release()
         if shared_TD is not None:

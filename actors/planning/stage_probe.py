@@ -10,7 +10,7 @@ what the wall clock would show on a core that nobody else uses.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -221,8 +221,9 @@ class _Watched:
         return self._half.run(layer, x_UD, rows_N, weights_N, counts_e)
 
 
-def _forget(chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor) -> None:
+def _forget(chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor) -> Iterable[None]:
     """The sink: no logits are wanted."""
+    return ()
 
 
 def _joined(clock: Clock) -> tuple[Endpoint, Endpoint]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.attention import ragged_attention
+from kernels.attention import attention_steps
 from kernels.passes import norm_and_turn
+from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch, LastPrepared, Prepared
 from models.decoder.kv_pool import KvPool
 from models.spec.model import ModelSpec
@@ -39,7 +40,7 @@ class GroupedQueryAttention:
             q_norm, k_norm = loader.load(wants["q_norm"]), loader.load(wants["k_norm"])
             self._qk_norm_Hd = torch.stack([q_norm] * self._H + [k_norm] * self._G)
 
-    def add_to(
+    def steps(
         self,
         hidden_TD: Tensor,
         x_TD: Tensor,
@@ -47,7 +48,7 @@ class GroupedQueryAttention:
         prepared: Prepared,
         kv: KvPool,
         last: LastPrepared | None = None,
-    ) -> None:
+    ) -> Steps[None]:
         """Adds the attention of the normed x_TD to hidden_TD in place; K and V go to the pool.
         last: of those rows alone, which are hidden_TD's then."""
         T = x_TD.shape[0]
@@ -61,6 +62,7 @@ class GroupedQueryAttention:
             q_THd = qkv[:, :H].index_select(0, last.rows_R)
             q_THd = self._turned(q_THd, slice(0, H), last.prepared)
         v_TGd = qkv[:, H + G :]
+        yield
         # All rows first, then attention: sequences may read what others of this batch write here.
         kv.write(self._layer, batch, k_TGd, v_TGd)
         if last is not None:
@@ -68,9 +70,10 @@ class GroupedQueryAttention:
             k_TGd, v_TGd = (x.index_select(0, last.rows_R) for x in (k_TGd, v_TGd))
         k_pool, v_pool = kv.entries(self._layer)
         plan, scale = prepared.plans[self._window], d**-0.5
-        attended_THd = ragged_attention(
+        attended_THd = yield from attention_steps(
             q_THd, k_TGd, v_TGd, k_pool, v_pool, plan, scale=scale, sinks_H=self._sinks
         )
+        yield
         hidden_TD.add_(self._o(attended_THd.view(-1, H * d)))
 
     def _turned(self, x_THd: Tensor, heads: slice, prepared: Prepared) -> Tensor:

@@ -17,6 +17,7 @@ from kernels.linear import Linear
 from kernels.packed_attention import packs
 from kernels.passes import rms_norm
 from kernels.rope import cos_sin, inverse_frequencies
+from kernels.steps import Steps, run_through
 from models.decoder.attention import GroupedQueryAttention
 from models.decoder.batch import AttentionBatch, LastPrepared, LastRows, Prepared
 from models.decoder.kv_pool import KvPool
@@ -130,15 +131,29 @@ class AttentionHalf:
         kv: KvPool,
         last: LastRows | None = None,
     ) -> Attended:
+        """As `steps`, without interruptions."""
+        return run_through(self.steps(layer, hidden_TD, batch, kv, last))
+
+    def steps(
+        self,
+        layer: int,
+        hidden_TD: Tensor,
+        batch: AttentionBatch,
+        kv: KvPool,
+        last: LastRows | None = None,
+    ) -> Steps[Attended]:
         """Attention (and the dense MLP) of one layer. Adds to hidden_TD in place and returns it;
-        or, where only the `last` rows are wanted, a new tensor of those."""
+        or, where only the `last` rows are wanted, a new tensor of those. What runs between steps
+        may use the pool, but no block that `batch` writes."""
         weights = self._layers[layer]
         x_TD = self._norm(hidden_TD, weights.attention_norm)
         alone = None
         if last is not None:
             alone = LastPrepared(last.rows_R, self.prepare(last.batch))
             hidden_TD = hidden_TD.index_select(0, last.rows_R)
-        weights.attention.add_to(hidden_TD, x_TD, batch, self.prepare(batch), kv, alone)
+        prepared = self.prepare(batch)
+        yield from weights.attention.steps(hidden_TD, x_TD, batch, prepared, kv, alone)
+        yield
         x_TD = self._norm(hidden_TD, weights.mlp_norm)
         if isinstance(weights.mlp, Router):
             return Attended(hidden_TD, weights.mlp(x_TD))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.latent_attention import LatentUp, ragged_latent_attention
+from kernels.latent_attention import LatentUp, latent_attention_steps
 from kernels.linear import Linear
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope
+from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch, LastPrepared, Prepared
 from models.decoder.kv_pool import KvPool
 from models.spec.latent_spec import LatentSpec
@@ -47,7 +48,7 @@ class LatentAttention:
         up_HcC = weights["kv_b"].view(self._H, -1, self._latent.kv_rank)
         self._up = LatentUp(up_HcC, self._latent.nope_dim)
 
-    def add_to(
+    def steps(
         self,
         hidden_TD: Tensor,
         x_TD: Tensor,
@@ -55,13 +56,14 @@ class LatentAttention:
         prepared: Prepared,
         kv: KvPool,
         last: LastPrepared | None = None,
-    ) -> None:
+    ) -> Steps[None]:
         """Adds the attention of the normed x_TD to hidden_TD in place; latents go to the pool.
         last: of those rows alone, which are hidden_TD's then."""
         latent_T1C = self._kv_a(x_TD).unsqueeze(1)
         rank = self._latent.kv_rank
         latent_T1C[..., :rank] = rms_norm(latent_T1C[..., :rank], self._kv_norm, _EPS)
         latent_T1C[..., rank:] = apply_rope(latent_T1C[..., rank:], prepared.cos, prepared.sin)
+        yield
         # All rows first, then attention: sequences may read what others of this batch write here.
         kv.write(self._layer, batch, latent_T1C)
         if last is not None:
@@ -72,9 +74,10 @@ class LatentAttention:
         q_THd[..., n:] = apply_rope(q_THd[..., n:], prepared.cos, prepared.sin)
         (pool_P1C,) = kv.entries(self._layer)
         plan = prepared.plans[self._window]
-        attended_THv = ragged_latent_attention(
+        attended_THv = yield from latent_attention_steps(
             q_THd, latent_T1C, pool_P1C, self._up, plan, scale=self._scale
         )
+        yield
         hidden_TD.add_(self._o(attended_THv.view(x_TD.shape[0], -1)))
 
 

@@ -30,6 +30,8 @@ _CLOSE_S = 5.0
 class CopyingStore:
     """After an error, which the `fetch` of that layer raises, the same layer is tried again."""
 
+    copies = True
+
     def __init__(
         self,
         source: ExpertSource,

@@ -77,6 +77,10 @@ class ExpertStore(Protocol):
     """Used by one thread. Whatever the kind: equal weights, and so equal bits."""
 
     @property
+    def copies(self) -> bool:
+        """Whether layers come and go; else all stay."""
+
+    @property
     def waited_s(self) -> float:
         """So far: time in which nothing was computed because a layer was not there yet."""
 
@@ -106,6 +110,7 @@ class ExpertStore(Protocol):
 class ResidentStore:
     """All experts of all layers, in the processor's own layout."""
 
+    copies = False
     waited_s = 0.0
 
     def __init__(self, experts: ExpertHalf) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kernels.experts import grouped_experts
+from kernels.experts import expert_steps
 from kernels.gpu_experts import gpu_experts, runs_on_gpu
 from kernels.routing import group_by_expert
+from kernels.steps import Steps, at_once, run_through
 from models.experts.expert_loading import ExpertLayer, load_experts
 from models.experts.router import Routed
 from models.spec.model import ModelSpec
@@ -21,7 +22,7 @@ from models.weights.checkpoint import Checkpoint
 from models.weights.loading import Loader, Progress
 
 
-def expert_sums(routed: Routed, held: ExpertLayer, local_of_E: Tensor) -> Tensor:
+def expert_sum_steps(routed: Routed, held: ExpertLayer, local_of_E: Tensor) -> Steps[Tensor]:
     """[T, D] float32: each token's weighted sum over those of its experts that `held` has.
 
     local_of_E [E]: index of each expert in `held`, or their number (kernels/routing.py).
@@ -32,9 +33,14 @@ def expert_sums(routed: Routed, held: ExpertLayer, local_of_E: Tensor) -> Tensor
             routed.x_TD, local_of_E[ids_TK], weights_TK, held.gate_up, held.down, held.clamped
         )
     rows_N, weights_N, counts = group_by_expert(ids_TK, weights_TK, local_of_E, len(held.gate_up))
-    return grouped_experts(
-        routed.x_TD, held.gate_up, held.down, rows_N, weights_N, counts, held.clamped
+    return (
+        yield from expert_steps(
+            routed.x_TD, held.gate_up, held.down, rows_N, weights_N, counts, held.clamped
+        )
     )
+
+
+expert_sums = at_once(expert_sum_steps)
 
 
 def _by_layer(
@@ -100,6 +106,17 @@ class ExpertHalf:
         weights_N: Tensor,
         counts_e: Sequence[int] | Tensor,
     ) -> Tensor:
+        """As `steps`, without interruptions."""
+        return run_through(self.steps(layer, x_UD, rows_N, weights_N, counts_e))
+
+    def steps(
+        self,
+        layer: int,
+        x_UD: Tensor,
+        rows_N: Tensor,
+        weights_N: Tensor,
+        counts_e: Sequence[int] | Tensor,
+    ) -> Steps[Tensor]:
         """[U, D] float32: each token's weighted sum over its pairs; zeros where it has none.
 
         Pairs are sorted by local expert, counts_e of each; rows_N index x_UD (a token may appear
@@ -107,6 +124,4 @@ class ExpertHalf:
         """
         counts = counts_e.tolist() if isinstance(counts_e, Tensor) else counts_e
         held = self._layers[layer]
-        return grouped_experts(
-            x_UD, held.gate_up, held.down, rows_N, weights_N, counts, held.clamped
-        )
+        return expert_steps(x_UD, held.gate_up, held.down, rows_N, weights_N, counts, held.clamped)

@@ -59,15 +59,20 @@ def position(task: Task) -> tuple[int, int, int, int]:
 
 
 def by_plan(ready: Sequence[Task]) -> Task:
-    """The next task: latency-sensitive before best-effort, older batch before newer, then the
-    order of the batch's plan."""
-    return min(ready, key=lambda task: (task.priority, task.batch, *position(task)))
+    """The next task: latency-sensitive before best-effort, then whose token is due first, older
+    batch before newer, what has begun, then the order of the batch's plan."""
+    return min(ready, key=_by_plan)
+
+
+def _by_plan(task: Task) -> tuple[float, ...]:
+    return (task.priority, task.due_s, task.batch, not task.begun, *position(task))
 
 
 def by_layer(ready: Sequence[Task]) -> Task:
     """The next task where batches share what a layer needs: latency-sensitive before best-effort,
-    then whoever is furthest behind, so that all come to a layer before any leaves it."""
-    return min(ready, key=lambda task: (task.priority, *position(task), task.batch))
+    what has begun, then whoever is furthest behind, so that all come to a layer before any leaves
+    it."""
+    return min(ready, key=lambda task: (task.priority, not task.begun, *position(task), task.batch))
 
 
 def static_order(

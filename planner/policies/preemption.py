@@ -1,15 +1,23 @@
-"""What a rank runs next, of both classes: picked at every yield of a task.
+"""What a rank runs next, of both classes: chosen anew at every yield of a task.
+
+    credit of BE > 0 ──> BE                            its share (share.py)
+    else LS ready    ──> LS                            by due time, then the plan's order
+    else             ──> BE, unless an LS pass that is with the other group would be late: hold
 
 Both groups use it: over tasks of micro-batches on an attention rank or a prefill worker
 (planner/findep/orders.py), over queue heads on an expert rank (planner/findep/expert_queues.py).
+QLLM (Section 4) preempts at layers and experts in one process; here an LS pass visits both groups
+at every layer, so that whole tasks of BE would meet it there each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from contracts.requests import Priority
+from planner.policies.share import ShareFloor
+from planner.policies.urgency import LivePass, would_be_late
 
 
 class Work(Protocol):
@@ -19,7 +27,8 @@ class Work(Protocol):
     def priority(self) -> int: ...
 
     @property
-    def begun(self) -> bool: ...
+    def begun(self) -> bool:
+        """Whether it stands at a yield."""
 
     @property
     def slice_s(self) -> float:
@@ -29,26 +38,58 @@ class Work(Protocol):
 W = TypeVar("W", bound=Work)
 
 
-class LivePass(NamedTuple):
-    """A live LS batch: when its next token is due, and for how long it would still take if it ran
-    alone, as predicted (both groups, the way there and back)."""
-
-    due_s: float
-    left_s: float
-
-
 class Preemption(Generic[W]):
-    """Owned by the rank's loop. Times are given."""
+    """Owned by the rank's loop. Times are given, in order.
+
+    preempted: how often LS work ran while a BE task stood at a yield. held_s: for how long BE was
+    held back while nothing else was there to run.
+    """
 
     def __init__(self, order: Callable[[Sequence[W]], W], *, be_share: float) -> None:
-        """order: the choice among work of one class, never empty."""
+        """order: the choice among work of one class, never empty; of BE, what is begun comes
+        first, so that there is one such task at most."""
         self._order = order
-        self._be_share = be_share
+        self._floor = ShareFloor(be_share)
+        self._be_waits = self._be_ran = self._holding = False
+        self._since_s = 0.0  # until when the accounts are kept
+        self.preempted = 0
+        self.held_s = 0.0
 
-    def pick(self, ready: Sequence[W], live: Sequence[LivePass], now_s: float) -> W | None:
-        """One of `ready`; None: none, although some is (BE is held back for an LS due time)."""
-        first = min((work.priority for work in ready), default=Priority.BE)
-        return self._order([work for work in ready if work.priority == first]) if ready else None
+    def pick(self, ready: Sequence[W], live: Iterable[LivePass], now_s: float) -> W | None:
+        """One of `ready`; None: none, although some is. live: read only where BE might be held."""
+        self._pass_time(now_s)
+        mine = [work for work in ready if work.priority == Priority.LS]
+        if len(mine) == len(ready):
+            self._be_waits = False
+            return self._order(mine) if mine else None
+        others = [work for work in ready if work.priority != Priority.LS]
+        self._be_waits = True
+        chosen = self._order([work for work in others if work.begun] or others)
+        if self._floor.is_owed or (not mine and not would_be_late(live, chosen.slice_s, now_s)):
+            return chosen
+        if not mine:
+            self._holding = True
+            return None
+        if chosen.begun and self._be_ran:
+            self._be_ran = False
+            self.preempted += 1
+        return self._order(mine)
 
     def ran(self, work: W, start_s: float, end_s: float) -> None:
-        """A slice of it, the one picked last."""
+        """A slice of what was picked last."""
+        if work.priority == Priority.LS:
+            self._pass_time(end_s)
+            return
+        self._pass_time(start_s)
+        self._floor.served(end_s - start_s)
+        self._since_s, self._be_waits, self._be_ran = end_s, False, True
+
+    def _pass_time(self, now_s: float) -> None:
+        """Nothing of BE has run since the last time."""
+        passed_s = now_s - self._since_s
+        self._since_s = now_s
+        if self._be_waits:
+            self._floor.kept_waiting(passed_s)
+        if self._holding:
+            self.held_s += passed_s
+            self._holding = False

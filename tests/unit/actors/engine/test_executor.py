@@ -3,7 +3,7 @@ order of tasks, waiting, failing. Real channels and models: tests/oracle/test_gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,7 @@ from contracts.events import Stage
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
 from contracts.requests import Priority
+from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import Attended
 from models.experts.router import Routed
@@ -53,14 +54,18 @@ class FakeHalf:
     def embed(self, batch: AttentionBatch) -> torch.Tensor:
         return batch.token_ids_T[:, None].float().repeat(1, DIM)
 
-    def attend(
+    def prepare(self, batch: AttentionBatch) -> None:
+        """Nothing is needed."""
+
+    def steps(
         self,
         layer: int,
         hidden_TD: torch.Tensor,
         batch: AttentionBatch,
         kv: object,
         last: object = None,
-    ) -> Attended:
+    ) -> Steps[Attended]:
+        yield
         self._sequence = int(batch.token_ids_T[0]) // 10
         self._log.append(("attend", layer, self._sequence))
         hidden_TD += 1.0
@@ -174,13 +179,16 @@ class Rig:
         parts = ExecutorParts(endpoint.name, half, kv, plane, self._sink, self.timeline, self.clock)
         self.executor = Executor(parts, chunk_cost=lambda start, stop: stop - start)
 
-    def _sink(self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor) -> None:
+    def _sink(
+        self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor
+    ) -> Iterable[None]:
         row = 0
         for chunk in chunks:
             count = chunk.stop - chunk.start
             self.finished[chunk.sequence.key[1]] = hidden_TD[row : row + count].clone()
             self.log.append(("finish", LAYERS, chunk.sequence.key[1]))
             row += count
+        return ()
 
     def submit(
         self,
