@@ -172,14 +172,32 @@ CHANNEL_BYTES = _counter(
     Panel("Channel payload sent", "Bps", ("direction", "backend")),
     unit="bytes",
 )
-PREEMPTIONS = _counter("tandem_preemptions_total", "Times that LS work overtook running BE work.")
+PREEMPTIONS = _counter(
+    "tandem_preemptions_total",
+    "Times that LS work overtook running BE work.",
+    (),
+    Panel("Preemptions per second", "ops", legend="all ranks"),
+)
 PREEMPTION_BLOCKING = _seconds(
     "tandem_preemption_blocking_seconds",
-    "From the arrival of LS work to the first task picked for it.",
+    "At most so long LS work has waited for the step of BE work that it then overtook.",
+    (),
+    Panel("Waited for a step of best-effort work", "s"),
     buckets=_STAGE_S,
 )
 BE_WAIT = _seconds(
-    "tandem_be_wait_seconds", "Time that BE work stood parked behind LS work.", buckets=_LATENCY_S
+    "tandem_be_wait_seconds",
+    "Time that BE work stood parked behind LS work, each time.",
+    (),
+    Panel("Best-effort work parked, each time", "s"),
+    buckets=_LATENCY_S,
+)
+HELD = _gauge(
+    "tandem_held_seconds",
+    "Time so far in which a rank held BE work back for an LS due time.",
+    ("rank",),
+    Panel("Best-effort work held back, seconds per second", "short", ("rank",), View.GROWTH),
+    unit="s",
 )
 EXPERT_TOKENS = _counter(
     "tandem_expert_tokens_total",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from contracts.config import ScheduleConfig
@@ -42,12 +42,15 @@ class InPlay:
         self._counts: list[defaultdict[bytes, Counter[Hashable]]] = [
             defaultdict(Counter) for _ in Priority
         ]
+        self._totals = [0 for _ in Priority]
         self._shared_until = dict.fromkeys(Priority, 0)
 
     def add(self, owner: Owner) -> None:
+        self._totals[owner.priority] += 1
         self._counts[owner.priority][owner.tenant][owner.request] += 1
 
     def remove(self, owner: Owner) -> None:
+        self._totals[owner.priority] -= 1
         tenants = self._counts[owner.priority]
         requests = tenants[owner.tenant]
         requests[owner.request] -= 1
@@ -60,16 +63,21 @@ class InPlay:
         requests = self._counts[owner.priority].get(owner.tenant)
         return requests[owner.request] if requests else 0
 
-    def shared(self, priority: Priority, batch: int) -> bool:
-        """Whether requests of this class have others beside them in that batch, or had lately."""
-        if self._has_several(priority):
+    def total(self, priority: Priority) -> int:
+        """Sequences of that class."""
+        return self._totals[priority]
+
+    def shared(self, priority: Priority, batch: int, among: Sequence[Priority]) -> bool:
+        """Whether requests of this class have others beside them in that batch, of the classes
+        `among`, or had lately."""
+        if self._has_several(priority, among):
             self._shared_until[priority] = batch + SHARED_BATCHES
         return batch < self._shared_until[priority]
 
-    def _has_several(self, lowest: Priority) -> bool:
+    def _has_several(self, lowest: Priority, among: Sequence[Priority]) -> bool:
         """Whether these classes, down to the lowest, have more than one request."""
         seen = None
-        for priority in Priority:
+        for priority in among:
             for tenant, requests in self._counts[priority].items():
                 if priority > lowest:
                     return False
@@ -79,9 +87,11 @@ class InPlay:
                 seen = first
         return False
 
-    def parts(self, priority: Priority, places: int) -> Mapping[bytes, Part]:
+    def parts(
+        self, priority: Priority, places: int, among: Sequence[Priority]
+    ) -> Mapping[bytes, Part]:
         """Of the tenants of a class that want more than their part of a batch, that part."""
-        before = (self._counts[each] for each in Priority if each < priority)
+        before = (self._counts[each] for each in among if each < priority)
         taken = sum(sum(map(Counter.total, tenants.values())) for tenants in before)
         return fair_parts(self._counts[priority], max(1, places - taken))
 
@@ -100,7 +110,14 @@ class _Left:
 class BatchRoom:
     """Tokens and places. `hold_back` some for those who wait while those who run take theirs."""
 
-    def __init__(self, config: ScheduleConfig, in_play: InPlay, batch: int) -> None:
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        in_play: InPlay,
+        batch: int,
+        among: Sequence[Priority] = tuple(Priority),
+    ) -> None:
+        """among: the classes of the batch, in their order."""
         self.tokens = config.max_batch_tokens
         self.places = config.max_batch_sequences
         self._held_back = 0
@@ -109,9 +126,9 @@ class BatchRoom:
         self._left: dict[Owner, _Left] = {}
         self._tenants: dict[tuple[int, bytes], _Left] = {}
         self._parts: dict[int, Mapping[bytes, Part]] = {  # of the classes that are shared
-            int(priority): in_play.parts(priority, self.places)
-            for priority in Priority
-            if in_play.shared(priority, batch)
+            int(priority): in_play.parts(priority, self.places, among)
+            for priority in among
+            if in_play.shared(priority, batch, among)
         }
         self.is_shared = bool(self._parts)
 

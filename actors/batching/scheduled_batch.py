@@ -8,6 +8,7 @@ from typing import NamedTuple
 from actors.batching.sequence import Sequence
 from contracts.requests import Priority
 from models.decoder.batch import BlockCopy, SequenceSlice
+from planner.policies.batching import Phase
 
 
 class Chunk(NamedTuple):
@@ -23,13 +24,14 @@ class Chunk(NamedTuple):
 
 class ScheduledBatch(NamedTuple):
     """sources: blocks to which it holds a reference of its own, because chunks copy from them.
-    due_s: when the next token of any of its sequences is due."""
+    due_s: when the next token of any of its sequences is due. phase: of all; None: of either."""
 
     number: int
     priority: Priority
     chunks: list[Chunk]
     sources: tuple[int, ...] = ()
     due_s: float = math.inf
+    phase: Phase | None = None
 
     @property
     def tokens(self) -> int:

@@ -1,12 +1,14 @@
 """Continuous batching: which tokens of which sequences run next on an attention rank.
 
-A batch takes, in this order: one token of each running sequence (decode), the next chunk of those
-whose prompt is under way, then waiting sequences, LS before BE; within a class by turns between
-API keys and requests (planner/policies/turns.py). Beside others one request has a share of it
+A batch is of the classes and the phase that a policy says (planner/policies/batching.py). It takes,
+in this order: one token of each running sequence (decode), the next chunk of those whose prompt is
+under way, then waiting sequences, LS before BE; within a class by turns between API keys and
+requests (planner/policies/turns.py). Beside others one request has a share of it
 (actors/batching/batch_room.py). A prompt longer than what is left of that is cut (chunked prefill).
 A sequence starts behind the longest prefix that blocks hold, to the token, computed or about to be.
 When blocks run out, the youngest running sequence of the lowest class, of a request that holds many
-first, gives its blocks back and waits again; what it has generated stays.
+first, gives its blocks back and waits again; what it has generated stays. BE gives way to LS that
+waits as well: the sequence of which least is computed, and in the end its batch (`give_way`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from contracts.config import ScheduleConfig
 from contracts.errors import NotFiniteError
 from contracts.requests import Priority
 from models.decoder.batch import BlockCopy
-from planner.policies.batching import Waiting
+from planner.policies.batching import ALL, Form, Phase, Waiting
 from planner.policies.turns import Turns
 
 
@@ -62,6 +64,8 @@ class Scheduler:
         self._by_key: dict[SequenceKey, Sequence] = {}
         self._batches = 0
         self.requeued_total = 0
+        self.drop_best_effort: Callable[[], ScheduledBatch | None] = lambda: None
+        self.changes = 0  # grows when a sequence comes, goes, or is free to run again
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -78,6 +82,10 @@ class Scheduler:
     def sequences(self) -> list[Sequence]:
         return list(self._by_key.values())
 
+    def count(self, priority: Priority) -> int:
+        """Sequences of one class."""
+        return self.in_play.total(priority)
+
     def waiting_of(self, priority: Priority) -> Waiting:
         """Those of one class; their tokens are counted anew."""
         queue = self._waiting[priority]
@@ -87,6 +95,7 @@ class Scheduler:
         return key in self._by_key
 
     def add(self, sequence: Sequence) -> None:
+        self.changes += 1
         self._by_key[sequence.key] = sequence
         self.in_play.add(sequence.owner)
         self._line_up(sequence)
@@ -102,6 +111,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence (finished, failed or cancelled) that is in no batch."""
+        self.changes += 1
         del self._by_key[sequence.key]
         self.in_play.remove(sequence.owner)
         if sequence in self._running:
@@ -114,16 +124,16 @@ class Scheduler:
         if self._on_end is not None:
             self._on_end(sequence)
 
-    def next_batch(self) -> ScheduledBatch | None:
-        """The next batch, its blocks allocated; None if nothing can run."""
+    def next_batch(self, form: Form = ALL) -> ScheduledBatch | None:
+        """The next batch, its blocks allocated; None if nothing of that form can run."""
         number = self._batches
         chunks: list[Chunk] = []
-        room = BatchRoom(self._config, self.in_play, number)
+        room = BatchRoom(self._config, self.in_play, number, form.priorities)
         forming = BatchBlocks()
         if room.is_shared and self.waiting:
-            self._make_way()
+            self._make_way(form.priorities)
             room.hold_back(share_of(self._config.request_share, room.tokens))
-        running = self._running
+        running = self._running if form == ALL else list(filter(form_of(form), self._running))
         if room.is_shared:  # where not all of a request's fit, those first that waited longest
             running = sorted(running, key=attrgetter("last_batch"))
         for sequence in sorted(running, key=_is_prompt):
@@ -137,12 +147,14 @@ class Scheduler:
                 chunks.append(chunk)
                 room.take(sequence.owner, chunk.stop - chunk.start)
         room.hold_back(0)
-        self._admit(chunks, room, forming)
+        if form.phase is not Phase.DECODE:
+            self._admit(chunks, room, forming, form.priorities)
         if not chunks:
             return None
         self._batches += 1
         priority = min(chunk.sequence.priority for chunk in chunks)
-        return ScheduledBatch(number, priority, chunks, tuple(forming.sources))
+        due_s = min(chunk.sequence.due_s for chunk in chunks)
+        return ScheduledBatch(number, priority, chunks, tuple(forming.sources), due_s, form.phase)
 
     def upcoming(self) -> list[tuple[int, int]]:
         """New tokens [start, stop) per sequence of the batch that would come next, in its order: a
@@ -153,6 +165,7 @@ class Scheduler:
 
     def complete(self, batch: ScheduledBatch) -> None:
         """The batch has run: its tokens are in the pool. Sequences that are done end here."""
+        self.changes += 1
         self.blocks.commit(batch.number)
         self.blocks.release(batch.sources)
         for chunk in batch.chunks:
@@ -160,21 +173,40 @@ class Scheduler:
             if chunk.sequence.done:
                 self.remove(chunk.sequence)
 
+    def give_way(self, batch: ScheduledBatch) -> None:
+        """The batch was dropped for others: its sequences wait again, with what they have
+        generated."""
+        self.abandon(batch)
+        for chunk in batch.chunks:
+            if chunk.sequence.done:
+                self.remove(chunk.sequence)
+            else:
+                self._requeue(chunk.sequence)
+
     def abandon(self, batch: ScheduledBatch) -> None:
         """The batch failed; none of its blocks can be trusted."""
+        self.changes += 1
         self.blocks.abandon(batch.number)
         self.blocks.release(batch.sources)
         for chunk in batch.chunks:
             chunk.sequence.in_flight = False
 
-    def _admit(self, chunks: list[Chunk], room: BatchRoom, forming: BatchBlocks) -> None:
-        for priority in Priority:
+    def _admit(
+        self,
+        chunks: list[Chunk],
+        room: BatchRoom,
+        forming: BatchBlocks,
+        priorities: tuple[Priority, ...],
+    ) -> None:
+        for priority in priorities:
             if room.is_full:
                 return
             queue, started = self._waiting[priority], []
             for sequence in queue.ahead(lambda s: not room.tokens_for(s.owner)):
                 tokens = room.tokens_for(sequence.owner)
                 chunk = self._start(sequence, tokens, len(chunks), forming)
+                while chunk is None and self._take_from_below(priority):
+                    chunk = self._start(sequence, tokens, len(chunks), forming)
                 if chunk is None:
                     break  # nobody slips past a sequence whose turn it is
                 chunks.append(chunk)
@@ -249,12 +281,13 @@ class Scheduler:
         fresh = sequence.blocks_for(stop) - len(sequence.block_table)
         table = self.blocks.take([], fresh)
         while table is None:
-            victim = self._victim()
-            if victim is None:
-                return None
-            self._requeue(victim)
-            if victim is sequence:
-                return None
+            if not self._take_from_below(sequence.priority):
+                victim = self._victim(sequence.priority)
+                if victim is None:
+                    return None
+                self._requeue(victim)
+                if victim is sequence:
+                    return None
             table = self.blocks.take([], fresh)
         sequence.block_table.extend(table)
         chunk = Chunk(sequence, sequence.num_computed, stop, frozenset())
@@ -282,10 +315,25 @@ class Scheduler:
         sequence.last_batch = self._batches
         return chunk
 
-    def _make_way(self) -> None:
+    def _take_from_below(self, priority: Priority) -> bool:
+        """Has an idle BE sequence wait again, that of which least is computed (what it gives up is
+        found again as far as the cache keeps it); if there is none, a batch of them that runs.
+        False: there is nothing below that class."""
+        if priority is not Priority.LS:
+            return False
+        idle = [s for s in self._running if s.priority > priority and not s.in_flight]
+        if idle:
+            self._requeue(min(idle, key=attrgetter("num_computed")))
+            return True
+        batch = self.drop_best_effort()
+        if batch is not None:
+            self.give_way(batch)
+        return batch is not None
+
+    def _make_way(self, priorities: tuple[Priority, ...]) -> None:
         """Whose turn it is finds blocks, if one request holds more than its share of them: then its
         youngest sequences wait again. Not so many that the other would hold more."""
-        first = next(filter(None, (queue.peek() for queue in self._waiting.values())), None)
+        first = next(filter(None, (self._waiting[each].peek() for each in priorities)), None)
         if first is None:
             return
         tokens = min(len(first.token_ids), self._config.max_batch_tokens)
@@ -310,14 +358,12 @@ class Scheduler:
             holds[sequence.owner] += len(sequence.block_table)
         return holds
 
-    def _victim(self) -> Sequence | None:
-        """The youngest idle sequence of the lowest class that runs; of a request that holds more
-        than its share of the blocks, if there is one."""
-        idle = [sequence for sequence in self._running if not sequence.in_flight]
-        if not idle:
+    def _victim(self, priority: Priority) -> Sequence | None:
+        """The youngest idle sequence of that class; of a request that holds more than its share of
+        the blocks, if there is one."""
+        candidates = [s for s in self._running if not s.in_flight and s.priority is priority]
+        if not candidates:
             return None
-        lowest = max(sequence.priority for sequence in idle)
-        candidates = [sequence for sequence in idle if sequence.priority is lowest]
         holds = self._blocks_held()
         most = share_of(self._config.request_share, self.blocks.num_blocks)
         greedy = [sequence for sequence in candidates if holds[sequence.owner] > most]
@@ -325,6 +371,7 @@ class Scheduler:
 
     def _requeue(self, sequence: Sequence) -> None:
         self.requeued_total += 1
+        self.changes += 1
         self._running.remove(sequence)
         self._drop_blocks(sequence)
         sequence.scored.clear()
@@ -336,9 +383,19 @@ class Scheduler:
         queue.push(sequence, owner.tenant, owner.request, cost=cost, again=again)
 
     def _drop_blocks(self, sequence: Sequence) -> None:
-        self.blocks.release(sequence.block_table)
+        best_effort = sequence.priority is Priority.BE
+        self.blocks.release(sequence.block_table, best_effort=best_effort)
         sequence.block_table = []
         sequence.num_computed = 0
+
+
+def form_of(form: Form) -> Callable[[Sequence], bool]:
+    """Whether a sequence belongs into a batch of that form."""
+
+    def belongs(sequence: Sequence) -> bool:
+        return sequence.priority in form.priorities and form.phase in (None, sequence.phase)
+
+    return belongs
 
 
 def _is_prompt(sequence: Sequence) -> bool:

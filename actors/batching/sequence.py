@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from actors.batching.batch_room import owner_of
@@ -9,6 +11,7 @@ from actors.batching.logit_rules import logit_rules
 from contracts.block_hash import chain_hashes
 from contracts.messages import Submit, TokenLogprob
 from contracts.requests import Priority, Usage
+from planner.policies.batching import Phase
 
 SequenceKey = tuple[int, int]  # client, request id: unique on a rank
 
@@ -31,6 +34,7 @@ class Sequence:
         self.block_table: list[int] = []
         self.num_computed = 0
         self.num_cached: int | None = None  # set when it first starts
+        self.due_s = math.inf  # when its next token is due
         self.in_flight = False
         self.last_batch = -1  # the number of the last one that it was in
         self.done = False  # finished or cancelled: ends when its batch does
@@ -52,6 +56,10 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.PREFILL if self.num_uncomputed > 1 else Phase.DECODE
 
     @property
     def hashes(self) -> list[bytes]:

@@ -37,9 +37,8 @@ from models.decoder.kv_pool import KvPool
 from models.experts.router import Routed
 from planner.findep.orders import Policy, Task, TaskStage, by_plan
 from planner.policies.batching import LiveBatch
-from planner.policies.preemption import Preemption
+from planner.policies.preemption import LOOK_S, Preemption
 
-LOOK_S = 0.001  # so often, between two steps, others are asked for: it takes some tens of us
 HOLD_S = 0.001  # while work is held back
 
 
@@ -121,6 +120,8 @@ class Executor:
                 run.scheduled.priority,
                 run.scheduled.tokens,
                 max(self.layers - m.layer for m in run.micro_batches if m.layer >= 0),
+                run.scheduled.number,
+                run.scheduled.phase,
             )
             for run in self._runs.values()
         ]

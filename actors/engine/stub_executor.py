@@ -33,7 +33,10 @@ class StubExecutor:
 
     @property
     def live(self) -> Sequence[LiveBatch]:
-        return [LiveBatch(batch.priority, batch.tokens, 1) for batch in self._batches]
+        return [
+            LiveBatch(batch.priority, batch.tokens, 1, batch.number, batch.phase)
+            for batch in self._batches
+        ]
 
     def wake(self) -> None:
         self._woken.set()
@@ -52,6 +55,12 @@ class StubExecutor:
                 if chunk.stop == len(chunk.sequence.token_ids) and not chunk.sequence.done:
                     self._answer(chunk.sequence)
         return done
+
+    def drop(self, number: int) -> ScheduledBatch | None:
+        found = next((batch for batch in self._batches if batch.number == number), None)
+        if found is not None:
+            self._batches.remove(found)
+        return found
 
     def fail_all(self) -> list[ScheduledBatch]:
         dropped, self._batches = self._batches, []

@@ -1,13 +1,15 @@
 """The loop of an expert rank: queues of token groups per (class, layer), served by merging.
 
 Token groups arrive from any attention rank. The rank picks a queue, merges everything that waits in
-it into one grouped GEMM, and answers each token group with one weighted sum per token. There is no
-barrier across attention ranks: an idle or dead one costs the others nothing.
+it into one grouped GEMM, and answers each token group with one weighted sum per token. A call
+yields between runs of experts, where another class may go first. There is no barrier across
+attention ranks: an idle or dead one costs the others nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -31,6 +33,8 @@ from contracts.events import Stage, TaskSpan
 from contracts.logs import event
 from models.experts.moe import ExpertHalf
 from planner.findep.expert_queues import QueueHead, QueuePolicy, oldest_of_best_class
+from planner.policies.preemption import LOOK_S, Preemption
+from planner.policies.task_times import TaskTimes
 
 log = logging.getLogger("tandem.expert")
 
@@ -68,9 +72,44 @@ def merge(packets: list[Packet]) -> MergedGroups:
     )
 
 
+class Call:
+    """A merged call of experts, from its first slice to its answers."""
+
+    __slots__ = ("groups", "interrupted", "packets", "steps", "y_UD")
+
+    def __init__(self, packets: list[Packet], half: ExpertHalf) -> None:
+        self.packets = packets
+        self.groups = groups = merge(packets)
+        self.interrupted = False
+        self.y_UD: torch.Tensor | None = None  # once it is through
+        self.steps = half.steps(
+            self.layer, groups.x_UD, groups.rows_N, groups.weights_N, groups.counts_e
+        )
+
+    @property
+    def layer(self) -> int:
+        return self.packets[0].header.layer
+
+    @property
+    def priority(self) -> int:
+        return int(self.packets[0].header.priority)
+
+    @property
+    def tokens(self) -> int:
+        return self.groups.first_row[-1]
+
+    def run(self, until_s: float, clock: Clock) -> None:
+        """To its end, or to the first yield after that time."""
+        try:
+            next(self.steps)
+            while clock() < until_s:
+                next(self.steps)
+        except StopIteration as done:
+            self.y_UD = done.value
+
+
 class ExpertServer:
-    """Owned by one thread. `max_merge_tokens` bounds one merged call, and with it the time for
-    which a latency-sensitive token group can be blocked."""
+    """Owned by one thread. `max_merge_tokens` bounds one merged call."""
 
     def __init__(
         self,
@@ -80,28 +119,37 @@ class ExpertServer:
         timeline: Timeline,
         clock: Clock,
         policy: QueuePolicy = oldest_of_best_class,
+        choice: Preemption[QueueHead] | None = None,
         max_merge_tokens: int = 8192,
     ) -> None:
+        """policy: the choice among queues; choice: if there is one, it makes it instead, at every
+        yield."""
         self._endpoint = endpoint
         self._half = half
         self._timeline = timeline
         self._clock = clock
         self._policy = policy
+        self._choice = choice
         self._max_merge_tokens = max_merge_tokens
         self._queues: defaultdict[tuple[int, int], list[Packet]] = defaultdict(list)
+        self._begun: dict[int, Call] = {}  # of each class, that which stands at a yield
+        self._times = TaskTimes()
+        self._last: Call | None = None  # what ran last, where it stands at a yield
+        self._last_s = self._since_s = 0.0
 
     def step(self, timeout_s: float) -> None:
-        """Takes what has arrived and runs one merged call, or waits for messages."""
+        """Takes what has arrived and runs a slice of a merged call, or waits for messages."""
         for happening in self._poll(timeout_s):
             if isinstance(happening, Packet):
                 self._enqueue(happening)
             elif isinstance(happening, PeerLost):
                 self._forget(happening)
-        if self._queues:
-            self._serve(self._next())
+        head = self._next()
+        if head is not None:
+            self._run(head, self._begun.pop(head.priority) if head.begun else self._call(head))
 
     def _poll(self, timeout_s: float) -> list[Happening]:
-        if self._queues:
+        if self._queues or self._begun:
             return self._endpoint.poll(0.0)
         start_s = self._clock()
         happenings = self._endpoint.poll(timeout_s)
@@ -122,6 +170,13 @@ class ExpertServer:
         event(
             log, "peer_lost", logging.WARNING, rank=self._endpoint.name, reason=lost.error.message
         )
+        for priority, call in list(self._begun.items()):
+            if any(packet.peer == peer for packet in call.packets):
+                if call is self._last:
+                    self._interrupt_last()
+                del self._begun[priority]
+                call.steps.close()
+                self._queues[priority, call.layer][:0] = call.packets  # the others' run again
         for key, packets in list(self._queues.items()):
             kept = [packet for packet in packets if packet.peer != peer]
             for packet in packets:
@@ -132,13 +187,28 @@ class ExpertServer:
             else:
                 del self._queues[key]
 
-    def _next(self) -> list[Packet]:
-        """The token groups of the chosen queue, as many as fit one merged call."""
+    def _next(self) -> QueueHead | None:
+        """What runs now; None: nothing."""
         heads = [
             QueueHead(priority, layer, packets[0].arrived_s, len(packets))
             for (priority, layer), packets in self._queues.items()
         ]
-        head = self._policy(heads)
+        for call in self._begun.values():
+            slice_s = self._times.predict("slice", call.tokens)
+            first, groups = call.packets[0], len(call.packets)
+            heads.append(
+                QueueHead(
+                    call.priority, call.layer, first.arrived_s, groups, call.tokens, True, slice_s
+                )
+            )
+        if not heads:
+            return None
+        if self._choice is None:
+            return self._policy(heads)
+        return self._choice.pick(heads, (), self._clock())
+
+    def _call(self, head: QueueHead) -> Call:
+        """The token groups of a queue, as many as fit one merged call."""
         key = (head.priority, head.layer)
         waiting = self._queues.pop(key)
         tokens, count = 0, 0
@@ -149,36 +219,59 @@ class ExpertServer:
             count += 1
         if count < len(waiting):
             self._queues[key] = waiting[count:]
-        return waiting[:count]
+        return Call(waiting[:count], self._half)
 
-    def _serve(self, packets: list[Packet]) -> None:
+    def _run(self, head: QueueHead, call: Call) -> None:
         start_s = self._clock()
-        groups = merge(packets)
-        layer = packets[0].header.layer
-        y_UD = self._half.run(layer, groups.x_UD, groups.rows_N, groups.weights_N, groups.counts_e)
-        done_s = self._clock()
-        for number, packet in enumerate(packets):
-            self._answer(packet, y_UD[groups.first_row[number] : groups.first_row[number + 1]])
-        first, tokens = packets[0].header, y_UD.shape[0]
-        for stage, began_s, ended_s in (
-            (Stage.EXPERT, start_s, done_s),
-            (Stage.SEND, done_s, self._clock()),
-        ):
-            self._timeline.add(
-                TaskSpan(
-                    self._endpoint.name,
-                    stage,
-                    began_s,
-                    ended_s,
-                    first.batch,
-                    layer,
-                    first.micro_batch,
-                    first.token_group,
-                    tokens,
-                )
-            )
-        for packet in packets:
+        if call is not self._last:
+            self._interrupt_last()
+            self._since_s = start_s
+        self._last = None
+        until_s = math.inf if self._choice is None else start_s + LOOK_S
+        call.run(until_s, self._clock)
+        end_s = self._clock()
+        if self._choice is not None:
+            self._choice.ran(head, start_s, end_s)
+            self._times.add("slice", call.tokens, end_s - start_s)
+        if call.y_UD is None:
+            self._begun[call.priority] = self._last = call
+            self._last_s = end_s
+        else:
+            self._finish(call, call.y_UD, end_s)
+
+    def _interrupt_last(self) -> None:
+        """Another call goes first."""
+        if self._last is not None:
+            self._last.interrupted = True
+            self._add_span(Stage.EXPERT, self._since_s, self._last_s, self._last)
+            self._last = None
+
+    def _finish(self, call: Call, y_UD: torch.Tensor, done_s: float) -> None:
+        self._add_span(Stage.EXPERT, self._since_s, done_s, call)
+        for number, packet in enumerate(call.packets):
+            first, last = call.groups.first_row[number : number + 2]
+            self._answer(packet, y_UD[first:last])
+        self._add_span(Stage.SEND, done_s, self._clock(), call)
+        for packet in call.packets:
             packet.release()
+
+    def _add_span(self, stage: Stage, start_s: float, end_s: float, call: Call) -> None:
+        """Without a number of tokens where that is not how long so many take."""
+        first, tokens = call.packets[0].header, 0 if call.interrupted else call.tokens
+        name, group = self._endpoint.name, first.token_group
+        self._timeline.add(
+            TaskSpan(
+                name,
+                stage,
+                start_s,
+                end_s,
+                first.batch,
+                call.layer,
+                first.micro_batch,
+                group,
+                tokens,
+            )
+        )
 
     def _answer(self, packet: Packet, y_UD: torch.Tensor) -> None:
         sent_s = self._clock()

@@ -13,6 +13,8 @@ tokens are shared as are equal, by copying them (`head`).
 A block that the batch being formed will fill is *pending*: later sequences of the same batch may
 share it, because within a layer K and V of all new tokens are written before attention runs
 (in-batch prefix sharing); sequences of other batches may not, until the batch is complete.
+
+What best-effort sequences leave behind is evicted first, so that a bulk job takes nobody's prefix.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class BlockManager:
         self._keeps = keeps
         self._changes: dict[bytes, bool] | None = {} if journal else None  # hash -> is it held
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first; what LS used last
+        self._cached_later: OrderedDict[int, None] = OrderedDict()  # the same of BE
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -55,12 +58,13 @@ class BlockManager:
     @property
     def available(self) -> int:
         """Blocks that `allocate` could hand out now."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached) + len(self._cached_later)
 
     @property
     def counts(self) -> dict[str, int]:
         """Blocks per state (`tandem_kv_blocks{state}`)."""
-        free, cached = len(self._free), len(self._cached)
+        free = len(self._free)
+        cached = self.available - free
         return {"free": free, "cached": cached, "used": self.num_blocks - free - cached}
 
     def match(self, hashes: Sequence[bytes], *, batch: int) -> list[int]:
@@ -89,8 +93,8 @@ class BlockManager:
         if fresh > self.available - revived:
             return None
         for block in matched:
-            if self._references[block] == 0:
-                del self._cached[block]
+            if self._references[block] == 0 and self._cached.pop(block, ...) is ...:
+                del self._cached_later[block]
             self._references[block] += 1
         return [*matched, *(self._allocate() for _ in range(fresh))]
 
@@ -141,14 +145,16 @@ class BlockManager:
         stored = [digest for digest, held in changes.items() if held]
         return stored, [digest for digest, held in changes.items() if not held]
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Gives references back. The last blocks of a chain are evicted first."""
+    def release(self, blocks: Sequence[int], *, best_effort: bool = False) -> None:
+        """Gives references back. The last blocks of a chain are evicted first, but after all that
+        best_effort work was the last to use."""
+        cached = self._cached_later if best_effort else self._cached
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] > 0:
                 continue
             if self._is_known(block) and block not in self._pending:
-                self._cached[block] = None
+                cached[block] = None
             else:
                 self._forget(block)
                 self._free.append(block)
@@ -157,7 +163,8 @@ class BlockManager:
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
+            cached = self._cached_later or self._cached
+            block, _ = cached.popitem(last=False)
             self._forget(block)
             self.evicted_total += 1
         self._references[block] = 1
@@ -185,10 +192,11 @@ class BlockManager:
         for table in tables:
             for block in table:
                 expected[block] += 1
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(self._free), {*self._cached, *self._cached_later}
         problems = [
             (len(free) != len(self._free), "a block is twice in the free list"),
             (bool(free & cached), "a block is both free and cached"),
+            (len(cached) != self.counts["cached"], "a block is cached twice"),
             (expected != self._references, "reference counts differ from the block tables"),
             (
                 {b for b in range(self.num_blocks) if self._references[b] == 0} != free | cached,

@@ -35,6 +35,7 @@ from contracts.machine import available_bytes
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
 from contracts.requests import Priority
+from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool, kv_bytes_per_token
@@ -209,16 +210,16 @@ class _Watched:
         self._half = half
         self.calls: list[tuple[int, int, int]] = []
 
-    def run(
+    def steps(
         self,
         layer: int,
         x_UD: torch.Tensor,
         rows_N: torch.Tensor,
         weights_N: torch.Tensor,
         counts_e: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> Steps[torch.Tensor]:
         self.calls.append((layer, int((counts_e > 0).sum()), rows_N.shape[0]))
-        return self._half.run(layer, x_UD, rows_N, weights_N, counts_e)
+        return self._half.steps(layer, x_UD, rows_N, weights_N, counts_e)
 
 
 def _forget(chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor) -> Iterable[None]:

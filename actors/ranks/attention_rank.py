@@ -5,6 +5,7 @@ Channels, their heartbeats and the planner's link have threads of their own.
 
 from __future__ import annotations
 
+from actors.batching.due_times import DueTimes
 from actors.batching.finisher import Finisher
 from actors.batching.observer import Observer, Serving
 from actors.batching.scheduled_batch import ScheduledBatch
@@ -17,6 +18,7 @@ from actors.experts.remote_plane import RemotePlane
 from actors.kv.block_manager import BlockManager
 from actors.planning.rank_planning import RankPlanning
 from actors.ranks.memory import kv_pool_blocks
+from actors.ranks.priorities import preemption
 from actors.ranks.rank import Links, Rank, recording
 from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import load_half, prepare_process, serving_rank, unusable
@@ -31,16 +33,18 @@ from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
+from planner.findep.orders import by_plan
 from planner.placement.slots import ExpertPlacement, check_fits
-from planner.policies.batching import BatchingPolicy, one_at_a_time
+from planner.policies.batching import BatchingPolicy, by_class, one_at_a_time
 
 WARM_UP_IDS = list(range(64))  # enough for two micro-batches, and for many experts
 WARM_UP = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
 NOBODY = -1  # no client has this number
 
 
-def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy = one_at_a_time) -> Rank:
-    """Loads its weights and begins to listen. Raises CheckpointError, ResourceError."""
+def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) -> Rank:
+    """Loads its weights and begins to listen. batching: None: as the configuration says. Raises
+    CheckpointError, ResourceError."""
     started_s, config = monotonic_s(), spec.config
     prepare_process(spec)
     half, served = load_half(spec)
@@ -67,6 +71,8 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy = one_at_a_time
     plane = _plane(spec, endpoint, recorded.timeline)
     parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)
 
+    choice = preemption(config.priority, by_plan, telemetry, spec.name)
+
     def close() -> None:
         try:
             planning.close()
@@ -75,13 +81,13 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy = one_at_a_time
 
     serving = ServingParts(
         scheduler,
-        Executor(parts, chunk_cost=chunk_cost),
+        Executor(parts, chunk_cost=chunk_cost, choice=choice),
         finisher,
         watch,
         plan_of=planning.choose,
         close=close,
-        observers=[planning, WarmUp(unusable(spec, half))],
-        batching=batching,
+        observers=[planning, WarmUp(unusable(spec, half)), DueTimes(config.priority, monotonic_s)],
+        batching=batching or (by_class if config.priority.preempt else one_at_a_time),
     )
     links = Links(lambda addresses: _connect(endpoint, addresses), planning.join, planning.pin)
     return serving_rank(spec, served, serving, recorded, links, started_s=started_s)

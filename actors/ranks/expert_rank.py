@@ -15,6 +15,7 @@ from actors.channels.handshake import Identity
 from actors.experts.expert_server import ExpertServer
 from actors.planning.planner_link import PlannerLink
 from actors.planning.stage_report import ExpertRecorder
+from actors.ranks.priorities import preemption
 from actors.ranks.rank import Links, Rank, recording
 from actors.ranks.serving_rank import prepare_process
 from actors.telemetry.rank_metrics import RankMetrics
@@ -24,6 +25,7 @@ from contracts.worker import RankReady, WorkerSpec
 from models.experts.moe import ExpertHalf
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
+from planner.findep.expert_queues import oldest_of_best_class
 from planner.placement.slots import check_fits
 
 IDLE_POLL_S = 0.1
@@ -50,7 +52,10 @@ def expert_rank(spec: WorkerSpec) -> Rank:
     telemetry = RankMetrics(spec, monotonic_s)
     recorded = recording(telemetry, spec.config.trace.spans, reports.observe)
     recorded = recorded.following(endpoint.bytes_moved)
-    server = ExpertServer(endpoint, half, timeline=recorded.timeline, clock=monotonic_s)
+    choice = preemption(spec.config.priority, oldest_of_best_class, telemetry, spec.name)
+    server = ExpertServer(
+        endpoint, half, timeline=recorded.timeline, clock=monotonic_s, choice=choice
+    )
     ready = RankReady(
         name=spec.name,
         pid=os.getpid(),

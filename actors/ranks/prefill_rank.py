@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from actors.batching.due_times import DueTimes
 from actors.batching.finisher import Finisher
 from actors.batching.observer import Observer, Serving
 from actors.batching.scheduler import Scheduler
@@ -23,6 +24,7 @@ from actors.planning.calibration import calibrate, product_flops_per_s
 from actors.planning.model_shape import shape_of
 from actors.ranks.memory import kv_pool_blocks
 from actors.ranks.prefill_log import PrefillLog
+from actors.ranks.priorities import preemption
 from actors.ranks.rank import Links, Rank, recording
 from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import (
@@ -44,14 +46,14 @@ from contracts.worker import WorkerSpec
 from models.decoder.batch import SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
-from planner.findep.orders import by_layer
-from planner.policies.batching import BatchingPolicy, one_at_a_time
+from planner.findep.orders import by_layer, by_plan
+from planner.policies.batching import BatchingPolicy, by_class, one_at_a_time
 from planner.routing.request_work import work_of
 
 WHOLE = Plan()  # one micro-batch
 
 
-def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy = one_at_a_time) -> Rank:
+def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) -> Rank:
     """Loads its weights and begins to listen; without a model where the engine is a stub. Raises
     CheckpointError, ResourceError, ChannelError."""
     if spec.config.prefill.engine == "stub":
@@ -80,11 +82,13 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy = one_at_a_time) 
     supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline)
     recorded = recorded.following(supply.bytes_moved)
     plane = supply.plane(half)
+    preempts = plane.yields and config.priority.preempt
     parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)
     executor = Executor(
         parts,
         chunk_cost=lambda start, stop: float(stop - start),
         policy=by_layer,
+        choice=preemption(config.priority, by_plan, telemetry, spec.name),
         wanted_rows_only=True,
     )
     reference = ReferencePass(spec, parts, supply, prefill_log, served, telemetry)
@@ -95,8 +99,8 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy = one_at_a_time) 
         watch,
         plan_of=lambda batch: WHOLE,
         close=supply.close,
-        observers=[prefill_log, reference],
-        batching=batching,
+        observers=[prefill_log, reference, DueTimes(config.priority, monotonic_s)],
+        batching=batching or (by_class if preempts else one_at_a_time),
     )
     links = Links(lambda addresses: _connect(spec.name, supply, addresses))
     return serving_rank(
@@ -113,11 +117,12 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy = one_at_a_time) 
 def _pool(
     spec: WorkerSpec, half: AttentionHalf, schedule: ScheduleConfig, served: ServedModel
 ) -> KvPool:
-    """Where no K and V are kept, one layer's, for the longest batch."""
+    """Where no K and V are kept, one layer's, for the longest batches that are live at once."""
     config, block_tokens = spec.config, spec.config.kv.block_tokens
     if config.prefill.kv_free:
         longest = max(schedule.max_batch_tokens, served.max_context_tokens)
         blocks = -(-longest // block_tokens) + 2 * schedule.max_batch_sequences
+        blocks *= 2 if config.priority.preempt else 1  # a batch of each class
     else:
         sized = msgspec.structs.replace(config, schedule=schedule)
         blocks = kv_pool_blocks(

@@ -58,6 +58,9 @@ class BatchExecutor(Protocol):
     def step(self, timeout_s: float) -> list[ScheduledBatch]:
         """Runs one task, or waits for something to do. Returns the batches it completed."""
 
+    def drop(self, number: int) -> ScheduledBatch | None:
+        """Forgets that batch; None: there is none."""
+
     def fail_all(self) -> list[ScheduledBatch]:
         """Drops everything in flight; returns what was dropped."""
 
@@ -108,9 +111,11 @@ class ServingLoop:
         self._batching = parts.batching
         self._view = View(parts.scheduler, parts.executor)
         self.scheduler = parts.scheduler
+        self.scheduler.drop_best_effort = self._drop_best_effort
         self.reason = ""  # why this rank cannot serve; empty: it can
         self._busy_s: float | None = None  # when there was last a request, unless checked since
         self._computed_tokens = 0
+        self._nothing_to_form = -1  # at that many changes
 
     # ---- as a rank's loop
 
@@ -251,14 +256,32 @@ class ServingLoop:
             self.admit(client, message)
 
     def _form_batches(self) -> None:
-        while not self.reason and not self.executor.is_engaged and self._batching(self._view):
-            batch = self.scheduler.next_batch()
+        """As many as the policy wants. It is not asked again until something has changed."""
+        if self.scheduler.changes == self._nothing_to_form:
+            return
+        while not self.reason and not self.executor.is_engaged:
+            batch = self._formed()
             if batch is None:
+                self._nothing_to_form = self.scheduler.changes
                 return
             plan = self._plan_of(batch)
             for observer in self._observers:
                 observer.formed(batch)
             self.executor.submit(batch, plan)
+
+    def _formed(self) -> ScheduledBatch | None:
+        batches = map(self.scheduler.next_batch, self._batching(self._view))
+        return next((batch for batch in batches if batch is not None), None)
+
+    def _drop_best_effort(self) -> ScheduledBatch | None:
+        """The BE batch that was formed last, for the blocks that it holds; None: there is none."""
+        numbers = [live.number for live in self.executor.live if live.priority is Priority.BE]
+        dropped = self.executor.drop(numbers[-1]) if numbers else None
+        if dropped is not None:
+            event(log, "batch_gave_way", rank=self._name, batch=dropped.number)
+            for observer in self._observers:
+                observer.dropped(dropped)
+        return dropped
 
     def _step(self) -> list[ScheduledBatch]:
         """The batches that are complete now. What this process has no memory or descriptors to send
@@ -314,6 +337,9 @@ class View(NamedTuple):
     @property
     def free_blocks(self) -> int:
         return self.scheduler.blocks.available
+
+    def count(self, priority: Priority) -> int:
+        return self.scheduler.count(priority)
 
     def waiting(self, priority: Priority) -> Waiting:
         return self.scheduler.waiting_of(priority)

@@ -33,10 +33,10 @@ _STATE, _SHAKES = "planner/routing/worker_state.py", "actors/channels/handshake.
 
 BUGS: tuple[Bug, ...] = (
     Bug(
-        "scheduler: the victim is of the highest class",
+        "scheduler: best effort takes blocks from the other class",
         "actors/batching/scheduler.py",
-        "lowest = max(sequence.priority for sequence in idle)",
-        "lowest = min(sequence.priority for sequence in idle)",
+        "if not s.in_flight and s.priority is priority]",
+        "if not s.in_flight]",
         _SCHEDULER,
     ),
     Bug(
@@ -84,8 +84,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "blocks: the newest is evicted",
         _BLOCKS,
-        "block, _ = self._cached.popitem(last=False)",
-        "block, _ = self._cached.popitem(last=True)",
+        "block, _ = cached.popitem(last=False)",
+        "block, _ = cached.popitem(last=True)",
         (*_BOOKS, *_SCHEDULER),
     ),
     Bug(
@@ -161,8 +161,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "executor: best effort goes first",
         "planner/findep/orders.py",
-        "key=lambda task: (task.priority, task.batch, *position(task))",
-        "key=lambda task: (-task.priority, task.batch, *position(task))",
+        "return (task.priority, task.due_s, task.batch, not task.begun, *position(task))",
+        "return (-task.priority, task.due_s, task.batch, not task.begun, *position(task))",
         _EXECUTOR,
     ),
     Bug(

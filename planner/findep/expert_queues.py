@@ -23,5 +23,5 @@ QueuePolicy = Callable[[Sequence[QueueHead]], QueueHead]
 
 
 def oldest_of_best_class(heads: Sequence[QueueHead]) -> QueueHead:
-    """LS before BE; within a class, the queue that has waited longest."""
-    return min(heads, key=lambda head: (head.priority, head.oldest_arrival_s))
+    """LS before BE; within a class, what has begun, then the queue that has waited longest."""
+    return min(heads, key=lambda head: (head.priority, not head.begun, head.oldest_arrival_s))

@@ -1,19 +1,39 @@
-"""When a rank forms another batch while others run: a policy over what waits and what is live."""
+"""When a rank forms another batch while others run, and of what: a policy over what waits and what
+is live."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import enum
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from contracts.requests import Priority
 
 
+class Phase(enum.IntEnum):
+    """Of a sequence: whether more than one of its tokens is still to be computed."""
+
+    PREFILL = 0
+    DECODE = 1
+
+
+class Form(NamedTuple):
+    """What a batch is made of: sequences of these classes, the first one's before the others', in
+    that phase (None: any)."""
+
+    priorities: tuple[Priority, ...] = tuple(Priority)
+    phase: Phase | None = None
+
+
 class LiveBatch(NamedTuple):
-    """A batch in flight. layers_left: of the micro-batch that is furthest behind."""
+    """A batch in flight. layers_left: of the micro-batch that is furthest behind. phase: None where
+    it has sequences of both."""
 
     priority: Priority
     tokens: int
     layers_left: int
+    number: int = 0
+    phase: Phase | None = None
 
 
 class Waiting(NamedTuple):
@@ -28,7 +48,7 @@ class BatchingView(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """How many are `live`: asked after every task."""
+        """How many are `live`."""
 
     @property
     def live(self) -> Sequence[LiveBatch]: ...
@@ -40,26 +60,64 @@ class BatchingView(Protocol):
     @property
     def free_blocks(self) -> int: ...
 
+    def count(self, priority: Priority) -> int:
+        """Sequences of that class, whatever they do."""
+
     def waiting(self, priority: Priority) -> Waiting: ...
 
 
-BatchingPolicy = Callable[[BatchingView], bool]
-"""Whether to form another batch now. What it holds is the scheduler's choice."""
+BatchingPolicy = Callable[[BatchingView], Iterable[Form]]
+"""What to form now, the first of these of which there is something. It is asked again after a batch
+was formed, and when anything has come, gone or ended."""
+
+ALL = Form()
 
 
-def one_at_a_time(view: BatchingView) -> bool:
-    """The batch runs alone: whoever comes meanwhile is in the next one."""
-    return view.in_flight == 0
+def one_at_a_time(view: BatchingView) -> Iterable[Form]:
+    """The batch runs alone: whoever comes meanwhile is in the next one. A batch is an iteration
+    (Orca), LS before BE in it."""
+    return (ALL,) if view.in_flight == 0 else ()
 
 
 def joining(*, most: int, within_layers: int) -> BatchingPolicy:
     """Up to `most` batches, another one only while none has gone through more than `within_layers`:
     it then catches up, and all wait for one copy of each layer's experts."""
 
-    def policy(view: BatchingView) -> bool:
-        if view.in_flight == 0 or view.in_flight >= most:
-            return view.in_flight == 0
+    def policy(view: BatchingView) -> Iterable[Form]:
+        if view.in_flight == 0:
+            return (ALL,)
+        if view.in_flight >= most:
+            return ()
         furthest = view.layers - min(batch.layers_left for batch in view.live)
-        return furthest <= within_layers
+        return (ALL,) if furthest <= within_layers else ()
 
     return policy
+
+
+def by_class(view: BatchingView) -> Iterable[Form]:
+    """While both classes are there a batch is of one of them: one of LS decodes, one of LS prompts
+    and one of BE are live at once, and which of their tasks runs is chosen at every yield (QLLM,
+    Section 3). While there is one class only nothing would go first: one at a time, mixed, since
+    then each expert's weights are read once.
+
+    BE's batch is of both phases all the same: no time is due in it.
+    """
+    if not (view.count(Priority.LS) and view.count(Priority.BE)):
+        return one_at_a_time(view)
+    live = [(batch.priority, batch.phase) for batch in view.live]
+    forms = [
+        Form((Priority.LS,), phase)
+        for phase in (Phase.DECODE, Phase.PREFILL)
+        if (Priority.LS, phase) not in live and (Priority.LS, None) not in live
+    ]
+    if all(priority is not Priority.BE for priority, _ in live):
+        forms.append(Form((Priority.BE,)))
+    return forms
+
+
+def one_of_each_class(view: BatchingView) -> Iterable[Form]:
+    """A batch of each class is live, of all phases: for ranks whose answers come of one pass."""
+    if not (view.count(Priority.LS) and view.count(Priority.BE)):
+        return one_at_a_time(view)
+    live = [batch.priority for batch in view.live]
+    return [Form((priority,)) for priority in Priority if priority not in live]

@@ -19,6 +19,8 @@ from contracts.requests import Priority
 from planner.policies.share import ShareFloor
 from planner.policies.urgency import LivePass, would_be_late
 
+LOOK_S = 0.001  # so often, between two steps, others are asked for: it takes some tens of us
+
 
 class Work(Protocol):
     """What could run now, up to its next yield."""
@@ -38,6 +40,10 @@ class Work(Protocol):
 W = TypeVar("W", bound=Work)
 
 
+def _nobody(seconds: float) -> None:
+    """Nobody asks."""
+
+
 class Preemption(Generic[W]):
     """Owned by the rank's loop. Times are given, in order.
 
@@ -45,12 +51,23 @@ class Preemption(Generic[W]):
     held back while nothing else was there to run.
     """
 
-    def __init__(self, order: Callable[[Sequence[W]], W], *, be_share: float) -> None:
+    def __init__(
+        self,
+        order: Callable[[Sequence[W]], W],
+        *,
+        be_share: float,
+        blocked: Callable[[float], None] = _nobody,
+        parked: Callable[[float], None] = _nobody,
+    ) -> None:
         """order: the choice among work of one class, never empty; of BE, what is begun comes
-        first, so that there is one such task at most."""
+        first, so that there is one such task at most. Told in seconds, at each preemption:
+        blocked, since when the step lasted that LS may have waited for; parked, once it is over,
+        for how long BE stood."""
         self._order = order
         self._floor = ShareFloor(be_share)
         self._be_waits = self._be_ran = self._holding = False
+        self._blocked, self._parked = blocked, parked
+        self._be_began_s = self._overtaken_s = 0.0
         self._since_s = 0.0  # until when the accounts are kept
         self.preempted = 0
         self.held_s = 0.0
@@ -71,8 +88,9 @@ class Preemption(Generic[W]):
             self._holding = True
             return None
         if chosen.begun and self._be_ran:
-            self._be_ran = False
+            self._be_ran, self._overtaken_s = False, now_s
             self.preempted += 1
+            self._blocked(now_s - self._be_began_s)
         return self._order(mine)
 
     def ran(self, work: W, start_s: float, end_s: float) -> None:
@@ -82,6 +100,9 @@ class Preemption(Generic[W]):
             return
         self._pass_time(start_s)
         self._floor.served(end_s - start_s)
+        if work.begun and not self._be_ran:
+            self._parked(start_s - self._overtaken_s)
+        self._be_began_s = start_s
         self._since_s, self._be_waits, self._be_ran = end_s, False, True
 
     def _pass_time(self, now_s: float) -> None:
