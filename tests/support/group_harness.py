@@ -193,12 +193,14 @@ def rank_of(
 @contextmanager
 def meeting(worker: Rank, requests: int) -> Iterator[None]:
     """Requests that are submitted inside wait; once all are there, they meet in the next batch."""
-    with patch.object(loop_of(worker).scheduler, "next_batch", return_value=None):
+    scheduler = loop_of(worker).scheduler
+    with patch.object(scheduler, "next_batch", return_value=None):
         yield
         end_s = monotonic_s() + DEADLINE_S
         while worker.status().waiting < requests:
             assert monotonic_s() < end_s, "they never came"
             time.sleep(0.001)
+    scheduler.changes += 1  # the loop tries again
 
 
 class RankConnection:
