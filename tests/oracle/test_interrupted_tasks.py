@@ -1,0 +1,217 @@
+"""Tasks that are interrupted at random yields, beside the same work without interruptions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import actors.engine.executor
+import actors.experts.expert_server
+import tests.support.group_harness as harness
+from actors.batching.scheduled_batch import Chunk, ScheduledBatch
+from actors.batching.sequence import Sequence as TokenSequence
+from actors.engine.executor import Executor, ExecutorParts
+from actors.experts.stored_plane import StoredPlane
+from actors.telemetry.timeline import Timeline
+from contracts.clock import monotonic_s
+from contracts.messages import Cancel, Submit
+from contracts.plan import Plan
+from contracts.requests import Priority
+from models.decoder.batch import AttentionBatch
+from models.decoder.local import LocalModel
+from models.experts.expert_store import ResidentStore
+from planner.findep.orders import Task, by_plan
+from planner.policies.preemption import Preemption, W
+from planner.policies.urgency import LivePass
+from tests.oracle.test_group_fidelity import VOCABULARY, last_logits
+from tests.support.group_harness import ThreadGroup, greedy, group_config, loop_of
+
+FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"]
+BLOCK = 16
+PLANS = [Plan(), Plan(r1=2), Plan(r1=3)]
+
+
+class AtRandom(Preemption[W]):
+    """Whatever is ready, begun or not, and now and then nothing: worse than any policy."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(lambda ready: ready[0], be_share=0.0)
+        self.chance = chance
+
+    def pick(self, ready: Sequence[W], live: Iterable[LivePass], now_s: float) -> W | None:
+        return None if self.chance.random() < 0.1 else self.chance.choice(ready)
+
+
+@pytest.fixture
+def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice is made at every yield, however short the step before it was."""
+    monkeypatch.setattr(actors.engine.executor, "LOOK_S", 0.0)
+    monkeypatch.setattr(actors.experts.expert_server, "LOOK_S", 0.0)
+    monkeypatch.setattr(actors.engine.executor, "HOLD_S", 0.0)
+
+
+class Rig:
+    """An executor fed by hand. hidden: by sequence, what it made of it."""
+
+    def __init__(self, model: LocalModel, choice: Preemption[Task] | None) -> None:
+        self.kv = model.new_pool(64)
+        timeline = Timeline(0)
+        store = ResidentStore(model.experts[0])
+        plane = StoredPlane("here", model.attention, store, timeline, monotonic_s)
+        parts = ExecutorParts(
+            "here", model.attention, self.kv, plane, self._sink, timeline, monotonic_s
+        )
+        self.executor = Executor(parts, chunk_cost=lambda a, b: float(b - a), choice=choice)
+        self.hidden: dict[int, torch.Tensor] = {}
+        self.steps = 0
+        self._blocks = 0
+        self._batches = 0
+
+    def _sink(
+        self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor
+    ) -> Iterable[None]:
+        for chunk, rows in zip(chunks, batch.sequences, strict=True):
+            last = rows.first + rows.count - 1
+            self.hidden[chunk.sequence.key[1]] = hidden_TD[last].clone()
+        return ()
+
+    def submit(self, prompts: dict[int, list[int]], plan: Plan, priority: Priority) -> None:
+        chunks = []
+        for number, ids in prompts.items():
+            submit = Submit(request_id=number, token_ids=ids, sampling=None, priority=priority)
+            sequence = TokenSequence((0, number), submit, BLOCK)
+            count = -(-len(ids) // BLOCK)
+            sequence.block_table = list(range(self._blocks, self._blocks + count))
+            self._blocks += count
+            chunks.append(Chunk(sequence, 0, len(ids), frozenset()))
+        self.executor.submit(ScheduledBatch(self._batches, priority, chunks), plan)
+        self._batches += 1
+
+    def run(self, until: int = 0) -> None:
+        end_s = monotonic_s() + 30.0
+        with torch.inference_mode():
+            while self.executor.in_flight > until:
+                self.executor.step(0.01)
+                self.steps += 1
+                assert monotonic_s() < end_s
+
+
+def batches_of(chance: random.Random) -> list[tuple[dict[int, list[int]], Plan, Priority]]:
+    """Prompts of one token (as a decode) to 60; some batches of one, some of several."""
+    batches, number = [], 0
+    for _ in range(3):
+        prompts = {}
+        for _ in range(chance.randint(1, 3)):
+            length = chance.choice([1, 1, 7, 33, 60])
+            prompts[number] = [chance.randrange(1, 131) for _ in range(length)]
+            number += 1
+        batches.append((prompts, chance.choice(PLANS), chance.choice(list(Priority))))
+    return batches
+
+
+@pytest.mark.usefixtures("every_step")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_that_is_interrupted_at_random_yields_has_equal_bits(
+    tiny_checkpoint: Callable[..., Path], family: str
+) -> None:
+    model = LocalModel.load(tiny_checkpoint(family), dtype="float32")
+    for seed in range(6):
+        chance = random.Random(seed)
+        batches = batches_of(chance)
+        alone = Rig(model, None)
+        for each in batches:
+            alone.submit(*each)
+            alone.run()
+        mixed = Rig(model, AtRandom(chance))
+        for each in batches:
+            mixed.submit(*each)
+        mixed.run()
+        assert mixed.steps > 3 * alone.steps, "it was interrupted"
+        for number, hidden_D in alone.hidden.items():
+            assert torch.equal(mixed.hidden[number], hidden_D), (seed, number)
+
+
+@pytest.mark.usefixtures("every_step")
+def test_a_batch_that_is_dropped_anywhere_leaves_the_others_as_they_are(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    model = LocalModel.load(tiny_checkpoint("qwen3_moe"), dtype="float32")
+    chance = random.Random(5)
+    kept, dropped, _ = batches_of(chance)
+    alone = Rig(model, None)
+    alone.submit(*kept)
+    alone.run()
+    for steps in range(0, 60, 3):
+        rig = Rig(model, AtRandom(chance))
+        rig.submit(*kept)
+        rig.submit(*dropped)
+        with torch.inference_mode():
+            for _ in range(steps):
+                rig.executor.step(0.0)
+        rig.executor.drop(1)
+        rig.run()
+        for number, hidden_D in alone.hidden.items():
+            assert torch.equal(rig.hidden[number], hidden_D), (steps, number)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("every_step")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_classes_get_the_logits_and_tokens_of_the_single_process_path(
+    tiny_checkpoint: Callable[..., Path], family: str
+) -> None:
+    """Pools so small that LS takes blocks from BE, prompts that share, requests that are cancelled:
+    and afterwards no block is missing."""
+    folder = tiny_checkpoint(family)
+    local = LocalModel.load(folder, dtype="float32")
+    for seed in range(2):
+        chance = random.Random(f"{family} {seed}")
+        config = group_config(
+            1 + seed % 2,
+            chance.randint(1, 2),
+            kv={"pool_tokens": BLOCK * chance.choice([14, 24, 64])},
+            schedule={"max_batch_tokens": chance.choice([32, 96])},
+        )
+        with ThreadGroup(folder, config, backend="shm") as group, group.client() as client:
+            _one_run(chance, client, local)
+            for rank in group.attention:
+                blocks = rank_blocks(rank)
+                assert blocks["used"] == 0
+
+
+def rank_blocks(rank: harness.Rank) -> dict[str, int]:
+    blocks = loop_of(rank).scheduler.blocks
+    end_s = monotonic_s() + 10.0
+    while blocks.counts["used"] and monotonic_s() < end_s:
+        pass
+    blocks.check([])
+    return blocks.counts
+
+
+def _one_run(chance: random.Random, client: harness.RankConnection, local: LocalModel) -> None:
+    head = [chance.randrange(1, 131) for _ in range(chance.choice([0, 20, 35]))]
+    sequences = [
+        head + [chance.randrange(1, 131) for _ in range(chance.randint(1, 90))] for _ in range(6)
+    ]
+    expected = last_logits(local, sequences)
+    submit = partial(_submit, chance, client)
+    scored = [submit(ids, candidates=VOCABULARY) for ids in sequences]
+    gone = [submit(ids, sampling=greedy(9)) for ids in sequences[:2]]
+    generated = [submit(ids, sampling=greedy(4)) for ids in sequences]
+    for request in gone:
+        client.send(Cancel(request))
+    found = torch.tensor([client.scored(request).candidate_logits for request in scored])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    tokens = [client.generated(request)[0] for request in generated]
+    assert [row[0] for row in tokens] == expected.argmax(-1).tolist()
+
+
+def _submit(
+    chance: random.Random, client: harness.RankConnection, ids: list[int], **wanted: object
+) -> int:
+    return client.submit(ids, priority=chance.choice(list(Priority)), **wanted)  # type: ignore[arg-type]
