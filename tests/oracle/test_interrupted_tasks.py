@@ -17,6 +17,7 @@ from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.engine.executor import Executor, ExecutorParts
 from actors.experts.stored_plane import StoredPlane
+from actors.ranks.rank import Rank
 from actors.telemetry.timeline import Timeline
 from contracts.clock import monotonic_s
 from contracts.messages import Cancel, Submit
@@ -25,7 +26,7 @@ from contracts.requests import Priority
 from models.decoder.batch import AttentionBatch
 from models.decoder.local import LocalModel
 from models.experts.expert_store import ResidentStore
-from planner.findep.orders import Task, by_plan
+from planner.findep.orders import Task
 from planner.policies.preemption import Preemption, W
 from planner.policies.urgency import LivePass
 from tests.oracle.test_group_fidelity import VOCABULARY, last_logits
@@ -184,7 +185,7 @@ def test_both_classes_get_the_logits_and_tokens_of_the_single_process_path(
                 assert blocks["used"] == 0
 
 
-def rank_blocks(rank: harness.Rank) -> dict[str, int]:
+def rank_blocks(rank: Rank) -> dict[str, int]:
     blocks = loop_of(rank).scheduler.blocks
     end_s = monotonic_s() + 10.0
     while blocks.counts["used"] and monotonic_s() < end_s:
