@@ -34,6 +34,7 @@ from contracts.errors import (
 )
 from contracts.messages import Failed, Tokens
 from contracts.worker import RankStatus
+from kernels.steps import Steps
 from models.decoder.local import LocalModel
 from models.experts.moe import ExpertHalf
 from tests.support.channels_support import nothing_leaks  # noqa: F401
@@ -112,16 +113,19 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def fill(group: LocalGroup, rank: int, client: RankConnection) -> list[int]:
-    """A generation and a long scoring in a batch that runs, one of each that waits for it."""
+    """A generation and a long scoring in a batch that runs, one of each that waits for it; then one
+    of the other class, whose tasks stand at a yield most of the time."""
     running = client.submit(tokens(1, 20), sampling=greedy(4000))
     client.wait_begun(running)
     assert isinstance(client.events[running][0], Tokens)
     long = client.submit(tokens(2, LONG_TOKENS), candidates=[5])
-    waiting = client.submit(tokens(3, 30), sampling=greedy(10), priority=Priority.BE)
+    waiting = client.submit(tokens(3, 30), sampling=greedy(10))
     scoring = client.submit(tokens(4, 50), score_from=10)
     name = f"attention-{rank}"
     until(lambda: (status_of(group, name).running, status_of(group, name).waiting) == (2, 2))
-    return [running, long, waiting, scoring]
+    parked = client.submit(tokens(6, LONG_TOKENS), candidates=[5], priority=Priority.BE)
+    until(lambda: status_of(group, name).running > 2)
+    return [running, long, waiting, scoring, parked]
 
 
 def read_to_the_end(client: RankConnection) -> None:
@@ -214,7 +218,7 @@ def test_an_unforeseen_error_in_an_expert_rank_is_told_by_its_name(
         raise ArithmeticError("planted")
 
     with ThreadGroup(deep, group_config(1, 2)) as group, group.client() as client:
-        monkeypatch.setattr(experts_of(group.experts[1]), "run", broken)
+        monkeypatch.setattr(experts_of(group.experts[1]), "steps", broken)
         request = client.submit(tokens(1, 40), candidates=[1])
         assert "expert-1" in client.failed(request).message
         status = group.experts[1].status()
@@ -229,11 +233,11 @@ def test_an_expert_rank_whose_loop_hangs_is_told_by_its_name_though_its_threads_
     with ThreadGroup(deep, config) as group, group.client() as client:
         half, released = experts_of(group.experts[1]), threading.Event()
 
-        def hang(*arguments: Any) -> torch.Tensor:
+        def hang(*arguments: Any) -> Steps[torch.Tensor]:
             released.wait(DEADLINE_S)
-            return ExpertHalf.run(half, *arguments)
+            return ExpertHalf.steps(half, *arguments)
 
-        monkeypatch.setattr(half, "run", hang)
+        monkeypatch.setattr(half, "steps", hang)
         try:
             request = client.submit(tokens(1, 40), candidates=[1])
             assert "expert-1 has been silent" in client.failed(request).message
@@ -276,7 +280,7 @@ def test_an_unforeseen_error_in_an_attention_rank_fails_its_requests_by_its_name
     config = group_config(2, 1)
     with ThreadGroup(deep, config) as group, group.client(0) as client, group.client(1) as other:
         # in a layer: nobody's alone
-        monkeypatch.setattr(half_of(group.attention[0]), "attend", broken)
+        monkeypatch.setattr(half_of(group.attention[0]), "steps", broken)
         requests = [
             client.submit(tokens(1, 40), sampling=greedy(4)),
             client.submit(tokens(2, 20), candidates=[1]),
