@@ -13,6 +13,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from contracts.requests import Priority
+
 Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 
 
@@ -24,12 +26,13 @@ class RequestKey(NamedTuple):
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True):
-    """What routing must know of a request: its length, and the chained hashes of its full blocks
-    (contracts/block_hash.py)."""
+    """What routing must know of a request: its length, the chained hashes of its full blocks
+    (contracts/block_hash.py), and its class."""
 
     key: RequestKey
     prompt_tokens: Annotated[int, Meta(ge=1)]
     hashes: tuple[bytes, ...]
+    priority: Priority = Priority.LS
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):

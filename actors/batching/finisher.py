@@ -65,8 +65,9 @@ class Finisher:
                     for position in chunk.sequence.wanted_positions(chunk.start, chunk.stop)
                 )
         for start in range(0, len(wanted), LOGIT_ROWS):
+            if start:
+                yield  # not after the last: its answers go with the batch's end
             self._finish(wanted[start : start + LOGIT_ROWS], hidden_TD)
-            yield
 
     def _finish(self, piece: list[_Wanted], hidden_TD: torch.Tensor) -> None:
         try:

@@ -73,7 +73,8 @@ class PrefillLog(Observer):
         key = log_key(sequence.key[0], sequence.submit)
         if self._log.ends(key):  # parts of a report are read in order: it would be open twice
             self._loop.send_answers()
-        self._log.accepted(Prompt(key, sequence.prompt_tokens, tuple(sequence.hashes)))
+        hashes = tuple(sequence.hashes)
+        self._log.accepted(Prompt(key, sequence.prompt_tokens, hashes, sequence.submit.priority))
 
     def formed(self, batch: ScheduledBatch) -> None:
         for chunk in batch.chunks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from contracts.requests import Priority
 from contracts.routing import (
     Calibration,
     Progress,
@@ -47,7 +48,7 @@ class WorkerLog:
     @property
     def load(self) -> int:
         """Work of the requests that are open, as of the last report."""
-        return self._state.requests.load
+        return self._state.requests.met_by(Priority.BE).load
 
     @property
     def calibration(self) -> Calibration | None:

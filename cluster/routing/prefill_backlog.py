@@ -89,7 +89,7 @@ class PrefillBacklog:
         submit, hashes = ticket.submit, ticket.hashes(self.config.block_tokens)
         avoid = tuple(self._workers[client] for client in ticket.tried())
         is_full = self._backlog.put(
-            Prompt(key, len(submit.token_ids), hashes),
+            Prompt(key, len(submit.token_ids), hashes, submit.priority),
             _lane_of(ticket),
             submit.token_ids,
             submit.caller,

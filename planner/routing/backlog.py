@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from contracts.requests import Caller
+from contracts.requests import Caller, Priority
 from contracts.routing import Prompt, RequestKey
 from planner.routing.block_heads import BlockHeads, Head, heads_of
 from planner.routing.line import NOBODY, Held, Lane, Line
@@ -113,8 +113,10 @@ class Backlog:
         self._lines[worker].add(held)
         self._home[prompt.key] = worker
         self._heads.note(worker, heads)
-        full = self._work_at(worker) >= self._router.threshold(worker)
-        return full and self._router.is_open(worker) and not self._is_busy(worker)
+        met_by = prompt.priority
+        full = self._work_at(worker, met_by) >= self._router.threshold(worker)
+        is_open = self._router.is_open(worker, met_by)
+        return full and is_open and not self._is_busy(worker, met_by)
 
     def _heads_after(
         self, blocks: int, prompt: Prompt, token_ids: Sequence[int], salt: bytes
@@ -135,49 +137,61 @@ class Backlog:
         """Requests that go now, already booked with the router. Ask after each `put` and report."""
         released = []
         for worker, line in enumerate(self._lines):
-            while self._router.is_open(worker):
-                key = line.first(urgent=self._is_tail(worker))
-                if key is None:
-                    break
+            while (key := self._next(worker, line)) is not None:
                 released.append(self._release(key, worker))
         for worker in range(len(self._lines)):  # nobody takes over what its home can start now
-            while self._home and self._router.is_open(worker):
+            while self._home and self._router.is_open(worker, Priority.LS):
                 key = self._to_take_over(worker)
                 if key is None:
                     break
                 released.append(self._release(key, worker))
         return released
 
-    def _is_busy(self, worker: int) -> bool:
-        """With a batch, or enough for one."""
-        return self._router.load(worker) >= self._router.threshold(worker)
+    def _next(self, worker: int, line: Line) -> RequestKey | None:
+        """What its home can start now. For LS work a worker that has nothing but BE is idle."""
+        if not self._router.is_open(worker, Priority.LS):
+            return None
+        key = line.first(urgent=self._is_tail(worker, Priority.LS))
+        if key is None and self._router.is_open(worker) and not self._is_tail(worker):
+            return line.later()
+        return key
 
-    def _is_tail(self, worker: int) -> bool:
+    def _is_busy(self, worker: int, met_by: Priority = Priority.BE) -> bool:
+        """With a batch, or enough for one."""
+        return self._router.load(worker, met_by) >= self._router.threshold(worker)
+
+    def _is_tail(self, worker: int, met_by: Priority = Priority.BE) -> bool:
         """Whether what is held for a busy worker is less than a batch: it is not sent ahead, for a
         worker that is done sooner can take it over."""
-        return self._is_busy(worker) and self._held[worker].load < self._router.threshold(worker)
+        held = self._held[worker].met_by(met_by).load
+        return self._is_busy(worker, met_by) and held < self._router.threshold(worker)
 
     def _to_take_over(self, worker: int) -> RequestKey | None:
         """What a dry worker runs of what is held for others: from the end of a line, that of the
         worker with the most work first."""
-        busy, homes = self._is_busy(worker), [n for n, line in enumerate(self._lines) if line]
+        homes = [n for n, line in enumerate(self._lines) if line]
         for home in sorted(homes, key=self._work_at, reverse=True):
             for lane, key in self._lines[home].last():
                 if worker in self._lines[home].held(key).avoid:
                     continue
-                if lane is Lane.FIRST or (not busy and self._pays(worker, home, key)):
+                if lane is Lane.FIRST or self._pays(worker, home, key):
                     return key
         return None
 
     def _pays(self, worker: int, home: int, key: RequestKey) -> bool:
-        """Whether to run it elsewhere than at home saves more time than it computes twice."""
-        added = self._router.added(self._lines[home].held(key).prompt, worker)
+        """Whether to run it elsewhere than at home, where there is no batch to wait for, saves more
+        time than it computes twice."""
+        prompt = self._lines[home].held(key).prompt
+        met_by = prompt.priority
+        if self._is_busy(worker, met_by) or not self._router.is_open(worker, met_by):
+            return False
+        added = self._router.added(prompt, worker)
         twice = added - self._held[home].remaining(key)
-        return self._router.load(worker) + added + twice <= self._work_at(home)
+        return self._router.load(worker, met_by) + added + twice <= self._work_at(home, met_by)
 
-    def _work_at(self, worker: int) -> int:
+    def _work_at(self, worker: int, met_by: Priority = Priority.BE) -> int:
         """Sent and held."""
-        return self._router.load(worker) + self._held[worker].load
+        return self._router.load(worker, met_by) + self._held[worker].met_by(met_by).load
 
     def _release(self, key: RequestKey, worker: int) -> Release:
         prompt = self._leave(key, goes=True).prompt

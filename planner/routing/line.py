@@ -67,10 +67,16 @@ class Line:
         return self._lanes[self._lane_of[key]][key]
 
     def first(self, *, urgent: bool = False) -> RequestKey | None:
-        """Whose turn it is. urgent: of the lane FIRST alone."""
+        """Whose turn it is, best-effort work apart. urgent: of the lane FIRST alone."""
         other = Lane.REST if self._turn is Lane.FIRST else Lane.FIRST
-        lanes = (Lane.FIRST,) if urgent else (self._turn, other, Lane.LATER)
+        lanes = (Lane.FIRST,) if urgent else (self._turn, other)
         return next((key for lane in lanes if (key := self._turns[lane].peek()) is not None), None)
+
+    def later(self) -> RequestKey | None:
+        """Whose turn it is among best-effort work; nobody's while other work waits."""
+        if self._lanes[Lane.FIRST] or self._lanes[Lane.REST]:
+            return None
+        return self._turns[Lane.LATER].peek()
 
     def last(self) -> Iterator[tuple[Lane, RequestKey]]:
         """The last one of each lane that has any, first of all who would wait longest."""

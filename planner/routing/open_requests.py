@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from contracts.requests import Priority
 from contracts.routing import OpenRequest, Prompt, RequestKey
 from planner.routing.request_work import RequestWork
 
@@ -20,21 +21,38 @@ class _Open:
         self.under_way = under_way
 
 
-class OpenRequests:
-    """The books of one worker. At any time
+class Totals:
+    """Over some open requests:
 
-        load        = Σ work(done, prompt)     over open requests
-        queued      = load − Σ work(done, until)   of what a running batch computes
-        open_tokens = Σ prompt                 of those that have not started
-                    + Σ (prompt − done)        of those that have
-
-    What a request adds is stored with it, and that is what is taken off: no drift.
+    load        = Σ work(done, prompt)
+    queued      = load − Σ work(done, until)   of what a running batch computes
+    open_tokens = Σ prompt                 of those that have not started
+                + Σ (prompt − done)        of those that have
+    running, waiting: how many have started, and have not.
     """
 
-    def __init__(self, work: RequestWork) -> None:
+    __slots__ = ("load", "open_tokens", "queued", "running", "waiting")
+
+    def __init__(self) -> None:
         self.load = self.queued = 0
         self.open_tokens = 0
         self.running = self.waiting = 0
+
+    def count(self, entry: _Open, sign: int) -> None:
+        self.load += sign * entry.remaining
+        self.queued += sign * (entry.remaining - entry.under_way)
+        self.running += sign * entry.started
+        self.waiting += sign * (not entry.started)
+        done_tokens = entry.done_tokens if entry.started else 0
+        self.open_tokens += sign * (entry.prompt.prompt_tokens - done_tokens)
+
+
+class OpenRequests:
+    """The books of one worker. What a request adds is stored with it, and that is what is taken
+    off: no drift."""
+
+    def __init__(self, work: RequestWork) -> None:
+        self._met = {priority: Totals() for priority in Priority}
         self._work = work
         self._requests: dict[RequestKey, _Open] = {}
 
@@ -43,6 +61,11 @@ class OpenRequests:
 
     def __iter__(self) -> Iterator[RequestKey]:
         return iter(self._requests)
+
+    def met_by(self, priority: Priority) -> Totals:
+        """What a request of that class waits for: an LS one overtakes BE ones, and does not see
+        them; a BE one sees all."""
+        return self._met[priority]
 
     def remaining(self, key: RequestKey) -> int:
         """Work that an open request still is."""
@@ -102,9 +125,6 @@ class OpenRequests:
         return self._work(done_tokens, until_tokens) if until_tokens > done_tokens else 0
 
     def _count(self, entry: _Open, sign: int) -> None:
-        self.load += sign * entry.remaining
-        self.queued += sign * (entry.remaining - entry.under_way)
-        self.running += sign * entry.started
-        self.waiting += sign * (not entry.started)
-        done_tokens = entry.done_tokens if entry.started else 0
-        self.open_tokens += sign * (entry.prompt.prompt_tokens - done_tokens)
+        for priority, met in self._met.items():
+            if entry.prompt.priority <= priority:
+                met.count(entry, sign)

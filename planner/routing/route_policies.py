@@ -9,7 +9,8 @@ LOAD_FOR_SAVED = 8  # load that a request may meet more of, for each unit of wor
 
 
 class Candidate(NamedTuple):
-    """A worker that takes requests, and what a request would meet there.
+    """A worker that takes requests, and what a request would meet there: an LS one counts no BE
+    work, which it overtakes.
 
     matched_blocks: leading blocks that are committed or pending. added: work that the request
     would be; load: work of open requests; queued: the part of it that no running batch computes;

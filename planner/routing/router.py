@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from contracts.requests import Priority
 from contracts.routing import Prompt, RequestKey, WorkerReport, WorkerSnapshot
 from planner.routing.open_requests import OpenRequests
 from planner.routing.prefix_index import PrefixIndex
@@ -63,13 +64,15 @@ class Router:
         self._pending = Promises()  # of all that is open, accepted or not
         self._turn = 0
 
-    def load(self, worker: int) -> int:
-        """Work of its open requests and of those on their way."""
-        return self._states[worker].requests.load + self._own[worker].load
+    def load(self, worker: int, met_by: Priority = Priority.BE) -> int:
+        """Work of its open requests and of those on their way that one of that class meets."""
+        books = self._states[worker].requests, self._own[worker]
+        return sum(open_requests.met_by(met_by).load for open_requests in books)
 
-    def queued(self, worker: int) -> int:
-        """`load` without what its running batch computes."""
-        return self._states[worker].requests.queued + self._own[worker].queued
+    def queued(self, worker: int, met_by: Priority = Priority.BE) -> int:
+        """`load` without what its running batches compute."""
+        books = self._states[worker].requests, self._own[worker]
+        return sum(open_requests.met_by(met_by).queued for open_requests in books)
 
     def threshold(self, worker: int) -> int:
         """Queued work from which on it is saturated: its next batch is full."""
@@ -108,7 +111,7 @@ class Router:
                     matches[worker] = max(matches[worker], blocks)
         added = {blocks: self._added(prompt, blocks) for blocks in set(matches)}
         return [
-            self._candidate(worker, matches[worker], added[matches[worker]], held)
+            self._candidate(worker, prompt.priority, matches[worker], added[matches[worker]], held)
             for worker, state in enumerate(self._states)
             if state.present
         ]
@@ -116,9 +119,10 @@ class Router:
     def is_present(self, worker: int) -> bool:
         return self._states[worker].present
 
-    def is_open(self, worker: int) -> bool:
-        """Present and below its threshold."""
-        return self._states[worker].present and self.queued(worker) < self._thresholds[worker]
+    def is_open(self, worker: int, priority: Priority = Priority.BE) -> bool:
+        """Present, and below its threshold for that class."""
+        is_present = self._states[worker].present
+        return is_present and self.queued(worker, priority) < self._thresholds[worker]
 
     def added(self, prompt: Prompt, worker: int) -> int:
         """Work that the request would be to a worker."""
@@ -197,28 +201,27 @@ class Router:
         return self._work(self.cached_tokens(prompt, matched_blocks), prompt.prompt_tokens)
 
     def _candidate(
-        self, worker: int, matched_blocks: int, added: int, held: Sequence[OpenRequests] | None
+        self,
+        worker: int,
+        priority: Priority,
+        matched_blocks: int,
+        added: int,
+        held: Sequence[OpenRequests] | None,
     ) -> Candidate:
-        accepted, own = self._states[worker].requests, self._own[worker]
-        load = accepted.load + own.load
-        queued = accepted.queued + own.queued
-        open_tokens = accepted.open_tokens + own.open_tokens
-        waiting = accepted.waiting + own.waiting
+        books = [self._states[worker].requests, self._own[worker]]
         if held is not None:
-            load += held[worker].load
-            queued += held[worker].queued
-            open_tokens += held[worker].open_tokens
-            waiting += held[worker].waiting
+            books.append(held[worker])
+        met = [open_requests.met_by(priority) for open_requests in books]
         return Candidate(
             worker=worker,
             matched_blocks=matched_blocks,
             added=added,
-            load=load,
-            queued=queued,
+            load=sum(totals.load for totals in met),
+            queued=sum(totals.queued for totals in met),
             threshold=self._thresholds[worker],
-            open_tokens=open_tokens,
-            waiting=waiting,
-            running=accepted.running,
+            open_tokens=sum(totals.open_tokens for totals in met),
+            waiting=sum(totals.waiting for totals in met),
+            running=met[0].running,
         )
 
     def _match(self, worker: int, prompt: Prompt) -> int:
