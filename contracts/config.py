@@ -174,8 +174,8 @@ class ScheduleConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=
     max_batch_sequences: Count = 256
     """Sequences of a batch at most, on attention ranks."""
     max_waiting: Count = 1024
-    """Sequences per rank of which nothing has come back yet: beyond, requests are refused with
-    429."""
+    """Sequences per rank and class of which nothing has come back yet: beyond, requests are refused
+    with 429."""
     request_share: Annotated[float, Meta(gt=0, le=1)] = 0.25
     """Of a batch, and of the places of max_waiting, what one client request may hold while others
     are there too (at least one sequence of it)."""
@@ -197,13 +197,13 @@ class PriorityConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds after a token of an LS request within which its next one is due."""
     be_share: Annotated[float, Meta(ge=0, le=0.9)] = 0.1
     """Of a rank's time, what BE work gets at least while some waits there."""
+    ls_max_wait_s: Seconds = 10.0
+    """Seconds that the LS work ahead of an LS request may last, by the measured drain, for it to be
+    accepted; else it is refused with 429 and told when to come again. With ls_ttft_s here, nobody
+    is let in who would be late."""
     be_max_wait_s: Seconds = 300.0
-    """Seconds that the work ahead of a BE request may last, by its share, for it to be accepted."""
-    ls_waiting: Count = 1024
-    """LS sequences per rank of which nothing has come back yet: beyond, requests are refused with
-    429."""
-    be_waiting: Count = 1024
-    """The same of BE."""
+    """Seconds that the BE work ahead of a BE request may last, if BE gets its share and no more,
+    for it to be accepted; http.request_timeout_s, if that is less."""
     policy: str | None = None
     """package.module:name of a policy of your own (docs/policies.md). null: QLLM's Algorithm 1, LS
     by due time, then the order of the plan."""

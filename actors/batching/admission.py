@@ -46,14 +46,17 @@ class Admission(NamedTuple):
             )
 
     def _check_room(self, client: int, submit: Submit, scheduler: Scheduler) -> None:
-        """One request cannot fill the queue for others: beyond max_waiting the first sequence of
-        each is still taken, up to twice as many in all."""
-        waiting, limit = scheduler.waiting, self.max_waiting
+        """One request cannot fill the queue for others of its class, nor one class for the other:
+        beyond max_waiting of a class the first sequence of each is still taken, up to twice as many
+        in all."""
+        priority, limit = submit.priority, self.max_waiting
+        waiting = scheduler.num_waiting(priority)
         if waiting < limit:
             return
         if scheduler.in_play.count(owner_of(client, submit)) or waiting >= 2 * limit:
             raise OverloadError(
-                f"{self.rank}: {waiting} sequences wait, {limit} are enough (schedule.max_waiting)",
+                f"{self.rank}: {waiting} {priority.name} sequences wait, {limit} are enough "
+                "(schedule.max_waiting)",
                 1.0,
             )
 

@@ -72,7 +72,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return sum(len(queue) for queue in self._waiting.values())
+        return sum(map(self.num_waiting, Priority))
 
     @property
     def running(self) -> int:
@@ -85,6 +85,9 @@ class Scheduler:
     def count(self, priority: Priority) -> int:
         """Sequences of one class."""
         return self.in_play.total(priority)
+
+    def num_waiting(self, priority: Priority) -> int:
+        return len(self._waiting[priority])
 
     def waiting_of(self, priority: Priority) -> Waiting:
         """Those of one class; their tokens are counted anew."""

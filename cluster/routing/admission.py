@@ -1,8 +1,8 @@
 """Requests in front of the ranks of one pipeline: who is let in, and what becomes of him.
 
-    score, generate ─> WaitQueue ─> Ticket ─> Placer ─> RankClient ─> rank
-                                      ▲  another rank, if  │
-                                      └── this is lost  <──┴─> events, to their tickets
+    score, generate ─> Door ─> Ticket ─> Placer ─> RankClient ─> rank
+                                 ▲  another rank, if  │
+                                 └── this is lost  <──┴─> events, to their tickets
 
 Everything happens on one event loop, and nothing of a request has a task of its own.
 """
@@ -10,16 +10,15 @@ Everything happens on one event loop, and nothing of a request has a task of its
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 
+from cluster.routing.door import Door
 from cluster.routing.placer import Placer, nobody, problems, ready
 from cluster.routing.rank_client import RankClient, smallest_pool_tokens
 from cluster.routing.ticket import Ticket, failure_of
-from cluster.routing.wait_queue import WaitQueue
 from contracts.clock import Clock, monotonic_s
-from contracts.errors import NotReadyError, OverloadError, PeerDeadError, TandemError
+from contracts.errors import NotReadyError, PeerDeadError, TandemError
 from contracts.logs import event
 from contracts.messages import Failed, Finished, Scored, Submit, Tokens
 
@@ -34,8 +33,8 @@ class Admission:
         self._config = placer.config
         self._open: set[Ticket] = set()
         self._waiting: Counter[tuple[str, str]] = Counter()
-        self._queue = WaitQueue(self._slots, placer.config.request_share, clock)
-        placer.listen(self._queue.wake)
+        self._door = Door(self._slots, placer.config, clock)
+        placer.listen(self._door.wake)
 
     # ---- life
 
@@ -118,9 +117,11 @@ class Admission:
     async def _admit(self, submit: Submit, patient: bool) -> Ticket:
         """Raises NotReadyError, or OverloadError unless patient."""
         if patient:  # it belongs to a request that was let in: it waits with the others
-            await self._queue.wait(submit.caller)
-        elif not self._present or not self._queue.enter(submit.caller):
-            raise self._refusal()
+            await self._door.wait(submit)
+        elif self._present:
+            self._door.enter(submit)
+        else:
+            raise nobody(self._placer)
         ticket = Ticket(submit, patient=patient, lost=self._place_again)
         self._open.add(ticket)
         self._waiting[ticket.kind] += 1
@@ -176,7 +177,7 @@ class Admission:
             ticket.waits = False
             self._waiting[ticket.kind] -= 1
             self._placer.answered(ticket)
-            self._queue.leave(ticket.submit.caller)
+            self._door.leave(ticket.submit, patient=ticket.patient)
 
     # ---- slots
 
@@ -185,15 +186,5 @@ class Admission:
         return sum(peer.present for peer in self._placer.peers)
 
     def _slots(self) -> int:
-        """Without a rank as many as one has: who enters then is told so."""
+        """Of each class. Without a rank as many as one has: who enters then is told so."""
         return self._config.max_waiting * max(1, self._present)
-
-    def _refusal(self) -> NotReadyError | OverloadError:
-        present, limit, wait_s = self._present, self._config.max_waiting, self._queue.retry_after_s
-        if not present:
-            return nobody(self._placer)
-        return OverloadError(
-            f"{limit} requests wait for each of {present} {self._placer.kind}s"
-            f" (schedule.max_waiting): try again in {math.ceil(wait_s)} s",
-            wait_s,
-        )

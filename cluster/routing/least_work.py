@@ -1,14 +1,15 @@
 """Which attention rank runs a request: it goes there at once.
 
 The choice is a pure function over what is known of each rank. A rank's cost for a request is the
-work in front of it: tokens outstanding there, plus the request's own prompt tokens that are not in
-its prefix cache. On equally busy ranks that is the longest prefix match; without any match it is
-the least load; and one prefix that all requests share does not pile them up on one rank.
+work in front of it: tokens outstanding there, without those of BE requests that it overtakes, plus
+the request's own prompt tokens that are not in its prefix cache. On equally busy ranks that is the
+longest prefix match; without any match it is the least load; and one prefix that all requests share
+does not pile them up on one rank.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -18,13 +19,15 @@ from cluster.routing.rank_client import RankClient
 from cluster.routing.ticket import Ticket
 from contracts.errors import ChannelError
 from contracts.messages import RankState
+from contracts.requests import Priority
 from contracts.routing import WorkerReport, WorkerSnapshot
 
 MAX_PREFIX_BLOCKS = 1 << 16  # known of each rank
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a choice may depend on. load_tokens: prompt and generated tokens still outstanding."""
+    """What a choice may depend on. load_tokens: prompt and generated tokens still outstanding, of
+    what the request does not overtake."""
 
     name: str
     load_tokens: int
@@ -71,8 +74,8 @@ class _Rank:
     def __init__(self, client: RankClient) -> None:
         self.client = client
         self.prefixes = PrefixTable(MAX_PREFIX_BLOCKS)
-        self.waiting = 0
-        self.load_tokens = 0
+        self._waiting: Counter[Priority] = Counter()
+        self._load_tokens: Counter[Priority] = Counter()
         self.on_present: Callable[[], None] = lambda: None
         self._connection = 0
         client.listen(self)
@@ -85,13 +88,23 @@ class _Rank:
     def problem(self) -> str | None:
         return self.client.problem
 
-    def view(self, hashes: Sequence[bytes], block_tokens: int) -> RankView:
+    def book(self, priority: Priority, tokens: int, waiting: int) -> None:
+        """So much more; less, if negative."""
+        self._load_tokens[priority] += tokens
+        self._waiting[priority] += waiting
+
+    def waiting(self, priority: Priority) -> int:
+        """Requests of that class without a first answer."""
+        return self._waiting[priority]
+
+    def view(self, priority: Priority, hashes: Sequence[bytes], block_tokens: int) -> RankView:
+        """What one of that class meets here."""
         if self._connection != self.client.connections:  # a new process, with an empty cache
             self._connection = self.client.connections
             self.prefixes.clear()
         return RankView(
             name=self.client.name,
-            load_tokens=self.load_tokens,
+            load_tokens=sum(n for other, n in self._load_tokens.items() if other <= priority),
             prefix_tokens=self.prefixes.match(hashes) * block_tokens,
         )
 
@@ -126,20 +139,18 @@ class LeastWork:
         rank, submit = self._chosen(ticket), ticket.submit
         tokens = len(submit.token_ids) + (submit.sampling.max_tokens if submit.sampling else 0)
         self._booked[ticket] = rank, tokens
-        rank.load_tokens += tokens
-        rank.waiting += ticket.waits
+        rank.book(submit.priority, tokens, ticket.waits)
         ticket.send(rank.client)
         rank.client.flush()
 
     def answered(self, ticket: Ticket) -> None:
         if ticket in self._booked:
-            self._booked[ticket][0].waiting -= 1
+            self._booked[ticket][0].book(ticket.submit.priority, 0, -1)
 
     def remove(self, ticket: Ticket) -> None:
         rank, tokens = self._booked.pop(ticket, (None, 0))
         if rank is not None:
-            rank.load_tokens -= tokens
-            rank.waiting -= ticket.waits
+            rank.book(ticket.submit.priority, -tokens, -ticket.waits)
 
     async def close(self) -> None: ...
 
@@ -151,12 +162,13 @@ class LeastWork:
             raise nobody(self)
         if len(self.peers) == 1:
             return healthy[0]
-        free = [rank for rank in healthy if rank.waiting < self.config.max_waiting]
+        priority, most = ticket.submit.priority, self.config.max_waiting
+        free = [rank for rank in healthy if rank.waiting(priority) < most]
         free = free or healthy  # a rank was lost while they waited
         block_tokens = self.config.block_tokens
         hashes = ticket.hashes(block_tokens)
         by_name = {rank.client.name: rank for rank in free}
-        views = [rank.view(hashes, block_tokens) for rank in free]
+        views = [rank.view(priority, hashes, block_tokens) for rank in free]
         chosen = by_name[self._choose(views).name]
         chosen.prefixes.add(hashes)
         return chosen

@@ -13,15 +13,19 @@ from contracts.errors import NotReadyError
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """block_tokens: as in the ranks' prefix caches. max_waiting: sequences per rank of which no
-    answer has come back yet. request_share: of those, what one request may hold while others are
-    there. max_attempts: how many ranks (or incarnations of one) may fail with a request before it
-    counts as what ends them; two where lost ranks are not replaced. alone_s: how long requests that
-    wait for a prefill worker do so while there is none at all."""
+    """block_tokens: as in the ranks' prefix caches. max_waiting: sequences per rank and class of
+    which no answer has come back yet. request_share: of those, what one request may hold while
+    others are there. ls_max_wait_s, be_max_wait_s, be_share: as in the section `priority` of the
+    configuration. max_attempts: how many ranks (or incarnations of one) may fail with a request
+    before it counts as what ends them; two where lost ranks are not replaced. alone_s: how long
+    requests that wait for a prefill worker do so while there is none at all."""
 
     block_tokens: int = 16
     max_waiting: int = 1024
     request_share: float = 0.25
+    ls_max_wait_s: float = 10.0
+    be_max_wait_s: float = 300.0
+    be_share: float = 0.1
     max_attempts: int = 3
     alone_s: float = 60.0
 

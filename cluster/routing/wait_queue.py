@@ -1,4 +1,4 @@
-"""Slots of sequences that wait for a first answer, and who waits for a slot.
+"""Slots of sequences of one class that wait for a first answer, and who waits for a slot.
 
 A client's request is admitted or refused with its first sequence, which needs one slot of any that
 are free. Its later ones are patient: they leave some slots to the first ones of others, and wait
@@ -12,9 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from contracts.clock import Clock
 from contracts.requests import Caller
-from planner.policies.drain import DrainRate, retry_after_s
 from planner.policies.turns import Turns
 
 _Whose = tuple[bytes, int]
@@ -27,15 +25,13 @@ class WaitQueue:
     first sequences.
     """
 
-    def __init__(self, slots: Callable[[], int], share: float, clock: Clock) -> None:
+    def __init__(self, slots: Callable[[], int], share: float) -> None:
         self.taken = 0
         self._slots = slots
         self._share = share
-        self._clock = clock
         self._held: Counter[_Whose] = Counter()
         self._line: Turns[asyncio.Future[None]] = Turns()
         self._whose: dict[asyncio.Future[None], _Whose] = {}
-        self._drain = DrainRate()
 
     def enter(self, caller: Caller) -> bool:
         """Takes a slot for a first sequence, if there is one."""
@@ -70,7 +66,6 @@ class WaitQueue:
         self._held[whose] -= 1
         if not self._held[whose]:
             del self._held[whose]
-        self._drain.leave(self._clock(), last=self.taken == 0)
         self.wake()
 
     def wake(self) -> None:
@@ -85,11 +80,6 @@ class WaitQueue:
                 waiter.set_result(None)
 
     @property
-    def retry_after_s(self) -> float:
-        """When somebody who finds none should come again."""
-        return retry_after_s(self.taken, self._drain.per_second(self._clock()))
-
-    @property
     def _has_slot(self) -> bool:
         """For those who are patient."""
         slots = self._slots()
@@ -99,8 +89,6 @@ class WaitQueue:
         return self._held[self._whose[waiter]] >= max(1, int(self._share * self._slots()))
 
     def _take(self, whose: _Whose) -> None:
-        if not self.taken:
-            self._drain.begin(self._clock())
         self.taken += 1
         self._held[whose] += 1
 

@@ -80,6 +80,9 @@ def pipelines(config: TandemConfig, directory: Directory, find: Find | None = No
         block_tokens=config.kv.block_tokens,
         max_waiting=config.schedule.max_waiting,
         request_share=config.schedule.request_share,
+        ls_max_wait_s=config.priority.ls_max_wait_s,
+        be_max_wait_s=min(config.priority.be_max_wait_s, config.http.request_timeout_s),
+        be_share=config.priority.be_share,
         alone_s=config.groups.ready_timeout_s,
     )
     generating = prefilling = None

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import math
 
-SHORTEST_S, LONGEST_S = 1.0, 60.0  # of what a client is told to wait
+SHORTEST_S, LONGEST_S = 1.0, 600.0  # of what a client is told to wait
 MEMORY_S = 10.0
+BACKLOG = 8  # as many must wait for what leaves to tell how fast more would: they run together
 
 
 class DrainRate:
-    """What has left per second of late, over the time in which anything waited: an average in which
-    what was MEMORY_S ago counts 1/e. Times are given, in order."""
+    """What has left per second of late (sequences, tokens), over the time in which there was a
+    backlog: an average in which what was MEMORY_S ago counts 1/e. Times are given, in order."""
 
     def __init__(self, memory_s: float = MEMORY_S) -> None:
         self._memory_s = memory_s
         self._left = self._waited_s = 0.0
-        self._last_s: float | None = None  # None: nothing waits
+        self._last_s: float | None = None  # None: no backlog
 
     def begin(self, now_s: float) -> None:
-        """Something waits, where nothing did."""
+        """There is a backlog, where there was none."""
         self._last_s = now_s
 
-    def leave(self, now_s: float, *, last: bool) -> None:
-        """One has left. last: now nothing waits."""
-        passed_s = 0.0 if self._last_s is None else now_s - self._last_s
+    def leave(self, amount: float, now_s: float, *, last: bool) -> None:
+        """So much has left. last: there is no backlog any more. Without effect where there was
+        none."""
+        if self._last_s is None:
+            return
+        passed_s = now_s - self._last_s
         kept = math.exp(-passed_s / self._memory_s)
-        self._left = kept * self._left + 1
+        self._left = kept * self._left + amount
         self._waited_s = kept * self._waited_s + passed_s
         self._last_s = None if last else now_s
 
@@ -36,9 +40,9 @@ class DrainRate:
         return self._left / waited_s if self._left and waited_s > 0 else None
 
 
-def retry_after_s(ahead: int, per_second: float | None) -> float:
-    """When to ask again behind `ahead` that wait: within SHORTEST_S and LONGEST_S; the former while
-    nothing is known."""
+def retry_after_s(excess: float, per_second: float | None) -> float:
+    """When `excess` will have left: within SHORTEST_S and LONGEST_S; the former while nothing is
+    known."""
     if per_second is None:
         return SHORTEST_S
-    return min(max(ahead / per_second, SHORTEST_S), LONGEST_S)
+    return min(max(excess / per_second, SHORTEST_S), LONGEST_S)

@@ -1,4 +1,4 @@
-"""Places of sequences without an answer: who gets one, who waits, and how long one is told to."""
+"""Places of sequences without an answer: who gets one, and who waits."""
 
 from __future__ import annotations
 
@@ -11,25 +11,16 @@ from hypothesis import strategies as st
 
 from cluster.routing.wait_queue import WaitQueue
 from contracts.requests import Caller
-from planner.policies.drain import LONGEST_S, SHORTEST_S, DrainRate, retry_after_s
 
 HOG, SMALL = Caller(b"a", 1), Caller(b"b", 2)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def run(body: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(body, 20))
 
 
-def room_of(places: int, clock: Clock | None = None) -> WaitQueue:
-    return WaitQueue(lambda: places, 0.25, clock or Clock())
+def room_of(places: int) -> WaitQueue:
+    return WaitQueue(lambda: places, 0.25)
 
 
 async def waiting(room: WaitQueue, caller: Caller, count: int) -> list[asyncio.Task[None]]:
@@ -124,46 +115,3 @@ def test_places_are_never_lost_nor_given_twice_whoever_cancels(
         assert room.taken == len(held) <= 5
 
     run(body())
-
-
-def test_retry_after_is_what_waits_over_how_fast_it_has_left() -> None:
-    async def body() -> None:
-        clock = Clock()
-        room = room_of(100, clock)
-        assert room.retry_after_s == SHORTEST_S, "nothing is known yet"
-        for _ in range(100):
-            assert room.enter(HOG)
-        for _ in range(50):  # two a second
-            clock.now_s += 0.5
-            room.leave(HOG)
-            assert room.enter(HOG)
-        assert 45 < room.retry_after_s < 55
-        for _ in range(2000):  # twenty a second
-            clock.now_s += 0.05
-            room.leave(HOG)
-            assert room.enter(HOG)
-        assert 4.9 < room.retry_after_s < 5.2
-        clock.now_s += 300
-        assert room.retry_after_s == LONGEST_S, "it has stood still since"
-
-    run(body())
-
-
-def test_time_in_which_nothing_waits_does_not_count_as_slow() -> None:
-    rate = DrainRate()
-    for hour in range(3):
-        now_s = 3600.0 * hour
-        rate.begin(now_s)
-        for index in range(10):
-            now_s += 0.1
-            rate.leave(now_s, last=index == 9)
-        assert abs((rate.per_second(now_s + 60) or 0) - 10) < 1e-6
-
-
-@given(st.integers(0, 10**6), st.floats(1e-6, 1e6))
-def test_nobody_is_told_to_wait_less_than_a_second_or_more_than_a_minute(
-    ahead: int, per_second: float
-) -> None:
-    told = retry_after_s(ahead, per_second)
-    assert SHORTEST_S <= told <= LONGEST_S
-    assert told in (SHORTEST_S, LONGEST_S) or told == ahead / per_second
