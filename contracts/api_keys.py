@@ -4,15 +4,30 @@ logs."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
 
 MAX_KEY_CHARACTERS = 200  # must fit into the smallest max_header_bytes
 
 
-def check_keys(api_keys: Sequence[str], metrics_key: str | None) -> None:
+class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A bearer token, and who comes with it. priority: of requests that name none. tenant: keys of
+    one take their turns together; None: each key is a tenant of its own."""
+
+    key: str
+    priority: Literal["ls", "be"] = "ls"
+    tenant: str | None = None
+
+
+def check_keys(api_keys: Sequence[ApiKey], metrics_key: str | None) -> None:
     """Raises ValueError for a key that would let everybody in, or nobody."""
-    for index, key in enumerate(api_keys):
+    keys = [each.key for each in api_keys]
+    for index, key in enumerate(keys):
         _check_key(f"api_keys[{index}]", key)
-        first = api_keys.index(key)
+        if api_keys[index].tenant == "":
+            raise ValueError(f"api_keys[{index}].tenant is empty: remove it, or give a name")
+        first = keys.index(key)
         if first < index:
             raise ValueError(f"api_keys[{index}] is the same as api_keys[{first}]: remove one")
     if metrics_key is not None:

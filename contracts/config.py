@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from contracts.api_keys import check_keys
+from contracts.api_keys import ApiKey, check_keys
 from contracts.plan import Order, Plan
 
 Count = Annotated[int, Meta(ge=1)]
@@ -302,8 +302,10 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Texts of a classification, or sequences of a completion, that one request may ask for."""
     request_timeout_s: Seconds = 600.0
     """Seconds that a request may take in all; over it 504."""
-    api_keys: list[str] = []
-    """Bearer tokens, one of which every request for the model must carry. Empty: open to all."""
+    api_keys: list[str | ApiKey] = []
+    """Bearer tokens, one of which every request for the model must carry. Empty: open to all. In
+    place of a token {key: TOKEN, priority: be, tenant: NAME} may stand: the class of its requests
+    that name none (ls unless said), and with which other tokens it takes its turns (none)."""
     metrics_key: str | None = None
     """The bearer token of /metrics and /load. null: these are open to all."""
     tls_certificate: InputPath | None = None
@@ -337,8 +339,13 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     write_timeout_s: Seconds = 60.0
     """Seconds over which a client may read less than 1 KiB/s of its answer before it is cut off."""
 
+    @property
+    def clients(self) -> list[ApiKey]:
+        """`api_keys`, each with its class and tenant."""
+        return [ApiKey(key) if isinstance(key, str) else key for key in self.api_keys]
+
     def __post_init__(self) -> None:
-        check_keys(self.api_keys, self.metrics_key)
+        check_keys(self.clients, self.metrics_key)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError(
                 "tls_certificate and tls_key belong together (--ssl-certfile, --ssl-keyfile): "

@@ -88,7 +88,7 @@ def build_app(
         clock=clock,
         extra=extra,
     )
-    callers = Callers(http.api_keys, share_between_keys=share_between_keys)
+    callers = Callers(http.clients, share_between_keys=share_between_keys)
     app = App()
     app.router.redirect_slashes = False
     app.state.open_requests = services.open_requests
@@ -169,7 +169,9 @@ class _Counted:
         services = self._services
         outcome = Outcome.ERROR
         try:
-            session.caller = self._callers.caller(check_key(services.http, request))
+            key = check_key(services.http, request)
+            session.caller = self._callers.caller(key)
+            session.priority = self._callers.priority(key)
             response = await self._endpoint(services, session, request)
             outcome = Outcome.OK
         except TandemError as error:

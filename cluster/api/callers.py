@@ -16,35 +16,40 @@ import msgspec
 from starlette.requests import Request
 
 from cluster.api.field_bounds import MAX_CACHE_SALT_CHARACTERS
+from contracts.api_keys import ApiKey
 from contracts.block_hash import DIGEST_BYTES
 from contracts.config import HttpConfig
 from contracts.errors import RequestError, UnauthorizedError
-from contracts.requests import Caller
+from contracts.requests import Caller, Priority
 
 PROVE = "prove"  # in scope["state"], from a front of our own: to be called when the key is valid
 TENANT_BYTES = 8
-_TENANT, _KEY_SALT, _CACHE_SALT = b"tandem-tenant", b"tandem-key-salt", b"tandem-salt"  # domains
+_TENANT, _NAMED_TENANT = b"tandem-tenant", b"tandem-named"  # domains of digests
+_KEY_SALT, _CACHE_SALT = b"tandem-key-salt", b"tandem-salt"
 
 
 class Callers:
     """The clients of one ingress. share_between_keys: all keys find each other's prefixes."""
 
-    def __init__(self, api_keys: Sequence[str], *, share_between_keys: bool = False) -> None:
+    def __init__(self, api_keys: Sequence[ApiKey], *, share_between_keys: bool = False) -> None:
         self._by_key = {
-            key: Caller(
-                tenant=hashlib.blake2b(
-                    key.encode(), digest_size=TENANT_BYTES, person=_TENANT
-                ).digest(),
-                salt=b"" if share_between_keys else _salt(key.encode(), _KEY_SALT),
+            each.key: Caller(
+                tenant=_tenant(each),
+                salt=b"" if share_between_keys else _salt(each.key.encode(), _KEY_SALT),
             )
-            for key in api_keys
+            for each in api_keys
         }
+        self._priorities = {each.key: Priority[each.priority.upper()] for each in api_keys}
         self._numbers = itertools.count(1)
 
     def caller(self, key: str | None) -> Caller:
         """Of a request that came with this valid key; None: keys are not configured."""
         caller = Caller() if key is None else self._by_key[key]
         return Caller(caller.tenant, next(self._numbers), caller.salt)
+
+    def priority(self, key: str | None) -> Priority:
+        """Of its requests that name none."""
+        return Priority.LS if key is None else self._priorities[key]
 
 
 def salted(caller: Caller, cache_salt: str | None) -> Caller:
@@ -61,6 +66,13 @@ def salted(caller: Caller, cache_salt: str | None) -> Caller:
     return msgspec.structs.replace(caller, salt=salt)
 
 
+def _tenant(api_key: ApiKey) -> bytes:
+    name, domain = api_key.key, _TENANT
+    if api_key.tenant is not None:
+        name, domain = api_key.tenant, _NAMED_TENANT
+    return hashlib.blake2b(name.encode(), digest_size=TENANT_BYTES, person=domain).digest()
+
+
 def _salt(text: bytes, domain: bytes, within: bytes = b"") -> bytes:
     return hashlib.blake2b(text, digest_size=DIGEST_BYTES, key=within, person=domain).digest()
 
@@ -70,7 +82,8 @@ def check_key(http: HttpConfig, request: Request) -> str | None:
     UnauthorizedError if the bearer token is not among them."""
     if not http.api_keys:
         return None
-    return _check(http.api_keys, request, "a valid API key is needed (Authorization: Bearer KEY)")
+    keys = [each.key for each in http.clients]
+    return _check(keys, request, "a valid API key is needed (Authorization: Bearer KEY)")
 
 
 def check_metrics_key(http: HttpConfig, request: Request) -> None:

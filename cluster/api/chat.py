@@ -53,7 +53,7 @@ async def _job(services: Services, session: Session, body: ChatBody) -> Job:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
     top = check_logprobs("top_logprobs", body.top_logprobs or 0) if body.logprobs else None
-    options = check_options(body, services.model, logprobs=top)
+    options = check_options(body, services.model, session.priority, logprobs=top)
     if options.n > services.http.max_batch_items:
         raise RequestError(f"n={options.n} is more than http.max_batch_items", "n")
     token_ids = await chat_token_ids(services, session, body.messages, _variables(body))

@@ -13,6 +13,7 @@ from cluster.api.field_bounds import MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
 from cluster.api.guided import check_choices
 from cluster.api.schemas import (
     NEUTRAL,
+    Classed,
     GenerationBody,
     GenerationOptions,
     ServedModel,
@@ -46,9 +47,10 @@ def check_model(name: str, model: ServedModel) -> None:
 
 
 def check_options(
-    body: GenerationBody, model: ServedModel, *, logprobs: int | None
+    body: GenerationBody, model: ServedModel, priority: Priority, *, logprobs: int | None
 ) -> GenerationOptions:
-    """The common fields, with defaults filled in. max_tokens 0 is the caller's to judge."""
+    """The common fields, with defaults filled in. priority: where the body names none. max_tokens 0
+    is the caller's to judge."""
     n = _within("n", body.n, 1, MAX_N, default=1)
     if body.best_of is not None and body.best_of != n:
         raise UnsupportedFieldError(
@@ -65,7 +67,7 @@ def check_options(
     return GenerationOptions(
         sampling=sampling,
         max_tokens=body.max_tokens,
-        priority=check_priority(body.priority, default=Priority.LS),
+        priority=check_priority(body, default=priority),
         stops=_stops(body.stop),
         choices=choices,
         choices_field=choices_field,
@@ -79,10 +81,15 @@ def check_logprobs(name: str, value: int | None) -> int | None:
     return None if value is None else _within(name, value, 0, MAX_LOGPROBS, default=0)
 
 
-def check_priority(value: str | int | None, *, default: Priority) -> Priority:
-    """ "ls", "be", or an integer as in vLLM: 0 is ls, greater is be."""
+TIERS = {"flex": Priority.BE, "priority": Priority.LS}  # others are the default class
+
+
+def check_priority(body: Classed, *, default: Priority) -> Priority:
+    """`priority` is "ls", "be", or an integer as in vLLM: 0 is ls, greater is be. Without it
+    `service_tier` counts, as OpenAI names it."""
+    value = body.priority
     if value is None:
-        return default
+        return TIERS.get(body.service_tier or "", default)
     if isinstance(value, str):
         by_label = {priority.label: priority for priority in Priority}
         if value not in by_label:

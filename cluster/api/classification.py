@@ -50,7 +50,7 @@ async def classify(services: Services, session: Session, request: Request) -> Re
     session.pipeline = Pipeline.PREFILL
     body = await body_of(services, session, request, ClassifyBody)
     session.caller = salted(session.caller, body.cache_salt)
-    texts, task = _checked(services, body)
+    texts, task = _checked(services, body, session.priority)
     session.priority = task.priority
     tasks = questions(task) if body.multi_label else [task]
     asked = [(text, each) for text in texts for each in tasks]
@@ -63,14 +63,17 @@ async def classify(services: Services, session: Session, request: Request) -> Re
     return pieces_response(json_object(head, {"data": await _encoded(rows, session)}))
 
 
-def _checked(services: Services, body: ClassifyBody) -> tuple[list[str], ClassifyTask]:
+def _checked(
+    services: Services, body: ClassifyBody, priority: Priority
+) -> tuple[list[str], ClassifyTask]:
+    """priority: where the body names none."""
     check_model(body.model, services.model)
     template = DEFAULT_TEMPLATE if body.template is None else body.template
     task = ClassifyTask(
         labels=tuple(body.labels),
         prefix=body.prefix or "",
         template=template,
-        priority=check_priority(body.priority, default=Priority.LS),
+        priority=check_priority(body, default=priority),
         max_context_tokens=services.model.max_context_tokens,
         max_label_tokens=services.bounds.limits.label_tokens,
         places=places_in(template),

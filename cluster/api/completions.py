@@ -44,9 +44,8 @@ async def _job(services: Services, session: Session, body: CompletionBody) -> Jo
     """The request, checked: see `checks.py` for the order."""
     check_supported(body)
     check_model(body.model, services.model)
-    options = check_options(
-        body, services.model, logprobs=check_logprobs("logprobs", body.logprobs)
-    )
+    top = check_logprobs("logprobs", body.logprobs)
+    options = check_options(body, services.model, session.priority, logprobs=top)
     if options.max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1 (0 only with echo)", "max_tokens")
     listed = _prompts(body.prompt)

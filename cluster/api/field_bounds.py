@@ -6,7 +6,7 @@ depends on the model or the configuration is in `openapi_bounds.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -100,6 +100,10 @@ RequestPriority = Annotated[
     | Annotated[int, within(0)]
     | None,
     told("Latency-sensitive (ls, 0) goes before best-effort (be, above 0)."),
+]
+ServiceTier = Annotated[
+    Literal["auto", "default", "flex", "priority", "scale"] | None,
+    told("OpenAI's name for a class: flex is be, priority is ls, others are the key's own."),
 ]
 CacheSalt = Annotated[
     Annotated[str, shown(minLength=1, maxLength=MAX_CACHE_SALT_CHARACTERS)] | None,

@@ -34,7 +34,14 @@ class Harmless(Strict, kw_only=True):
     request_id: Any = None  # vLLM's; the header X-Request-Id names a request here
 
 
-class Unsupported(Harmless, kw_only=True):
+class Classed(Harmless, kw_only=True):
+    """Of a request that runs as LS or BE."""
+
+    priority: bounds.RequestPriority = None
+    service_tier: bounds.ServiceTier = None
+
+
+class Unsupported(Classed, kw_only=True):
     allowed_token_ids: Annotated[Any, only()] = None
     audio: Annotated[Any, only()] = None
     bad_words: Annotated[Any, only([])] = None
@@ -61,7 +68,7 @@ class Unsupported(Harmless, kw_only=True):
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     field.name: get_args(field.type)[1].extra["neutral"]
     for field in msgspec.structs.fields(Unsupported)
-    if get_origin(field.type) is Annotated
+    if get_origin(field.type) is Annotated and "neutral" in (get_args(field.type)[1].extra or ())
 }
 
 
@@ -107,7 +114,6 @@ class GenerationBody(Unsupported, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    priority: bounds.RequestPriority = None
     cache_salt: bounds.CacheSalt = None
 
 
@@ -161,7 +167,7 @@ NESTED: dict[str, type[msgspec.Struct]] = {
 }
 
 
-class ClassifyBody(Harmless, kw_only=True):
+class ClassifyBody(Classed, kw_only=True):
     model: str
     input: str | list[str]
     labels: Annotated[
@@ -180,18 +186,16 @@ class ClassifyBody(Harmless, kw_only=True):
             " sum of its tokens' log-probabilities, not divided by its length."
         ),
     ] = None
-    priority: bounds.RequestPriority = None
     cache_salt: bounds.CacheSalt = None
 
 
-class ScoreBody(Harmless, kw_only=True):
+class ScoreBody(Classed, kw_only=True):
     query: str | list[int]
     items: str | list[str | list[int]]
     label_token_ids: list[int]
     apply_softmax: bool = False
     item_first: bool = False
     model: str | None = None
-    priority: bounds.RequestPriority = None
     cache_salt: bounds.CacheSalt = None
 
 

@@ -59,7 +59,7 @@ async def score(services: Services, session: Session, request: Request) -> Respo
 async def _job(services: Services, session: Session, body: ScoreBody) -> Job:
     if body.model is not None:
         check_model(body.model, services.model)
-    priority = check_priority(body.priority, default=Priority.LS)
+    priority = check_priority(body, default=session.priority)
     labels = body.label_token_ids
     check_tokens(labels, services.model, "label_token_ids")
     if len(labels) > MAX_LABEL_TOKENS:

@@ -100,7 +100,9 @@ def _takes(kind: types.Type) -> str:
         return _takes(kind.type)
     if isinstance(kind, types.UnionType):
         parts = [_takes(one) for one in kind.types if not isinstance(one, types.NoneType)]
-        return f"{' or '.join(parts)}, or null"
+        return " or ".join(parts) + (", or null" if len(parts) < len(kind.types) else "")
+    if isinstance(kind, types.StructType):
+        return f"{{{', '.join(field.name for field in kind.fields)}}}"
     if isinstance(kind, types.LiteralType):
         return ", ".join(str(value) for value in kind.values)
     if isinstance(kind, types.EnumType):

@@ -33,6 +33,7 @@ class Admission:
         self._config = placer.config
         self._open: set[Ticket] = set()
         self._waiting: Counter[tuple[str, str]] = Counter()
+        self._clock = clock
         self._door = Door(self._slots, placer.config, clock)
         placer.listen(self._door.wake)
 
@@ -122,7 +123,7 @@ class Admission:
             self._door.enter(submit)
         else:
             raise nobody(self._placer)
-        ticket = Ticket(submit, patient=patient, lost=self._place_again)
+        ticket = Ticket(submit, patient=patient, lost=self._place_again, clock=self._clock)
         self._open.add(ticket)
         self._waiting[ticket.kind] += 1
         try:

@@ -134,14 +134,18 @@ class RankClient:
 
     # ---- requests
 
-    def post(self, submit: Submit, sink: Sink, key: RequestKey | None = None) -> int:
+    def post(
+        self, submit: Submit, sink: Sink, key: RequestKey | None = None, waited_s: float = 0.0
+    ) -> int:
         """Sends it under a request id of our own, which it returns, without waiting for a full
-        socket: the caller bounds what is open. key: what a router calls it. Raises PeerError,
-        NotReadyError or, for what is more than one message may hold, TooCostlyError."""
+        socket: the caller bounds what is open. key: what a router calls it. waited_s: for how long
+        it has waited here. Raises PeerError, NotReadyError or, for what is more than one message
+        may hold, TooCostlyError."""
         if self._socket is None:
             raise self.lost or NotReadyError(f"{self.name} is not connected yet")
         request_id = next(self._ids)
-        self._socket.send(msgspec.structs.replace(submit, request_id=request_id, key=key))
+        sent = msgspec.structs.replace(submit, request_id=request_id, key=key, waited_s=waited_s)
+        self._socket.send(sent)
         self._sinks[request_id] = sink
         return request_id
 

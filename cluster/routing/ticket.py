@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from cluster.routing.rank_client import RankClient
+from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError, RankError, TandemError
 from contracts.messages import Failed, Finished, SequenceEvent, Submit, Tokens
 from contracts.metrics import Pipeline
@@ -30,7 +31,12 @@ class Ticket:
     """
 
     def __init__(
-        self, submit: Submit, *, patient: bool, lost: Callable[[Ticket, Failed], None]
+        self,
+        submit: Submit,
+        *,
+        patient: bool,
+        lost: Callable[[Ticket, Failed], None],
+        clock: Clock = monotonic_s,
     ) -> None:
         self.kind = _kind_of(submit)
         self.submit = submit
@@ -42,6 +48,8 @@ class Ticket:
         self.attempts = 0
         self.failure: Failed | None = None
         self._lost = lost
+        self._clock = clock
+        self._since_s = clock()
         self._request_id = self._connection = 0
         self._tokens = array.array("q")  # that have come since it was sent
         self._earlier_tokens = 0  # those that came before that
@@ -65,7 +73,8 @@ class Ticket:
 
     def send(self, client: RankClient, key: RequestKey | None = None) -> None:
         """Raises what `RankClient.post` does."""
-        self._request_id = client.post(self.submit, self, key)
+        waited_s = self._clock() - self._since_s
+        self._request_id = client.post(self.submit, self, key, waited_s)
         self.client, self._connection = client, client.connections
 
     def cancel(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from contracts.errors import ConfigError
@@ -22,17 +24,22 @@ from contracts.loading import config_from, load_config
         (["schlüssel"], "character 5 of 9"),
         (["k" * 201], "201 characters, at most 200"),
         (["a", "b", "a"], "api_keys[2] is the same as api_keys[0]"),
+        (["a", {"key": "a", "priority": "be"}], "api_keys[1] is the same as api_keys[0]"),
+        ([{"key": "two words"}], "api_keys[0]: character 4 of 9"),
+        ([{"key": "secret", "tenant": ""}], "api_keys[0].tenant is empty"),
+        ([{"key": "secret", "priority": "high"}], "high"),
+        ([{"key": "secret", "class": "be"}], "class"),
     ],
 )
 def test_a_key_that_opens_to_all_or_to_none_is_refused_by_its_place(
-    keys: list[str], place: str
+    keys: list[Any], place: str
 ) -> None:
     """FINDINGS B9: an empty string among api_keys opened the server."""
     with pytest.raises(ConfigError) as caught:
         config_from({"http": {"api_keys": keys}}, source="here")
     assert place in caught.value.message
     assert "\n" not in caught.value.message
-    for key in keys:
+    for key in (each if isinstance(each, str) else each["key"] for each in keys):
         assert len(key) < 3 or key not in caught.value.message, "keys do not belong into logs"
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from cluster.cli.config_options import with_absolute_paths
 from cluster.fleet.codec import decode_config, encode_config
+from contracts.api_keys import ApiKey
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError
 from contracts.loading import config_from, load_config
@@ -55,6 +56,7 @@ def test_later_overrides_win_and_values_are_yaml() -> None:
     assert config.schedule.r1 == 4
     assert config.kv.prefix_cache is False
     assert config.http.api_keys == ["a", "b"]
+    assert config.http.clients == [ApiKey("a"), ApiKey("b")]
     assert config.model.max_context_tokens is None
     assert config.model.name == "a=b"
     assert config.groups.attention_resources == {"ag": 1.0}

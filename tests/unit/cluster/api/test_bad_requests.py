@@ -76,6 +76,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": "a", "priority": "urgent"}, "priority"),
     ({"prompt": "a", "priority": -1}, "priority"),
+    ({"prompt": "a", "service_tier": "felx"}, "service_tier"),
     ({"prompt": "a", "suffix": "z"}, "suffix"),
     ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
     ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),

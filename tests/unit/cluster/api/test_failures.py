@@ -7,13 +7,16 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import openai
 import pytest
 
+from contracts.api_keys import ApiKey
 from contracts.config import HttpConfig
 from contracts.messages import Submit
+from contracts.requests import Priority
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
 from tests.support.fake_rank import FakeRank
 
@@ -278,6 +281,45 @@ def test_a_key_is_asked_for_where_keys_are_configured(folder: Path, rank: FakeRa
         known = api.openai.with_options(api_key="k2")
         assert known.completions.create(model=MODEL, prompt="Hello").choices
         assert api.http.get("/health").status_code == 200
+
+
+LS, BE = Priority.LS, Priority.BE
+
+
+def test_a_key_has_a_class_and_a_tenant_and_a_request_may_say_another(
+    folder: Path, rank: FakeRank
+) -> None:
+    keys: list[str | ApiKey] = [
+        "plain",
+        ApiKey("batch", priority="be", tenant="reports"),
+        ApiKey("batch-2", priority="be", tenant="reports"),
+    ]
+
+    with serve_api(folder, [rank], HttpConfig(api_keys=keys)) as api:
+
+        def asked(key: str, path: str = "/v1/completions", **fields: Any) -> Submit:
+            body = (
+                {"model": MODEL, "prompt": "Hello"} if path.endswith("ions") else {"model": MODEL}
+            )
+            headers = {"Authorization": f"Bearer {key}"}
+            assert api.http.post(path, json=body | fields, headers=headers).status_code == 200
+            return rank.submits.get(timeout=5)
+
+        plain, batch, other = asked("plain"), asked("batch"), asked("batch-2")
+        assert [each.priority for each in (plain, batch, other)] == [LS, BE, BE]
+        assert batch.caller.tenant == other.caller.tenant != plain.caller.tenant
+        assert batch.caller.salt != other.caller.salt, "they do not find each other's prefixes"
+        assert asked("batch", priority="ls").priority is LS
+        assert asked("batch", service_tier="priority").priority is LS
+        assert asked("batch", service_tier="default").priority is BE
+        assert asked("plain", service_tier="flex").priority is BE
+        assert asked("plain", service_tier="flex", priority=0).priority is LS
+        score: dict[str, Any] = {"query": [5], "items": [[6]], "label_token_ids": [7]}
+        assert asked("batch", "/v1/score", **score).priority is BE
+        assert asked("plain", "/v1/score", **score, service_tier="flex").priority is BE
+        texts: dict[str, Any] = {"input": "x", "labels": ["yes", "no"]}
+        assert asked("batch", "/v1/classify", **texts).priority is BE
+        assert 0 <= asked("plain").waited_s < 5
 
 
 def test_outcomes_and_tokens_are_counted(api: Api, rank: FakeRank) -> None:

@@ -34,7 +34,7 @@ def api(folder: Path) -> Iterator[Api]:
 
 @pytest.mark.parametrize("keys", [[], ["k"]])
 def test_the_document_is_valid_openapi(keys: list[str]) -> None:
-    document = openapi_document(SERVED, HttpConfig(api_keys=keys))
+    document = openapi_document(SERVED, HttpConfig(api_keys=list(keys)))
     schemathesis.openapi.from_dict(json.loads(json.dumps(document))).validate()
 
 

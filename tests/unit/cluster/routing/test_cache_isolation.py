@@ -25,6 +25,7 @@ from cluster.routing.pipelines import Pipelines
 from cluster.routing.placer import RoutingConfig
 from cluster.routing.prefill_backlog import PrefillBacklog
 from cluster.routing.rank_client import RankClient
+from contracts.api_keys import ApiKey
 from contracts.config import HttpConfig, ScheduleConfig
 from contracts.messages import Submit
 from contracts.requests import Caller, Sampling
@@ -89,7 +90,7 @@ async def asking(
         backend,
         tokenizer,
         model,
-        HttpConfig(api_keys=keys),
+        HttpConfig(api_keys=list(keys)),
         share_between_keys=share_between_keys,
     )
     backend.start()
@@ -241,7 +242,8 @@ def test_the_routers_index_and_heads_match_only_under_the_same_salt(text: list[i
 
 
 def test_a_key_is_told_to_nobody_and_is_the_same_in_every_replica() -> None:
-    one, other = Callers(KEYS), Callers(list(reversed(KEYS)))
+    known = [ApiKey(key) for key in KEYS]
+    one, other = Callers(known), Callers(known[::-1])
     for key in KEYS:
         caller = one.caller(key)
         same = other.caller(key)
@@ -254,7 +256,7 @@ def test_a_key_is_told_to_nobody_and_is_the_same_in_every_replica() -> None:
 
 
 def test_a_cache_salt_adds_to_the_keys_salt_and_does_not_replace_it() -> None:
-    callers = Callers(KEYS)
+    callers = Callers([ApiKey(key) for key in KEYS])
     salts = [
         salted(caller, cache_salt).salt
         for caller in (callers.caller(KEYS[0]), callers.caller(KEYS[1]), Caller())
