@@ -171,7 +171,7 @@ class _Counted:
         try:
             key = check_key(services.http, request)
             session.caller = self._callers.caller(key)
-            session.priority = self._callers.priority(key)
+            session.set_priority(self._callers.priority(key))
             response = await self._endpoint(services, session, request)
             outcome = Outcome.OK
         except TandemError as error:

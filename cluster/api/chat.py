@@ -112,7 +112,9 @@ async def chat_token_ids(
         max_tokens=context,
         add_special_tokens=add_special_tokens,
     )
-    return await services.tokenizing.run(steps, session.account.held_bytes, session.charge_tokens)
+    return await services.tokenizing.run(
+        steps, session.account.held_bytes, session.charge_tokens, session.priority
+    )
 
 
 def _plain(index: int, message: ChatMessage) -> dict[str, Any]:

@@ -49,8 +49,8 @@ def check_model(name: str, model: ServedModel) -> None:
 def check_options(
     body: GenerationBody, model: ServedModel, priority: Priority, *, logprobs: int | None
 ) -> GenerationOptions:
-    """The common fields, with defaults filled in. priority: where the body names none. max_tokens 0
-    is the caller's to judge."""
+    """The common fields, with defaults filled in. priority: of the request. max_tokens 0 is the
+    caller's to judge."""
     n = _within("n", body.n, 1, MAX_N, default=1)
     if body.best_of is not None and body.best_of != n:
         raise UnsupportedFieldError(
@@ -67,7 +67,7 @@ def check_options(
     return GenerationOptions(
         sampling=sampling,
         max_tokens=body.max_tokens,
-        priority=check_priority(body, default=priority),
+        priority=priority,
         stops=_stops(body.stop),
         choices=choices,
         choices_field=choices_field,

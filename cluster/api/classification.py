@@ -50,8 +50,8 @@ async def classify(services: Services, session: Session, request: Request) -> Re
     session.pipeline = Pipeline.PREFILL
     body = await body_of(services, session, request, ClassifyBody)
     session.caller = salted(session.caller, body.cache_salt)
+    session.set_priority(check_priority(body, default=session.priority))
     texts, task = _checked(services, body, session.priority)
-    session.priority = task.priority
     tasks = questions(task) if body.multi_label else [task]
     asked = [(text, each) for text in texts for each in tasks]
     multi_label = bool(body.multi_label)
@@ -66,14 +66,13 @@ async def classify(services: Services, session: Session, request: Request) -> Re
 def _checked(
     services: Services, body: ClassifyBody, priority: Priority
 ) -> tuple[list[str], ClassifyTask]:
-    """priority: where the body names none."""
     check_model(body.model, services.model)
     template = DEFAULT_TEMPLATE if body.template is None else body.template
     task = ClassifyTask(
         labels=tuple(body.labels),
         prefix=body.prefix or "",
         template=template,
-        priority=check_priority(body, default=priority),
+        priority=priority,
         max_context_tokens=services.model.max_context_tokens,
         max_label_tokens=services.bounds.limits.label_tokens,
         places=places_in(template),
@@ -168,7 +167,7 @@ async def _run(
 
     rows = _Rows(services)
     steps = tokenize_steps(services.tokenizer, asked, rows.add)
-    await services.tokenizing.run(steps, characters, session.charge_tokens)
+    await services.tokenizing.run(steps, characters, session.charge_tokens, session.priority)
     return await map_bounded(classified, enumerate(rows.rows), rows.at_once)
 
 

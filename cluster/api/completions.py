@@ -142,6 +142,7 @@ async def _token_ids(
             param="prompt",
             characters=sum(map(len, texts)),
             max_tokens=most,
+            priority=session.priority,
         )
     return [given for given in listed if isinstance(given, list)]
 

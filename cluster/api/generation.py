@@ -26,6 +26,7 @@ from cluster.api.answers import (
 )
 from cluster.api.body import body_of
 from cluster.api.callers import salted
+from cluster.api.checks import check_priority
 from cluster.api.echo import Echo, echo
 from cluster.api.merging import merged
 from cluster.api.schemas import GenerationBody, GenerationOptions
@@ -106,11 +107,11 @@ async def generation(
     """check: makes a job of a body of this kind, or raises TandemError. word: given how many
     alternatives to each token are to be told; None: no log-probabilities."""
     body = await body_of(services, session, request, kind)
+    session.set_priority(check_priority(body, default=session.priority))
     session.caller = salted(session.caller, body.cache_salt)
 
     async def respond() -> Response:
         job = await check(services, session, body)
-        session.priority = job.options.priority
         if job.prefill_only:
             session.pipeline = Pipeline.PREFILL
         wording = word(services.tokenizer, job.options.sampling.logprobs)

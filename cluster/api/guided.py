@@ -111,7 +111,7 @@ async def choice_ids(
         if any(stop in choice for choice in choices):
             raise RequestError(f"stop: {stop!r} is part of a choice of {name}", "stop")
     steps = _all_ids(tokenizing.tokenizer, tails, choices, name)
-    found = await tokenizing.run(steps, characters, lambda _: None)
+    found = await tokenizing.run(steps, characters, lambda _: None, options.priority)
     for ids in found.values():
         _check_ids(ids, options, model)
     return [found[tuple(prompt[-TAIL_TOKENS:])] for prompt in prompts]

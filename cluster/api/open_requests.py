@@ -11,6 +11,7 @@ from contracts.config import LimitsConfig
 from contracts.errors import OverloadError, TooCostlyError
 
 RETRY_AFTER_S = 1.0
+BEST_EFFORT = 0.75  # of the budget: so that a flood of it leaves room for others
 STEP_BYTES = 1 << 16
 
 
@@ -27,7 +28,9 @@ class OpenRequests:
 
 
 class Account:
-    """One request's part of the budget."""
+    """One request's part of the budget. best_effort: it is charged only while others have room."""
+
+    best_effort = False
 
     def __init__(self, requests: OpenRequests) -> None:
         self._requests = requests
@@ -53,6 +56,8 @@ class Account:
                 param,
             )
         total, most = requests.held_bytes + count, requests.limits.open_bytes
+        if self.best_effort:
+            most = int(BEST_EFFORT * most)
         if total > most:
             raise OverloadError(
                 f"open requests would hold {total} bytes, at most {most}"

@@ -31,7 +31,7 @@ from cluster.classification.classify import checked_scores, softmax
 from contracts.errors import RequestError, TooLongError
 from contracts.messages import Scored, Submit
 from contracts.metrics import Pipeline
-from contracts.requests import Priority, Usage
+from contracts.requests import Usage
 
 CONCURRENT_ITEMS = 256  # of one request; the rest wait their turn here
 MAX_LABEL_TOKENS = 1024
@@ -42,12 +42,12 @@ class Job(msgspec.Struct, frozen=True):
     prompts: list[list[int]]
     label_token_ids: list[int]
     apply_softmax: bool
-    priority: Priority
 
 
 async def score(services: Services, session: Session, request: Request) -> Response:
     session.pipeline = Pipeline.PREFILL
     body = await body_of(services, session, request, ScoreBody)
+    session.set_priority(check_priority(body, default=session.priority))
     session.caller = salted(session.caller, body.cache_salt)
     answers = await session.run(_run(services, session, body))
     usage = told_usage(usage for _, usage in answers)
@@ -59,7 +59,6 @@ async def score(services: Services, session: Session, request: Request) -> Respo
 async def _job(services: Services, session: Session, body: ScoreBody) -> Job:
     if body.model is not None:
         check_model(body.model, services.model)
-    priority = check_priority(body, default=session.priority)
     labels = body.label_token_ids
     check_tokens(labels, services.model, "label_token_ids")
     if len(labels) > MAX_LABEL_TOKENS:
@@ -84,7 +83,7 @@ async def _job(services: Services, session: Session, body: ScoreBody) -> Job:
                 f" {context}",
                 "items",
             )
-    return Job(prompts, labels, body.apply_softmax, priority)
+    return Job(prompts, labels, body.apply_softmax)
 
 
 async def _prompts(
@@ -103,6 +102,7 @@ async def _prompts(
             param="items",
             characters=characters,
             max_tokens=services.bounds.context_tokens,
+            priority=session.priority,
         )
     if isinstance(query, list) and len(lists) == len(items):
         tokens = sum(len(query) + len(ids) for ids in lists)
@@ -125,7 +125,6 @@ def _check_characters(bounds: Bounds, query: str, texts: Sequence[str]) -> int:
 async def _run(services: Services, session: Session, body: ScoreBody) -> list[tuple[bytes, Usage]]:
     """Per item its scores as JSON: as objects they take several times as much."""
     job = await _job(services, session, body)
-    session.priority = job.priority
 
     async def run(numbered: tuple[int, list[int]]) -> tuple[bytes, Usage]:
         index, prompt = numbered
@@ -133,7 +132,7 @@ async def _run(services: Services, session: Session, body: ScoreBody) -> list[tu
             request_id=0,
             token_ids=prompt,
             sampling=None,
-            priority=job.priority,
+            priority=session.priority,
             candidates=job.label_token_ids,
             caller=session.caller,
         )

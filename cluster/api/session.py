@@ -94,7 +94,7 @@ def _client_gone() -> TandemError:
 class Session:
     """Knows when the request came, whether its client is still there, and counts it once.
 
-    pipeline and priority are for the metrics; an endpoint sets them when it has read the body.
+    pipeline and priority: an endpoint sets them when it has read the body.
     caller: whose all that it submits is (cluster/api/callers.py). account: what it holds; whoever
     makes the session closes it. state: the request's, in its scope.
     """
@@ -117,6 +117,11 @@ class Session:
         self._finished = False
         self._counts = True
         services.sessions.add(self)
+
+    def set_priority(self, priority: Priority) -> None:
+        """The class of its key, or the one that its body names."""
+        self.priority = priority
+        self.account.best_effort = priority is Priority.BE
 
     def charge_tokens(self, count: int) -> None:
         """For tokens that are kept. Raises what `Account.charge` does."""

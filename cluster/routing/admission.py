@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 
 from cluster.routing.door import Door
+from cluster.routing.paced import Paced
 from cluster.routing.placer import Placer, nobody, problems, ready
 from cluster.routing.rank_client import RankClient, smallest_pool_tokens
 from cluster.routing.ticket import Ticket, failure_of
@@ -23,6 +24,8 @@ from contracts.logs import event
 from contracts.messages import Failed, Finished, Scored, Submit, Tokens
 
 log = logging.getLogger("tandem.admission")
+
+STARTED_AT_ONCE = 8  # later sequences of large requests, in a turn of the loop: about a millisecond
 
 
 class Admission:
@@ -34,6 +37,7 @@ class Admission:
         self._open: set[Ticket] = set()
         self._waiting: Counter[tuple[str, str]] = Counter()
         self._clock = clock
+        self._paced = Paced(STARTED_AT_ONCE)
         self._door = Door(self._slots, placer.config, clock)
         placer.listen(self._door.wake)
 
@@ -119,6 +123,7 @@ class Admission:
         """Raises NotReadyError, or OverloadError unless patient."""
         if patient:  # it belongs to a request that was let in: it waits with the others
             await self._door.wait(submit)
+            await self._start_in_turn(submit)
         elif self._present:
             self._door.enter(submit)
         else:
@@ -132,6 +137,14 @@ class Admission:
             self._leave(ticket)
             raise
         return ticket
+
+    async def _start_in_turn(self, submit: Submit) -> None:
+        """Its hashes and its message are made in the loop, as those of all others are."""
+        try:
+            await self._paced.turn()
+        except BaseException:
+            self._door.leave(submit, patient=True)
+            raise
 
     def _place_again(self, ticket: Ticket, cause: Failed) -> None:
         """Its rank is lost, or says that it cannot work: another one runs it, or goes on with it.

@@ -67,3 +67,19 @@ def test_a_request_beyond_its_share_is_a_413_and_one_that_finds_all_taken_a_429(
         budget.open().charge(LIMITS.request_bytes)
     with pytest.raises(OverloadError, match=r"limits\.open_bytes"):
         budget.open().charge(2 * STEP_BYTES)
+
+
+def test_best_effort_leaves_a_quarter_of_the_budget_to_others() -> None:
+    budget = OpenRequests(LIMITS)
+    step = LIMITS.open_bytes // 10
+
+    def account(*, best_effort: bool) -> Account:
+        opened = budget.open()
+        opened.best_effort = best_effort
+        return opened
+
+    for _ in range(7):
+        account(best_effort=True).charge(step)
+    with pytest.raises(OverloadError):
+        account(best_effort=True).charge(step)
+    account(best_effort=False).charge(step)

@@ -332,7 +332,7 @@ def test_outcomes_and_tokens_are_counted(api: Api, rank: FakeRank) -> None:
     for line in (
         'tandem_requests_total{class="be",outcome="ok",pipeline="generation"} 1.0',
         'tandem_requests_total{class="ls",outcome="ok",pipeline="generation"} 1.0',
-        'tandem_requests_total{class="ls",outcome="refused",pipeline="generation"} 1.0',
+        'tandem_requests_total{class="be",outcome="refused",pipeline="generation"} 1.0',
         'tandem_requests_total{class="ls",outcome="ok",pipeline="prefill"} 1.0',
         'tandem_generated_tokens_total{class="be"} 5.0',
         'tandem_ttft_seconds_count{class="be",pipeline="generation"} 1.0',
