@@ -113,11 +113,3 @@ def by_class(view: BatchingView) -> Iterable[Form]:
     if all(priority is not Priority.BE for priority, _ in live):
         forms.append(Form((Priority.BE,)))
     return forms
-
-
-def one_of_each_class(view: BatchingView) -> Iterable[Form]:
-    """A batch of each class is live, of all phases: for ranks whose answers come of one pass."""
-    if not (view.count(Priority.LS) and view.count(Priority.BE)):
-        return one_at_a_time(view)
-    live = [batch.priority for batch in view.live]
-    return [Form((priority,)) for priority in Priority if priority not in live]

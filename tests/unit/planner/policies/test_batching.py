@@ -7,7 +7,16 @@ from typing import NamedTuple
 import pytest
 
 from contracts.requests import Priority
-from planner.policies.batching import LiveBatch, Waiting, joining, one_at_a_time
+from planner.policies.batching import (
+    ALL,
+    Form,
+    LiveBatch,
+    Phase,
+    Waiting,
+    by_class,
+    joining,
+    one_at_a_time,
+)
 
 
 class View(NamedTuple):
@@ -52,3 +61,62 @@ def test_another_batch_joins_while_none_has_gone_far(left: tuple[int, ...], form
     assert bool(joining(most=2, within_layers=2)(View(left))) is forms
     if forms:
         assert joining(most=3, within_layers=8)(View((*left, 1)))
+
+
+LS_DECODES, LS_PROMPTS = (Form((Priority.LS,), phase) for phase in (Phase.DECODE, Phase.PREFILL))
+BE_OF_ANY = Form((Priority.BE,))
+
+
+class Classes(NamedTuple):
+    """Sequences of each class, and what is live."""
+
+    ls: int
+    be: int
+    live: tuple[LiveBatch, ...] = ()
+    layers: int = 8
+    free_blocks: int = 4
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.live)
+
+    def count(self, priority: Priority) -> int:
+        return self.ls if priority is Priority.LS else self.be
+
+    def waiting(self, priority: Priority) -> Waiting:
+        return Waiting(self.count(priority), 16)
+
+
+def live(priority: Priority, phase: Phase | None = None) -> LiveBatch:
+    return LiveBatch(priority, 16, 4, phase=phase)
+
+
+@pytest.mark.parametrize(("ls", "be"), [(3, 0), (0, 3), (0, 0)])
+def test_of_one_class_there_is_one_batch_at_a_time_of_all_phases(ls: int, be: int) -> None:
+    assert tuple(by_class(Classes(ls, be))) == (ALL,)
+    runs = live(Priority.LS if ls else Priority.BE)
+    assert not tuple(by_class(Classes(ls, be, (runs,))))
+
+
+@pytest.mark.parametrize(
+    ("running", "forms"),
+    [
+        ((), [LS_DECODES, LS_PROMPTS, BE_OF_ANY]),
+        ((live(Priority.BE),), [LS_DECODES, LS_PROMPTS]),
+        ((live(Priority.LS, Phase.DECODE),), [LS_PROMPTS, BE_OF_ANY]),
+        ((live(Priority.LS, Phase.PREFILL),), [LS_DECODES, BE_OF_ANY]),
+        ((live(Priority.LS),), [BE_OF_ANY]),  # of both phases, from when LS was alone
+        (
+            (
+                live(Priority.LS, Phase.DECODE),
+                live(Priority.LS, Phase.PREFILL),
+                live(Priority.BE),
+            ),
+            [],
+        ),
+    ],
+)
+def test_of_two_classes_what_is_not_live_is_formed_and_be_last(
+    running: tuple[LiveBatch, ...], forms: list[Form]
+) -> None:
+    assert list(by_class(Classes(2, 2, running))) == forms
