@@ -177,6 +177,8 @@ class Executor:
             return None
         self._spans.close()
         self._parked = None
+        if self._choice is not None:
+            self._choice.forget()
         for micro_batch in run.micro_batches:
             if micro_batch.steps is not None:
                 micro_batch.steps.close()

@@ -167,6 +167,8 @@ class ExpertServer:
     def _forget(self, lost: PeerLost) -> None:
         """Drops what a lost attention rank still waits for."""
         peer = lost.peer
+        if self._choice is not None:
+            self._choice.forget()
         event(
             log, "peer_lost", logging.WARNING, rank=self._endpoint.name, reason=lost.error.message
         )

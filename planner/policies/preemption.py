@@ -75,15 +75,15 @@ class Preemption(Generic[W]):
     def pick(self, ready: Sequence[W], live: Iterable[LivePass], now_s: float) -> W | None:
         """One of `ready`; None: none, although some is. live: read only where BE might be held."""
         self._pass_time(now_s)
+        self._be_waits = False
         mine = [work for work in ready if work.priority == Priority.LS]
         if len(mine) == len(ready):
-            self._be_waits = False
             return self._order(mine) if mine else None
         others = [work for work in ready if work.priority != Priority.LS]
-        self._be_waits = True
         chosen = self._order([work for work in others if work.begun] or others)
         if self._floor.is_owed or (not mine and not would_be_late(live, chosen.slice_s, now_s)):
             return chosen
+        self._be_waits = True  # until the next choice
         if not mine:
             self._holding = True
             return None
@@ -98,12 +98,16 @@ class Preemption(Generic[W]):
         if work.priority == Priority.LS:
             self._pass_time(end_s)
             return
-        self._pass_time(start_s)
         self._floor.served(end_s - start_s)
         if work.begun and not self._be_ran:
             self._parked(start_s - self._overtaken_s)
         self._be_began_s = start_s
-        self._since_s, self._be_waits, self._be_ran = end_s, False, True
+        self._be_ran = True
+
+    def forget(self) -> None:
+        """Work was dropped. Whether BE still waits is seen at the next choice, which may be long
+        after: until then it is owed nothing."""
+        self._be_waits = self._holding = False
 
     def _pass_time(self, now_s: float) -> None:
         """Nothing of BE has run since the last time."""

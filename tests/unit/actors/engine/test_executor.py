@@ -26,8 +26,10 @@ from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import Attended
 from models.experts.router import Routed
+from planner.findep.orders import Task, by_plan
 from planner.placement.contiguous import contiguous
 from planner.placement.slots import ExpertPlacement
+from planner.policies.preemption import Preemption
 
 LAYERS, EXPERTS, TOP_K, DIM = 2, 4, 2, 6
 RANKS = ["expert-0", "expert-1"]
@@ -160,7 +162,7 @@ class FakeEndpoint:
 class Rig:
     """An executor on fakes. `log`: tasks and sends in order. `finished`: hidden states."""
 
-    def __init__(self, *, shared: bool = True) -> None:
+    def __init__(self, *, shared: bool = True, choice: Preemption[Task] | None = None) -> None:
         self.log: list[Event] = []
         layers = range(LAYERS)
         placement = ExpertPlacement(
@@ -177,7 +179,7 @@ class Rig:
             endpoint, placement, RANKS, self.timeline, self.clock, reply_s=self.reply_s
         )
         parts = ExecutorParts(endpoint.name, half, kv, plane, self._sink, self.timeline, self.clock)
-        self.executor = Executor(parts, chunk_cost=lambda start, stop: stop - start)
+        self.executor = Executor(parts, chunk_cost=lambda a, b: b - a, choice=choice)
 
     def _sink(
         self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor
@@ -385,6 +387,21 @@ def test_latency_sensitive_work_is_picked_at_the_next_task(order: Order) -> None
     for index in (0, 1, 2, 3, 7):
         expected = reference(sequence(index).token_ids, shared=True)
         torch.testing.assert_close(rig.finished[index], expected)
+
+
+def test_idle_time_after_a_batch_was_dropped_makes_no_credit() -> None:
+    rig = Rig(shared=False, choice=Preemption(by_plan, be_share=0.25))
+    rig.submit(Plan(), [0], number=0, priority=Priority.BE)
+    rig.submit(Plan(), [1], number=1)
+    rig.executor.step(0.0)
+    assert rig.executor.drop(0) is not None
+    rig.clock.advance(rig.reply_s / 2)
+    rig.run_all()
+    rig.take_log()
+    rig.submit(Plan(), [2], number=2, priority=Priority.BE)
+    rig.submit(Plan(), [3], number=3)
+    rig.executor.step(0.0)
+    assert rig.take_log()[0] == ("attend", 3)
 
 
 def test_an_older_batch_of_the_same_class_goes_first() -> None:
