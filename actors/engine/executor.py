@@ -94,7 +94,7 @@ class Executor:
         self._name = parts.name
         self._chunk_cost = chunk_cost
         self._policy = policy
-        self._choice = choice if parts.plane.yields else None
+        self._choice = choice if parts.plane.overtakes else None
         self._wanted_rows_only = wanted_rows_only
         self._runs: dict[int, BatchRun] = {}
         self._spans = TaskSpans(parts.name, parts.timeline, parts.clock)
@@ -122,6 +122,9 @@ class Executor:
                 max(self.layers - m.layer for m in run.micro_batches if m.layer >= 0),
                 run.scheduled.number,
                 run.scheduled.phase,
+                run.ran_s,
+                self._clock() - run.begun_s,
+                self._times.left_s(run),
             )
             for run in self._runs.values()
         ]
@@ -132,7 +135,7 @@ class Executor:
 
     def submit(self, scheduled: ScheduledBatch, plan: Plan) -> None:
         """Cuts the batch into micro-batches as `plan` says; they are ready at once."""
-        run = BatchRun(scheduled, plan)
+        run = BatchRun(scheduled, plan, self._clock())
         costs = [self._chunk_cost(chunk.start, chunk.stop) for chunk in scheduled.chunks]
         for index, part in enumerate(cut_batch(scheduled, plan, costs)):
             micro_batch = MicroBatch(run, index, part.chunks)
@@ -227,7 +230,8 @@ class Executor:
         self._parked = None
         if micro_batch.steps is None:
             micro_batch.steps, micro_batch.ran_s = self._task(micro_batch), 0.0
-        until_s = math.inf if self._choice is None else start_s + LOOK_S
+        is_whole = self._choice is None or not (self._plane.yields or micro_batch.pending is None)
+        until_s = math.inf if is_whole else start_s + LOOK_S
         for _ in micro_batch.steps:
             if self._clock() >= until_s:
                 self._parked = chosen

@@ -148,11 +148,13 @@ class MicroBatch:
 
 
 class BatchRun:
-    """A batch in flight."""
+    """A batch in flight. ran_s: of its tasks, so far."""
 
-    __slots__ = ("micro_batches", "plan", "remaining", "scheduled")
+    __slots__ = ("begun_s", "micro_batches", "plan", "ran_s", "remaining", "scheduled")
 
-    def __init__(self, scheduled: ScheduledBatch, plan: Plan) -> None:
+    def __init__(self, scheduled: ScheduledBatch, plan: Plan, begun_s: float) -> None:
+        self.begun_s = begun_s
+        self.ran_s = 0.0
         self.scheduled = scheduled
         self.plan = plan
         self.micro_batches: list[MicroBatch] = []

@@ -21,6 +21,7 @@ class PassTimes:
     def ran(self, micro_batch: MicroBatch, seconds: float, ended: TaskStage | None) -> None:
         """A slice of a task. ended: what the task was, if it is over."""
         micro_batch.ran_s += seconds
+        micro_batch.batch.ran_s += seconds
         self._times.add("slice", micro_batch.tokens, seconds)
         if ended is TaskStage.ATTENTION:
             self._times.add("attention", micro_batch.tokens, micro_batch.ran_s)
@@ -37,8 +38,11 @@ class PassTimes:
         """Of the LS batches among them."""
         for run in runs:
             if run.scheduled.priority is Priority.LS:
-                left_s = max(map(self._left_s, run.micro_batches))
-                yield LivePass(run.scheduled.due_s, left_s)
+                yield LivePass(run.scheduled.due_s, self.left_s(run))
+
+    def left_s(self, run: BatchRun) -> float:
+        """Until all of it has been through all layers, alone."""
+        return max(map(self._left_s, run.micro_batches))
 
     def _left_s(self, micro_batch: MicroBatch) -> float:
         """Until it has been through all layers, alone."""

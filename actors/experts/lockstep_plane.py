@@ -35,7 +35,8 @@ class LockstepPlane:
 
     fatal = ChannelError
     stage = Stage.EXPERT
-    yields = False  # all come to a layer together
+    yields = overtakes = False  # all come to a layer together
+    copy_s = 0.0
 
     def __init__(self, half: AttentionHalf, all_to_all: AllToAll) -> None:
         self._all_to_all = all_to_all

@@ -56,6 +56,14 @@ class ExpertPlane(Protocol[P]):
         """Whether others may run between the steps of a task that uses it."""
 
     @property
+    def overtakes(self) -> bool:
+        """Whether tasks of one batch may run between those of another."""
+
+    @property
+    def copy_s(self) -> float:
+        """Seconds in which a layer's weights come, as measured; 0: they are where they are used."""
+
+    @property
     def is_engaged(self) -> bool:
         """Whether it takes part in the computation of others, so that no batch may begin."""
 

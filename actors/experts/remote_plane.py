@@ -59,7 +59,8 @@ class RemotePlane:
 
     fatal = PeerError
     stage = None
-    yields = True
+    yields = overtakes = True
+    copy_s = 0.0
     is_engaged = False
 
     def __init__(

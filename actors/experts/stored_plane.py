@@ -49,6 +49,7 @@ class StoredPlane:
     fatal = ChannelError
     stage = Stage.EXPERT
     is_engaged = False
+    overtakes = True
 
     def __init__(
         self, name: str, half: AttentionHalf, store: ExpertStore, timeline: Timeline, clock: Clock
@@ -90,6 +91,10 @@ class StoredPlane:
     def yields(self) -> bool:
         """A layer's experts stay where they are while others run, if they stay there for good."""
         return not self._store.copies
+
+    @property
+    def copy_s(self) -> float:
+        return self._store.copy_s
 
     def steps(
         self, hidden_TD: Tensor, pending: StoredPending, shared_TD: Tensor | None

@@ -7,6 +7,7 @@ threads of their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -19,6 +20,7 @@ from actors.channels.loop_watch import LoopWatch
 from actors.engine.executor import Executor, ExecutorParts
 from actors.engine.timed_layers import time_layers
 from actors.experts.expert_supply import ExpertSupply, expert_supply
+from actors.experts.plane import ExpertPlane
 from actors.kv.block_manager import BlockManager
 from actors.planning.calibration import calibrate, product_flops_per_s
 from actors.planning.model_shape import shape_of
@@ -39,7 +41,7 @@ from actors.ranks.stub_rank import stub_rank
 from actors.telemetry.rank_metrics import RankMetrics
 from contracts import metrics
 from contracts.clock import monotonic_s
-from contracts.config import ScheduleConfig
+from contracts.config import PriorityConfig, ScheduleConfig
 from contracts.errors import ChannelError, NotFiniteError
 from contracts.plan import Plan
 from contracts.worker import WorkerSpec
@@ -47,7 +49,7 @@ from models.decoder.batch import SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
 from planner.findep.orders import by_layer, by_plan
-from planner.policies.batching import BatchingPolicy, by_class, one_at_a_time
+from planner.policies.batching import BatchingPolicy, by_class, one_at_a_time, where_it_pays
 from planner.routing.request_work import work_of
 
 WHOLE = Plan()  # one micro-batch
@@ -82,13 +84,14 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) ->
     supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline)
     recorded = recorded.following(supply.bytes_moved)
     plane = supply.plane(half)
-    preempts = plane.yields and config.priority.preempt
     parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)
     executor = Executor(
         parts,
         chunk_cost=lambda start, stop: float(stop - start),
         policy=by_layer,
-        choice=preemption(config.priority, by_plan, telemetry, spec.name),
+        choice=preemption(
+            config.priority, by_plan if plane.yields else by_layer, telemetry, spec.name
+        ),
         wanted_rows_only=True,
     )
     reference = ReferencePass(spec, parts, supply, prefill_log, served, telemetry)
@@ -100,7 +103,7 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) ->
         plan_of=lambda batch: WHOLE,
         close=supply.close,
         observers=[prefill_log, reference, DueTimes(config.priority, monotonic_s)],
-        batching=batching or (by_class if preempts else one_at_a_time),
+        batching=batching or _batching(plane, config.priority),
     )
     links = Links(lambda addresses: _connect(spec.name, supply, addresses))
     return serving_rank(
@@ -112,6 +115,12 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) ->
         channel_address=supply.address,
         started_s=started_s,
     )
+
+
+def _batching(plane: ExpertPlane[Any], config: PriorityConfig) -> BatchingPolicy:
+    if not config.preempt or not plane.overtakes:
+        return one_at_a_time
+    return by_class if plane.yields else where_it_pays(lambda: plane.copy_s, config.be_share)
 
 
 def _pool(

@@ -48,6 +48,7 @@ class CopyingStore:
         self._source, self._resident = source, resident
         self._deadline_s, self._clock = deadline_s, clock
         self._order = [layer for layer in layout.spec.moe_layers if layer not in resident]
+        self._copied = 0  # layers, so far
         self._next = 0  # in the order: to be copied
         self._expected = 0  # in the order: to be fetched
         buffers = min(2, len(self._order))
@@ -70,6 +71,10 @@ class CopyingStore:
     def copied_s(self) -> float:
         """So far, how long copies took."""
         return self._lane.copied_s
+
+    @property
+    def copy_s(self) -> float:
+        return self._lane.copied_s / max(1, self._copied)
 
     @property
     def waited_s(self) -> float:
@@ -218,6 +223,7 @@ class CopyingStore:
                 with self._changed:
                     self._copying = None
                     if error is None:
+                        self._copied += 1
                         self._filled[layer] = loan
                     else:
                         self._error = error

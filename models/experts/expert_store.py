@@ -81,6 +81,10 @@ class ExpertStore(Protocol):
         """Whether layers come and go; else all stay."""
 
     @property
+    def copy_s(self) -> float:
+        """Of one layer, on average so far; 0: nothing was copied."""
+
+    @property
     def waited_s(self) -> float:
         """So far: time in which nothing was computed because a layer was not there yet."""
 
@@ -111,7 +115,7 @@ class ResidentStore:
     """All experts of all layers, in the processor's own layout."""
 
     copies = False
-    waited_s = 0.0
+    copy_s = waited_s = 0.0
 
     def __init__(self, experts: ExpertHalf) -> None:
         self._experts = experts

@@ -27,13 +27,17 @@ class Form(NamedTuple):
 
 class LiveBatch(NamedTuple):
     """A batch in flight. layers_left: of the micro-batch that is furthest behind. phase: None where
-    it has sequences of both."""
+    it has sequences of both. ran_s: of its tasks so far; age_s: since it began; left_s: that it
+    would still take alone, as predicted."""
 
     priority: Priority
     tokens: int
     layers_left: int
     number: int = 0
     phase: Phase | None = None
+    ran_s: float = 0.0
+    age_s: float = 0.0
+    left_s: float = 0.0
 
 
 class Waiting(NamedTuple):
@@ -113,3 +117,25 @@ def by_class(view: BatchingView) -> Iterable[Form]:
     if all(priority is not Priority.BE for priority, _ in live):
         forms.append(Form((Priority.BE,)))
     return forms
+
+
+def where_it_pays(copy_s: Callable[[], float], be_share: float) -> BatchingPolicy:
+    """`by_class` where layers' experts are copied, one after the other: LS overtakes a BE pass only
+    if what that still takes is more than the copies lost (the layer that was on its way when LS
+    began, and when BE goes on) and those that a pass of few LS tokens does not hide. Meanwhile BE
+    has had its share of its pass.
+
+    copy_s: of one layer, as measured.
+    """
+
+    def policy(view: BatchingView) -> Iterable[Form]:
+        if not (view.count(Priority.LS) and view.count(Priority.BE)) or view.in_flight == 0:
+            return one_at_a_time(view)
+        if any(batch.priority is Priority.LS for batch in view.live):
+            return ()
+        overtaken = view.live[0]
+        lost_s = (2 + view.layers) * copy_s()
+        pays = overtaken.left_s > lost_s and overtaken.ran_s >= be_share * overtaken.age_s
+        return (Form((Priority.LS,)),) if pays else ()
+
+    return policy

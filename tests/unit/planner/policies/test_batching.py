@@ -16,6 +16,7 @@ from planner.policies.batching import (
     by_class,
     joining,
     one_at_a_time,
+    where_it_pays,
 )
 
 
@@ -120,3 +121,29 @@ def test_of_two_classes_what_is_not_live_is_formed_and_be_last(
     running: tuple[LiveBatch, ...], forms: list[Form]
 ) -> None:
     assert list(by_class(Classes(2, 2, running))) == forms
+
+
+def best_effort(ran_s: float, age_s: float, left_s: float) -> LiveBatch:
+    return LiveBatch(Priority.BE, 4096, 8, ran_s=ran_s, age_s=age_s, left_s=left_s)
+
+
+@pytest.mark.parametrize(
+    ("left_s", "copy_s", "ran_s", "overtakes"),
+    [
+        (1.0, 0.05, 0.5, True),  # two copies lost, and eight of the pass itself: half a second
+        (0.4, 0.05, 0.5, False),
+        (1.0, 0.11, 0.5, False),
+        (1.0, 0.05, 0.09, False),  # others had nine tenths of its time
+        (0.001, 0.0, 0.5, True),
+    ],
+)
+def test_ls_overtakes_a_pass_with_copies_where_that_costs_less_than_it_saves(
+    left_s: float, copy_s: float, ran_s: float, overtakes: bool
+) -> None:
+    policy = where_it_pays(lambda: copy_s, 0.1)
+    running = best_effort(ran_s, 1.0, left_s)
+    forms = [Form((Priority.LS,))] if overtakes else []
+    assert list(policy(Classes(1, 1, (running,)))) == forms
+    overtaking = LiveBatch(Priority.LS, 64, 8)
+    assert not list(policy(Classes(1, 1, (running, overtaking)))), "nobody overtakes who overtakes"
+    assert list(policy(Classes(1, 1))) == [ALL]
