@@ -13,6 +13,7 @@ import torch
 import actors.engine.executor
 import actors.experts.expert_server
 import tests.support.group_harness as harness
+from actors.batching.observer import Observer
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.engine.executor import Executor, ExecutorParts
@@ -30,7 +31,14 @@ from planner.findep.orders import Task
 from planner.policies.preemption import Preemption, W
 from planner.policies.urgency import LivePass
 from tests.oracle.test_group_fidelity import VOCABULARY, last_logits
-from tests.support.group_harness import ThreadGroup, greedy, group_config, loop_of
+from tests.support.group_harness import (
+    PrefillThreads,
+    ThreadGroup,
+    greedy,
+    group_config,
+    loop_of,
+    prefill_config,
+)
 
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 BLOCK = 16
@@ -216,3 +224,56 @@ def _submit(
     chance: random.Random, client: harness.RankConnection, ids: list[int], **wanted: object
 ) -> int:
     return client.submit(ids, priority=chance.choice(list(Priority)), **wanted)  # type: ignore[arg-type]
+
+
+class Overtaking(Observer):
+    """How often LS was formed while BE was under way."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._executor = loop_of(rank).executor
+        self.times = 0
+
+    def formed(self, batch: ScheduledBatch) -> None:
+        live = [each.priority for each in self._executor.live]
+        self.times += batch.priority is Priority.LS and Priority.BE in live
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("every_step")
+@pytest.mark.parametrize("experts", ["resident", "streamed", "gathered", "hybrid"])
+@pytest.mark.parametrize("kv_free", [False, True])
+def test_ls_overtakes_be_passes_on_prefill_workers_and_all_logits_are_right(
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    experts: str,
+    kv_free: bool,
+) -> None:
+    """As often as anything comes: copies cost nothing here, by what the policy is told."""
+    monkeypatch.setattr(StoredPlane, "copy_s", 0.0)
+    folder, chance = tiny_checkpoint("qwen3_moe"), random.Random(experts)
+    local = LocalModel.load(folder, dtype="float32")
+    workers = 1 if experts in ("resident", "streamed") else 2
+    prefill = {"experts": experts, "kv_free": kv_free, "max_batch_tokens": 512}
+    with PrefillThreads(folder, prefill_config(prefill=prefill), workers=workers) as group:
+        spies = [Overtaking(rank) for rank in group.workers]
+        for rank, spy in zip(group.workers, spies, strict=True):
+            loop_of(rank)._observers = [*loop_of(rank)._observers, spy]
+        with group.client() as client:
+            for _ in range(4):
+                sequences = [
+                    [chance.randrange(1, 131) for _ in range(length)]
+                    for length in (*(100, 90, 110, 80, 100) * 3, 20, 5, 30, 11, 9)
+                ]
+                expected = last_logits(local, sequences)
+                ids = []
+                for index, sequence in enumerate(sequences):
+                    priority = Priority.BE if index < 15 else Priority.LS
+                    ids.append(client.submit(sequence, candidates=VOCABULARY, priority=priority))
+                    if index >= 15:
+                        client.scored(ids[-1])  # the next one comes later
+                        ids[-1] = client.submit(sequence, candidates=VOCABULARY, priority=priority)
+                found = torch.tensor([client.scored(one).candidate_logits for one in ids])
+                torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        assert sum(spy.times for spy in spies) > 0
+        for rank in group.workers:
+            assert rank_blocks(rank)["used"] == 0
