@@ -1,9 +1,9 @@
 """Continuous batching: which tokens of which sequences run next on an attention rank.
 
 A batch is of the classes and the phase that a policy says (planner/policies/batching.py). It takes,
-in this order: one token of each running sequence (decode), the next chunk of those whose prompt is
-under way, then waiting sequences, LS before BE; within a class by turns between API keys and
-requests (planner/policies/turns.py). Beside others one request has a share of it
+in this order: one token of each running sequence (decode); then, first of LS and then of BE, the
+next chunk of those whose prompt is under way, and waiting ones; within a class by turns between API
+keys and requests (planner/policies/turns.py). Beside others one request has a share of it
 (actors/batching/batch_room.py). A prompt longer than what is left of that is cut (chunked prefill).
 A sequence starts behind the longest prefix that blocks hold, to the token, computed or about to be.
 When blocks run out, the youngest running sequence of the lowest class, of a request that holds many
@@ -14,7 +14,8 @@ waits as well: the sequence of which least is computed, and in the end its batch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -133,31 +134,28 @@ class Scheduler:
         chunks: list[Chunk] = []
         room = BatchRoom(self._config, self.in_play, number, form.priorities)
         forming = BatchBlocks()
+        held_back = 0
         if room.is_shared and self.waiting:
             self._make_way(form.priorities)
-            room.hold_back(share_of(self._config.request_share, room.tokens))
-        running = self._running if form == ALL else list(filter(form_of(form), self._running))
+            held_back = share_of(self._config.request_share, room.tokens)
+            room.hold_back(held_back)
+        running = list(filter(form_of(form), self._running))
         if room.is_shared:  # where not all of a request's fit, those first that waited longest
             running = sorted(running, key=attrgetter("last_batch"))
-        for sequence in sorted(running, key=_is_prompt):
-            if room.is_full:
-                break
-            if sequence.in_flight or not sequence.block_table:  # it has given its blocks back
-                continue
-            tokens = room.tokens_for(sequence.owner)
-            chunk = self._extend(sequence, tokens, len(chunks), forming) if tokens else None
-            if chunk is not None:
-                chunks.append(chunk)
-                room.take(sequence.owner, chunk.stop - chunk.start)
-        room.hold_back(0)
-        if form.phase is not Phase.DECODE:
-            self._admit(chunks, room, forming, form.priorities)
+        goes_on = partial(self._go_on, chunks, room, forming)
+        goes_on(sequence for sequence in running if not _is_prompt(sequence))
+        starts = form.starts and form.phase is not Phase.DECODE
+        for priority in form.priorities:
+            goes_on(s for s in running if _is_prompt(s) and s.priority is priority)
+            room.hold_back(0)
+            starts = starts and self._admit(chunks, room, forming, priority)
+            room.hold_back(held_back)
         if not chunks:
             return None
         self._batches += 1
-        priority = min(chunk.sequence.priority for chunk in chunks)
+        highest = min(chunk.sequence.priority for chunk in chunks)
         due_s = min(chunk.sequence.due_s for chunk in chunks)
-        return ScheduledBatch(number, priority, chunks, tuple(forming.sources), due_s, form.phase)
+        return ScheduledBatch(number, highest, chunks, tuple(forming.sources), due_s, form.phase)
 
     def upcoming(self) -> list[tuple[int, int]]:
         """New tokens [start, stop) per sequence of the batch that would come next, in its order: a
@@ -194,31 +192,42 @@ class Scheduler:
         for chunk in batch.chunks:
             chunk.sequence.in_flight = False
 
-    def _admit(
+    def _go_on(
         self,
         chunks: list[Chunk],
         room: BatchRoom,
         forming: BatchBlocks,
-        priorities: tuple[Priority, ...],
+        running: Iterable[Sequence],
     ) -> None:
-        for priority in priorities:
+        for sequence in running:
             if room.is_full:
                 return
-            queue, started = self._waiting[priority], []
-            for sequence in queue.ahead(lambda s: not room.tokens_for(s.owner)):
-                tokens = room.tokens_for(sequence.owner)
-                chunk = self._start(sequence, tokens, len(chunks), forming)
-                while chunk is None and self._take_from_below(priority):
-                    chunk = self._start(sequence, tokens, len(chunks), forming)
-                if chunk is None:
-                    break  # nobody slips past a sequence whose turn it is
+            if sequence.in_flight or not sequence.block_table:  # it has given its blocks back
+                continue
+            tokens = room.tokens_for(sequence.owner)
+            chunk = self._extend(sequence, tokens, len(chunks), forming) if tokens else None
+            if chunk is not None:
                 chunks.append(chunk)
-                started.append(sequence)
                 room.take(sequence.owner, chunk.stop - chunk.start)
-            for sequence in started:
-                self._running.append(queue.take(sequence))
-            if len(queue):
-                return  # nor past a higher class
+
+    def _admit(
+        self, chunks: list[Chunk], room: BatchRoom, forming: BatchBlocks, priority: Priority
+    ) -> bool:
+        """Whether all of that class that wait have begun, so that a lower one may."""
+        queue, started = self._waiting[priority], []
+        for sequence in queue.ahead(lambda s: not room.tokens_for(s.owner)):
+            tokens = room.tokens_for(sequence.owner)
+            chunk = self._start(sequence, tokens, len(chunks), forming)
+            while chunk is None and self._take_from_below(priority):
+                chunk = self._start(sequence, tokens, len(chunks), forming)
+            if chunk is None:
+                break  # nobody slips past a sequence whose turn it is
+            chunks.append(chunk)
+            started.append(sequence)
+            room.take(sequence.owner, chunk.stop - chunk.start)
+        for sequence in started:
+            self._running.append(queue.take(sequence))
+        return not len(queue)
 
     def _prefix(self, sequence: Sequence) -> Prefix:
         """The longest prefix that blocks hold, or will when the batch being formed has run, of what

@@ -338,6 +338,10 @@ class View(NamedTuple):
     def free_blocks(self) -> int:
         return self.scheduler.blocks.available
 
+    @property
+    def running(self) -> int:
+        return self.scheduler.running
+
     def count(self, priority: Priority) -> int:
         return self.scheduler.count(priority)
 

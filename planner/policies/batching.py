@@ -19,10 +19,11 @@ class Phase(enum.IntEnum):
 
 class Form(NamedTuple):
     """What a batch is made of: sequences of these classes, the first one's before the others', in
-    that phase (None: any)."""
+    that phase (None: any). starts: those that wait may begin."""
 
     priorities: tuple[Priority, ...] = tuple(Priority)
     phase: Phase | None = None
+    starts: bool = True
 
 
 class LiveBatch(NamedTuple):
@@ -63,6 +64,10 @@ class BatchingView(Protocol):
 
     @property
     def free_blocks(self) -> int: ...
+
+    @property
+    def running(self) -> int:
+        """Sequences that have begun, in a batch or not."""
 
     def count(self, priority: Priority) -> int:
         """Sequences of that class, whatever they do."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
+from contracts.requests import Priority
 from contracts.routing import Prompt
 from planner.routing.backlog import Backlog
 from planner.routing.line import Lane
@@ -241,3 +243,32 @@ def test_somebody_who_waits_is_sent_ahead_and_a_tail_is_not() -> None:
     assert len(front.backlog) == WORKERS
     front.drain()
     assert len(front.backlog) == 0
+
+
+@few
+@given(
+    st.lists(st.tuples(token_lists, st.booleans()), min_size=1, max_size=40),
+    taus,
+    st.lists(st.integers(0, WORKERS - 1), max_size=30),
+)
+def test_what_ls_meets_does_not_depend_on_best_effort_work(
+    texts: list[tuple[list[int], bool]], tau: int, steps: list[int]
+) -> None:
+    """Whether it goes at once, and past how much, by the books of routers that see all requests
+    in the workers' logs, as those of a bulk job do."""
+    both, alone = Front(tau), Front(tau)
+    for index, (tokens, is_ls) in enumerate(texts):
+        priority = Priority.LS if is_ls else Priority.BE
+        prompt = structs.replace(prompt_of(tokens, index), priority=priority, hashes=())
+        for front in (both, alone) if is_ls else (both,):
+            front.backlog.put(prompt, Lane.FIRST if is_ls else Lane.LATER)
+            front.send()
+        for worker in range(WORKERS):
+            assert both.router.load(worker, Priority.LS) <= both.router.load(worker)
+        assert [p.key for p in both.sent if p.priority is Priority.LS] == [
+            p.key for p in alone.sent
+        ]
+    for worker in steps:
+        both.step(worker)
+    both.drain()
+    assert len(both.sent) == len(texts)

@@ -27,6 +27,7 @@ from contracts.config import ScheduleConfig
 from contracts.errors import OverloadError
 from contracts.messages import Submit, TokenLogprob
 from contracts.requests import Caller, Priority, Sampling
+from planner.policies.batching import Form
 
 BLOCK = 4
 POOL_BLOCKS = 10
@@ -609,3 +610,29 @@ def test_a_guess_at_the_next_batch_hashes_and_looks_at_a_bounded_number_of_block
     assert sum(looked) <= LOOKED_AT_BLOCKS
     assert spans[0][0] > 0, "what was looked at counts"
     assert sum(stop - start for start, stop in spans) == 4096
+
+
+def test_in_a_mixed_batch_a_best_effort_prompt_under_way_leaves_its_tokens_to_ls() -> None:
+    simulation = Simulation(max_batch_tokens=8, max_batch_sequences=4)
+    long = simulation.add(range(100, 120), priority=Priority.BE)
+    first = simulation.scheduler.next_batch()
+    assert first is not None
+    simulation.scheduler.complete(first)
+    assert long.num_computed == 8
+    ls = simulation.add(range(6), priority=Priority.LS)
+    batch = simulation.scheduler.next_batch()
+    assert batch is not None
+    assert [(c.sequence, c.stop - c.start) for c in batch.chunks] == [(ls, 6), (long, 2)]
+
+
+def test_a_batch_that_runs_to_its_completion_lets_nobody_join() -> None:
+    simulation = Simulation(max_batch_tokens=64)
+    simulation.add([1, 2, 3], max_tokens=5)
+    first = simulation.scheduler.next_batch()
+    assert first is not None
+    simulation.scheduler.complete(first)
+    first.chunks[0].sequence.token_ids.append(7)
+    simulation.add([4, 5])
+    alone = simulation.scheduler.next_batch(Form(starts=False))
+    assert alone is not None
+    assert len(alone.chunks) == 1

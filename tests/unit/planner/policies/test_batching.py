@@ -26,6 +26,7 @@ class View(NamedTuple):
     left: tuple[int, ...]
     layers: int = 8
     free_blocks: int = 4
+    running: int = 0
 
     @property
     def in_flight(self) -> int:
@@ -76,6 +77,7 @@ class Classes(NamedTuple):
     live: tuple[LiveBatch, ...] = ()
     layers: int = 8
     free_blocks: int = 4
+    running: int = 0
 
     @property
     def in_flight(self) -> int:
