@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -168,7 +169,7 @@ class Scheduler:
         """The batch has run: its tokens are in the pool. Sequences that are done end here."""
         self.changes += 1
         self.blocks.commit(batch.number)
-        self.blocks.release(batch.sources)
+        self._release(batch.sources, batch.priority)
         for chunk in batch.chunks:
             chunk.sequence.in_flight = False
             if chunk.sequence.done:
@@ -188,7 +189,7 @@ class Scheduler:
         """The batch failed; none of its blocks can be trusted."""
         self.changes += 1
         self.blocks.abandon(batch.number)
-        self.blocks.release(batch.sources)
+        self._release(batch.sources, batch.priority)
         for chunk in batch.chunks:
             chunk.sequence.in_flight = False
 
@@ -218,7 +219,11 @@ class Scheduler:
         for sequence in queue.ahead(lambda s: not room.tokens_for(s.owner)):
             tokens = room.tokens_for(sequence.owner)
             chunk = self._start(sequence, tokens, len(chunks), forming)
-            while chunk is None and self._take_from_below(priority):
+            while (
+                chunk is None
+                and self._has_room(sequence, tokens, len(chunks))
+                and self._take_from_below(priority)
+            ):
                 chunk = self._start(sequence, tokens, len(chunks), forming)
             if chunk is None:
                 break  # nobody slips past a sequence whose turn it is
@@ -270,6 +275,12 @@ class Scheduler:
         """Where the first chunk of a sequence ends."""
         tokens = len(sequence.token_ids)
         return tokens if self._whole_prompts else min(tokens, start + budget)
+
+    def _has_room(self, sequence: Sequence, budget: int, index: int) -> bool:
+        """Whether what is left of the batch is enough, if blocks were: else nobody need give way.
+        No: a whole prompt, longer than that, behind others."""
+        start = self._prefix(sequence).tokens
+        return index == 0 or self._stop(sequence, start, budget) <= start + budget
 
     def _take(
         self, sequence: Sequence, prefix: Prefix, budget: int, index: int
@@ -395,10 +406,12 @@ class Scheduler:
         queue.push(sequence, owner.tenant, owner.request, cost=cost, again=again)
 
     def _drop_blocks(self, sequence: Sequence) -> None:
-        best_effort = sequence.priority is Priority.BE
-        self.blocks.release(sequence.block_table, best_effort=best_effort)
+        self._release(sequence.block_table, sequence.priority)
         sequence.block_table = []
         sequence.num_computed = 0
+
+    def _release(self, blocks: SequenceOf[int], priority: Priority) -> None:
+        self.blocks.release(blocks, best_effort=priority is Priority.BE)
 
 
 def form_of(form: Form) -> Callable[[Sequence], bool]:

@@ -28,6 +28,7 @@ class Books(RuleBasedStateMachine):
         self.live: list[list[int]] = []
         self.contents: dict[int, list[int]] = {}  # all tokens up to the last that a block holds
         self.batch = 0
+        self.of_be: dict[int, bool] = {}  # whether BE was the last to use a block
 
     @rule(target=tables, tokens=prompts, fails=st.booleans())
     def run_a_batch(self, tokens: list[int], fails: bool) -> object:
@@ -37,9 +38,14 @@ class Books(RuleBasedStateMachine):
             held = tokens[: (place + 1) * BLOCK]
             assert self.contents[block] == held, "a prefix hit must hold the prefix's K and V"
         self.look_for_a_head(tokens, len(matched))
+        left = {block for block in self.contents if not any(block in t for t in self.live)}
+        before = {b for b in left - {*matched} if self.blocks._is_known(b)}
         table = self.blocks.take(matched, -(-len(tokens) // BLOCK) - len(matched))
         if table is None:
             return multiple()
+        evicted = before & {*table}
+        if any(not self.of_be[block] for block in evicted):
+            assert not any(self.of_be[block] for block in before - evicted), "BE's go first"
         for block in table[len(matched) :]:
             self.contents.pop(block, None)
         register(self.blocks, table, tokens, batch=self.batch)
@@ -63,10 +69,11 @@ class Books(RuleBasedStateMachine):
             held = self.contents[head.block][: first + head.tokens]
             assert held == tokens[: first + head.tokens], "a head must be the prompt's own tokens"
 
-    @rule(table=consumes(tables))
-    def end(self, table: list[int]) -> None:
+    @rule(table=consumes(tables), best_effort=st.booleans())
+    def end(self, table: list[int], best_effort: bool) -> None:
         self.live.remove(table)
-        self.blocks.release(table)
+        self.blocks.release(table, best_effort=best_effort)
+        self.of_be.update(dict.fromkeys(table, best_effort))
 
     @invariant()
     def the_books_balance(self) -> None:
@@ -170,6 +177,44 @@ def test_the_least_recently_used_chain_is_evicted_from_its_end() -> None:
     assert len(blocks.match(old, batch=2)) == 1
     assert len(blocks.match(new, batch=2)) == 2
     assert blocks.evicted_total == 1
+
+
+def cache(blocks: BlockManager, first: int, *, batch: int, best_effort: bool) -> list[bytes]:
+    """Leaves two full blocks behind; their hashes."""
+    hashes = chain_hashes(range(first, first + 8), BLOCK)
+    table = blocks.take(matched := blocks.match(hashes, batch=batch), 2 - len(matched))
+    assert table is not None
+    register(blocks, table, range(first, first + 8), batch=batch)
+    blocks.commit(batch)
+    blocks.release(table, best_effort=best_effort)
+    return hashes
+
+
+def test_what_be_left_is_evicted_first_however_new_it_is() -> None:
+    blocks = BlockManager(4)
+    of_ls = cache(blocks, 0, batch=0, best_effort=False)
+    of_be = cache(blocks, 100, batch=1, best_effort=True)
+    taken = blocks.take([], 2)
+    assert len(blocks.match(of_ls, batch=2)) == 2
+    assert not blocks.match(of_be, batch=2)
+    assert taken is not None
+    assert blocks.take([], 1) is not None
+    assert len(blocks.match(of_ls, batch=2)) == 1, "then LS's"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_ls_uses_again_counts_as_its_own(again: bool) -> None:
+    blocks = BlockManager(6)
+    shared = cache(blocks, 0, batch=0, best_effort=True)
+    of_ls = cache(blocks, 100, batch=1, best_effort=False)
+    of_be = cache(blocks, 200, batch=2, best_effort=True)
+    if again:
+        cache(blocks, 0, batch=3, best_effort=False)
+    assert blocks.take([], 2) is not None
+    assert len(blocks.match(of_ls, batch=4)) == 2
+    assert len(blocks.match(shared, batch=4)) == (2 if again else 0)
+    assert len(blocks.match(of_be, batch=4)) == (0 if again else 2)
+    blocks.check([[block] for block in range(6) if blocks._references[block]])
 
 
 def test_taking_more_blocks_than_there_are_changes_nothing() -> None:
