@@ -28,6 +28,10 @@ _ROUTER = ("tests/property/test_router.py", "tests/unit/planner/routing/test_rou
 _PROMISES = ("tests/property/test_promises.py", "tests/property/test_router.py")
 _JOURNAL = ("tests/unit/actors/ranks/test_worker_log.py",)
 _HANDSHAKE = ("tests/unit/actors/channels/test_handshake.py",)
+_SHARES = ("tests/property/test_share_floor.py",)
+_CHOICE = ("tests/unit/planner/policies/test_preemption.py",)
+_MEMORY = ("tests/property/test_giving_way.py",)
+_SHARE, _PREEMPTION = "planner/policies/share.py", "planner/policies/preemption.py"
 _BLOCKS, _ROUTES = "actors/kv/block_manager.py", "planner/routing/router.py"
 _STATE, _SHAKES = "planner/routing/worker_state.py", "actors/channels/handshake.py"
 
@@ -37,7 +41,7 @@ BUGS: tuple[Bug, ...] = (
         "actors/batching/scheduler.py",
         "if not s.in_flight and s.priority is priority]",
         "if not s.in_flight]",
-        _SCHEDULER,
+        _MEMORY,
     ),
     Bug(
         "scheduler: the oldest is the victim",
@@ -49,8 +53,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scheduler: the copied block is not released after the batch",
         "actors/batching/scheduler.py",
-        "        self.blocks.commit(batch.number)\n        self.blocks.release(batch.sources)\n",
-        "        self.blocks.commit(batch.number)\n",
+        "commit(batch.number)\n        self._release(batch.sources, batch.priority)\n",
+        "commit(batch.number)\n",
         _SCHEDULER,
     ),
     Bug(
@@ -325,5 +329,103 @@ BUGS: tuple[Bug, ...] = (
         "hashlib.blake2b(parent + block.tobytes()",
         "hashlib.blake2b(block.tobytes()",
         ("tests/unit/contracts/test_block_hash.py",),
+    ),
+    Bug(
+        "shares: no credit while LS runs",
+        _PREEMPTION,
+        "        if self._be_waits:\n",
+        "        if self._holding:\n",
+        _SHARES,
+    ),
+    Bug(
+        "shares: the clamp is the wrong way round",
+        _SHARE,
+        "max(self.credit_s - charge, -charge)",
+        "min(self.credit_s - charge, -charge)",
+        _SHARES,
+    ),
+    Bug(
+        "shares: what BE had for nothing is held against it for ever",
+        _SHARE,
+        "max(self.credit_s - charge, -charge)",
+        "self.credit_s - charge",
+        _SHARES,
+    ),
+    Bug(
+        "shares: a slice costs no credit that is not there",
+        _SHARE,
+        "max(self.credit_s - charge, -charge)",
+        "max(self.credit_s - charge, 0.0)",
+        _SHARES,
+    ),
+    Bug(
+        "shares: to hold counts as service",
+        _PREEMPTION,
+        "            self._holding = True\n            return None\n",
+        "            self._holding, self._be_waits = True, False\n            return None\n",
+        _SHARES,
+    ),
+    Bug(
+        "shares: BE is held although it is owed",
+        _PREEMPTION,
+        "if self._floor.is_owed or (",
+        "if (mine and self._floor.is_owed) or (",
+        _SHARES,
+    ),
+    Bug(
+        "shares: BE goes first without credit",
+        _SHARE,
+        "return self.credit_s > 0.0",
+        "return self.credit_s >= 0.0",
+        _SHARES,
+    ),
+    Bug(
+        "shares: credit grows while BE is not there",
+        _PREEMPTION,
+        "        self._be_waits = False\n        mine",
+        "        mine",
+        _SHARES,
+    ),
+    Bug(
+        "shares: dropped work is owed the idle time after it",
+        _PREEMPTION,
+        "        self._be_waits = self._holding = False\n\n    def _pass_time",
+        "        pass\n\n    def _pass_time",
+        _CHOICE,
+    ),
+    Bug(
+        "shares: a second task of BE begins",
+        _PREEMPTION,
+        "[work for work in others if work.begun] or others",
+        "others",
+        _CHOICE,
+    ),
+    Bug(
+        "scheduler: of idle BE the most computed gives way",
+        "actors/batching/scheduler.py",
+        "self._requeue(min(idle, ",
+        "self._requeue(max(idle, ",
+        _MEMORY,
+    ),
+    Bug(
+        "scheduler: no batch is dropped for LS",
+        "actors/batching/scheduler.py",
+        "        batch = self.drop_best_effort()\n",
+        "        batch = None\n",
+        _MEMORY,
+    ),
+    Bug(
+        "scheduler: BE gives way where no block would help",
+        "actors/batching/scheduler.py",
+        "                and self._has_room(sequence, tokens, len(chunks))\n",
+        "",
+        _MEMORY,
+    ),
+    Bug(
+        "blocks: what LS left is evicted first",
+        _BLOCKS,
+        "self._cached_later or self._cached",
+        "self._cached or self._cached_later",
+        _BOOKS,
     ),
 )

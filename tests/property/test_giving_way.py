@@ -36,7 +36,11 @@ class Watched(Scheduler):
     def _extend(
         self, sequence: Sequence, budget: int, index: int, forming: BatchBlocks
     ) -> Chunk | None:
-        return self._noted(sequence, super()._extend(sequence, budget, index, forming))
+        of_ls = [s for s in self.sequences if s.priority is LS and s.block_table]
+        chunk = super()._extend(sequence, budget, index, forming)
+        if sequence.priority is BE:
+            assert all(s.block_table for s in of_ls), "BE takes nothing from LS"
+        return self._noted(sequence, chunk)
 
     def _noted(self, sequence: Sequence, chunk: Chunk | None) -> Chunk | None:
         (self.refused.add if chunk is None else self.refused.discard)(sequence)
