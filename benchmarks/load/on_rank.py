@@ -1,0 +1,105 @@
+"""Load straight to a rank's socket: what the rank takes, without an ingress."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks.load.arrivals import Arrival, Lengths
+from benchmarks.load.outcome import Outcome
+from benchmarks.rank_stream import ask
+from cluster.routing.rank_client import RankClient
+from contracts.clock import monotonic_s
+from contracts.messages import Failed, Submit, Tokens
+from contracts.requests import Caller, Priority, Sampling
+
+
+class Endless(NamedTuple):
+    """So many requests of these lengths are open all the time."""
+
+    open: int
+    lengths: Lengths
+    priority: Priority = Priority.BE
+
+
+class Generator:
+    """Sends requests of random tokens to one rank. classless: all as LS, whatever they are.
+
+    tokens: computed for endless requests, by class; turnarounds_s: of those that have ended."""
+
+    def __init__(
+        self, client: RankClient, vocabulary: int, seed: int, *, classless: bool = False
+    ) -> None:
+        self._client = client
+        self._vocabulary = vocabulary
+        self._rng = random.Random(seed)
+        self._classless = classless
+        self._numbers = itertools.count(1)
+        self.tokens: Counter[Priority] = Counter()
+        self.turnarounds_s: defaultdict[Priority, list[float]] = defaultdict(list)
+
+    async def run(
+        self, arrivals: Sequence[Arrival], seconds: float, endless: Sequence[Endless] = ()
+    ) -> tuple[list[Outcome], dict[Priority, float]]:
+        """Every arrival's outcome, and tokens of endless requests per second while they came."""
+        start_s = monotonic_s()
+        background = [
+            asyncio.create_task(self._endlessly(each)) for each in endless for _ in range(each.open)
+        ]
+        outcomes = [Outcome(arrival) for arrival in arrivals]
+        tasks = []
+        for outcome in outcomes:
+            delay_s = start_s + outcome.arrival.at_s - monotonic_s()
+            if delay_s > 0:
+                await asyncio.sleep(delay_s)
+            tasks.append(asyncio.create_task(self._one(outcome, start_s)))
+        left_s = start_s + seconds - monotonic_s()
+        if left_s > 0:
+            await asyncio.sleep(left_s)
+        spent_s = monotonic_s() - start_s
+        per_second = {priority: self.tokens[priority] / spent_s for priority in Priority}
+        await asyncio.gather(*tasks)
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        return outcomes, per_second
+
+    def _submit(self, priority: Priority, lengths: Lengths) -> Submit:
+        ids = [self._rng.randrange(1, self._vocabulary) for _ in range(lengths.prompt)]
+        return Submit(
+            request_id=0,
+            token_ids=ids,
+            sampling=Sampling(max_tokens=lengths.output, temperature=0.0, ignore_eos=True),
+            priority=Priority.LS if self._classless else priority,
+            caller=Caller(b"", next(self._numbers)),
+        )
+
+    async def _one(self, outcome: Outcome, start_s: float) -> None:
+        arrival = outcome.arrival
+        submit = self._submit(arrival.priority, arrival.lengths)
+        outcome.sent_s = monotonic_s() - start_s
+        times: list[float] = []
+        async for event in await ask(self._client, submit):
+            now_s = monotonic_s() - start_s
+            if isinstance(event, Failed):
+                outcome.error = event.message
+            elif isinstance(event, Tokens):
+                times += [now_s] * len(event.token_ids)
+            outcome.end_s = now_s
+        outcome.tokens_s = times
+
+    async def _endlessly(self, endless: Endless) -> None:
+        priority, lengths = endless.priority, endless.lengths
+        while True:
+            began_s, prompt = monotonic_s(), lengths.prompt
+            async for event in await ask(self._client, self._submit(priority, lengths)):
+                if isinstance(event, Failed):
+                    raise RuntimeError(event.message)
+                if isinstance(event, Tokens):  # its prompt is computed by then
+                    self.tokens[priority] += prompt + len(event.token_ids)
+                    prompt = 0
+            self.turnarounds_s[priority].append(monotonic_s() - began_s)

@@ -1,0 +1,1 @@
+"""LS beside BE: our policies beside those of others, on the same ranks."""

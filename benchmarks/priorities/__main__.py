@@ -1,0 +1,47 @@
+"""LS beside BE on one attention and one expert rank, variants in turns.
+
+    python -m benchmarks.priorities mix --rounds 4 --seconds 30      (about 25 minutes)
+    python -m benchmarks.priorities mix --only ours --seconds 10 --rounds 1
+    python -m benchmarks.priorities paper --rounds 1 --seconds 60
+
+mix: 16 BE prompts of 512 tokens always open; LS of 64 tokens, 1 or 50 generated, at random.
+paper: chats of both classes at fractions of the capacity of continuous batching.
+one_class: what preemption costs where there is nothing to preempt.
+starvation: LS at three times the capacity, for a minute, and what BE gets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from benchmarks.harness import record
+from benchmarks.priorities import mix, one_class, paper, starvation
+
+PARTS = {"mix": mix, "paper": paper, "one_class": one_class, "starvation": starvation}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a variant in a round")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--load", default="", help="mix: this load alone, as '1 out, 2/s'")
+    parser.add_argument("--budgets", type=int, nargs="*", default=list(mix.BUDGETS))
+    parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
+    options = parser.parse_args()
+    part = PARTS[options.part]
+    samples = asyncio.run(part.run(options))
+    summary = part.summary(samples)
+    for name, row in summary.items():
+        print(f"{name:45} {row}")
+    record(f"priorities_{options.part}", options, samples, summary)
+
+
+if __name__ == "__main__":
+    main()
