@@ -17,7 +17,7 @@ import asyncio
 from pathlib import Path
 
 from benchmarks.harness import record
-from benchmarks.priorities import mix, one_class, paper, starvation
+from benchmarks.priorities import group, mix, one_class, paper, starvation
 
 PARTS = {"mix": mix, "paper": paper, "one_class": one_class, "starvation": starvation}
 
@@ -29,6 +29,12 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=30.0, help="of a variant in a round")
+    parser.add_argument(
+        "--model",
+        choices=group.MODELS,
+        default="medium",
+        help="small: a quarter of the work, for a machine without wide vectors",
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--load", default="", help="mix: this load alone, as '1 out, 2/s'")
@@ -40,7 +46,8 @@ def main() -> None:
     summary = part.summary(samples)
     for name, row in summary.items():
         print(f"{name:45} {row}")
-    record(f"priorities_{options.part}", options, samples, summary)
+    model = group.MODELS[options.model]
+    record(f"priorities_{options.part}", options, samples, summary, model)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from benchmarks.load.on_rank import Endless, Generator
 from benchmarks.load.outcome import Outcome, figures
 from benchmarks.pinned_batches import bench_client, pin_to_core
 from benchmarks.policy_rank import ENVIRONMENT
+from benchmarks.random_checkpoint import MEDIUM
 from cluster.routing.rank_client import RankClient
 from contracts.loading import load_config
 from contracts.requests import Priority
@@ -29,6 +30,15 @@ from contracts.requests import Priority
 _TOKEN = b"benchmark token, of no secret"
 _CALL_S, _READY_S = 60.0, 180.0
 POOL_TOKENS = 32_768
+SMALL = {
+    **MEDIUM,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 128,
+}
+MODELS = {"medium": MEDIUM, "small": SMALL, "deep": {**SMALL, "num_hidden_layers": 32}}
+VOCABULARY = MEDIUM["vocab_size"]
 
 
 class Variant(NamedTuple):

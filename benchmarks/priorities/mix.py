@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks.load.arrivals import Arrival, Lengths, always, poisson
 from benchmarks.load.on_rank import Endless
 from benchmarks.load.outcome import mean
-from benchmarks.priorities.group import Group, Variant, blocking
-from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
+from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant, blocking
+from benchmarks.random_checkpoint import write_random_checkpoint
 
 ENDLESS = (Endless(16, Lengths(512, 1)),)
 LOADS = {"1 out, 2/s": (2.0, 1), "50 out, 1/s": (1.0, 50)}
@@ -40,7 +40,7 @@ def variants(budgets: list[int]) -> list[Variant]:
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-        path = write_random_checkpoint(Path(folder) / "medium", MEDIUM)
+        path = write_random_checkpoint(Path(folder) / "model", MODELS[options.model])
         samples: dict[str, Any] = {}
         for load, (rate, output) in LOADS.items():
             if options.load in ("", load):
@@ -65,9 +65,7 @@ async def _load(path: Path, options: argparse.Namespace, rate: float, output: in
             group = shared[key]
             group.variant = variant
             before = group.metrics()
-            measured, _ = await group.measure(
-                arrivals, seconds, MEDIUM["vocab_size"], number, ENDLESS
-            )
+            measured, _ = await group.measure(arrivals, seconds, VOCABULARY, number, ENDLESS)
             measured["blocking"] = blocking(before, group.metrics())
             if number:
                 found[variant.name].append(measured)

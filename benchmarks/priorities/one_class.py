@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.load.arrivals import Lengths
 from benchmarks.load.on_rank import Endless, Generator
-from benchmarks.priorities.group import Group, Variant
-from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
+from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant
+from benchmarks.random_checkpoint import write_random_checkpoint
 from contracts.requests import Priority
 
 LOADS = {
@@ -26,7 +26,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-        path = write_random_checkpoint(Path(folder) / "medium", MEDIUM)
+        path = write_random_checkpoint(Path(folder) / "model", MODELS[options.model])
         groups = [Group(path, variant, options.dtype) for variant in VARIANTS]
         for group in groups:
             await group.join()
@@ -44,7 +44,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _one(group: Group, endless: Endless, seconds: float, seed: int) -> dict[str, float]:
-    generator = Generator(group.client, MEDIUM["vocab_size"], seed)
+    generator = Generator(group.client, VOCABULARY, seed)
     before_s = _processor_s(group)
     await generator.run([], seconds, [endless])
     tokens = generator.tokens[endless.priority]

@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.load.arrivals import Lengths, like_chats, poisson
 from benchmarks.load.outcome import mean
-from benchmarks.priorities.group import Group, Variant, blocking
-from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
+from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant, blocking
+from benchmarks.random_checkpoint import write_random_checkpoint
 
 LS_PART = 0.2
 SLOTS = ["schedule.max_batch_sequences=32", "schedule.max_batch_tokens=2048"]
@@ -31,7 +31,7 @@ MOST = Lengths(512, 160)
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-        path = write_random_checkpoint(Path(folder) / "medium", MEDIUM)
+        path = write_random_checkpoint(Path(folder) / "model", MODELS[options.model])
         groups = {variant.name: Group(path, variant, options.dtype) for variant in VARIANTS}
         for group in groups.values():
             await group.join()
@@ -46,9 +46,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                         continue
                     group = groups[variant.name]
                     before = group.metrics()
-                    measured, _ = await group.measure(
-                        arrivals, options.seconds, MEDIUM["vocab_size"], number
-                    )
+                    measured, _ = await group.measure(arrivals, options.seconds, VOCABULARY, number)
                     measured["blocking"] = blocking(before, group.metrics())
                     samples.setdefault(f"{rate} | {variant.name}", []).append(measured)
                     print(number, rate, variant.name, _short(measured), flush=True)
@@ -62,7 +60,7 @@ async def _capacity(groups: dict[str, Group]) -> float:
     found = 0.0
     for name, group in groups.items():
         burst = poisson(1e4, 0.012, like_chats(MOST), LS_PART, random.Random(5))
-        _, outcomes = await group.measure(burst, 0.1, MEDIUM["vocab_size"], 1)
+        _, outcomes = await group.measure(burst, 0.1, VOCABULARY, 1)
         if name == "iteration FCFS":
             ends = sorted(each.end_s for each in outcomes)
             most = len(ends) * 3 // 4  # while its slots are full

@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.load.arrivals import Lengths
 from benchmarks.load.on_rank import Endless, Generator
-from benchmarks.priorities.group import Group, Variant
-from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
+from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant
+from benchmarks.random_checkpoint import write_random_checkpoint
 from contracts.requests import Priority
 
 LS = Endless(96, Lengths(128, 8), Priority.LS)
@@ -20,13 +20,13 @@ SHARES = (0.05, 0.1, 0.2)
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-        path = write_random_checkpoint(Path(folder) / "medium", MEDIUM)
+        path = write_random_checkpoint(Path(folder) / "model", MODELS[options.model])
         samples: dict[str, Any] = {}
         for share in SHARES:
             group = Group(path, Variant(f"{share}", [f"priority.be_share={share}"]), options.dtype)
             await group.join()
             for name, endless in {"alone": [BE], "beside LS": [LS, BE]}.items():
-                generator = Generator(group.client, MEDIUM["vocab_size"], 1)
+                generator = Generator(group.client, VOCABULARY, 1)
                 seconds = options.seconds if len(endless) > 1 else options.seconds / 4
                 _, per_s = await generator.run([], seconds, endless)
                 turnarounds_s = generator.turnarounds_s[Priority.BE]
