@@ -178,6 +178,12 @@ PREEMPTIONS = _counter(
     (),
     Panel("Preemptions per second", "ops", legend="all ranks"),
 )
+POLICY_FALLBACKS = _counter(
+    "tandem_policy_fallbacks_total",
+    "Choices of priority.policy that could not be used.",
+    (),
+    Panel("Choices of priority.policy given up per second", "ops", legend="all ranks"),
+)
 PREEMPTION_BLOCKING = _seconds(
     "tandem_preemption_blocking_seconds",
     "At most so long LS work has waited for the step of BE work that it then overtook.",

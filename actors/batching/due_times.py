@@ -1,4 +1,5 @@
-"""When the next token of each sequence is due (QLLM, Section 4: objectives of LS jobs)."""
+"""When each sequence came, and when its next token is due (QLLM, Section 4: what LS jobs are held
+to)."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ class DueTimes(Observer):
         self._config, self._clock = config, clock
 
     def accepted(self, sequence: Sequence) -> None:
+        sequence.arrived_s = self._clock() - sequence.submit.waited_s
         if sequence.priority is Priority.LS:
-            arrived_s = self._clock() - sequence.submit.waited_s
-            sequence.due_s = arrived_s + self._config.ls_ttft_s
+            sequence.due_s = sequence.arrived_s + self._config.ls_ttft_s
 
     def completed(self, batch: ScheduledBatch) -> None:
         if batch.priority is not Priority.LS:

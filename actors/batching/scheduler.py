@@ -14,7 +14,7 @@ waits as well: the sequence of which least is computed, and in the end its batch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 from operator import attrgetter
@@ -140,6 +140,26 @@ class Scheduler:
             self._make_way(form.priorities)
             held_back = share_of(self._config.request_share, room.tokens)
             room.hold_back(held_back)
+        if form.keys is not None:
+            self._fill_as_named(form.keys, chunks, room, forming)
+        else:
+            self._fill(form, held_back, chunks, room, forming)
+        if not chunks:
+            return None
+        self._batches += 1
+        highest = min(chunk.sequence.priority for chunk in chunks)
+        due_s = min(chunk.sequence.due_s for chunk in chunks)
+        return ScheduledBatch(number, highest, chunks, tuple(forming.sources), due_s, form.phase)
+
+    def _fill(
+        self,
+        form: Form,
+        held_back: int,
+        chunks: list[Chunk],
+        room: BatchRoom,
+        forming: BatchBlocks,
+    ) -> None:
+        """held_back: tokens that those who run leave to those who wait."""
         running = list(filter(form_of(form), self._running))
         if room.is_shared:  # where not all of a request's fit, those first that waited longest
             running = sorted(running, key=attrgetter("last_batch"))
@@ -151,12 +171,21 @@ class Scheduler:
             room.hold_back(0)
             starts = starts and self._admit(chunks, room, forming, priority)
             room.hold_back(held_back)
-        if not chunks:
-            return None
-        self._batches += 1
-        highest = min(chunk.sequence.priority for chunk in chunks)
-        due_s = min(chunk.sequence.due_s for chunk in chunks)
-        return ScheduledBatch(number, highest, chunks, tuple(forming.sources), due_s, form.phase)
+
+    def _fill_as_named(
+        self,
+        keys: tuple[Hashable, ...],
+        chunks: list[Chunk],
+        room: BatchRoom,
+        forming: BatchBlocks,
+    ) -> None:
+        """By somebody who knows an order. What does not fit is left out."""
+        room.hold_back(0)
+        for sequence in [self._by_key[key] for key in keys if key in self._by_key]:  # type: ignore[index]
+            if sequence in self._running:
+                self._go_on(chunks, room, forming, [sequence])
+            elif room.tokens_for(sequence.owner):
+                self._begin(sequence, chunks, room, forming)
 
     def upcoming(self) -> list[tuple[int, int]]:
         """New tokens [start, stop) per sequence of the batch that would come next, in its order: a
@@ -217,22 +246,36 @@ class Scheduler:
         """Whether all of that class that wait have begun, so that a lower one may."""
         queue, started = self._waiting[priority], []
         for sequence in queue.ahead(lambda s: not room.tokens_for(s.owner)):
-            tokens = room.tokens_for(sequence.owner)
-            chunk = self._start(sequence, tokens, len(chunks), forming)
-            while (
-                chunk is None
-                and self._has_room(sequence, tokens, len(chunks))
-                and self._take_from_below(priority)
-            ):
-                chunk = self._start(sequence, tokens, len(chunks), forming)
-            if chunk is None:
+            if not self._starts(sequence, chunks, room, forming):
                 break  # nobody slips past a sequence whose turn it is
-            chunks.append(chunk)
             started.append(sequence)
-            room.take(sequence.owner, chunk.stop - chunk.start)
         for sequence in started:
             self._running.append(queue.take(sequence))
         return not len(queue)
+
+    def _begin(
+        self, sequence: Sequence, chunks: list[Chunk], room: BatchRoom, forming: BatchBlocks
+    ) -> None:
+        if self._starts(sequence, chunks, room, forming):
+            self._running.append(self._waiting[sequence.priority].take(sequence))
+
+    def _starts(
+        self, sequence: Sequence, chunks: list[Chunk], room: BatchRoom, forming: BatchBlocks
+    ) -> bool:
+        """Whether there are blocks for its first chunk, which then is in the batch."""
+        tokens = room.tokens_for(sequence.owner)
+        chunk = self._start(sequence, tokens, len(chunks), forming)
+        while (
+            chunk is None
+            and self._has_room(sequence, tokens, len(chunks))
+            and self._take_from_below(sequence.priority)
+        ):
+            chunk = self._start(sequence, tokens, len(chunks), forming)
+        if chunk is None:
+            return False
+        chunks.append(chunk)
+        room.take(sequence.owner, chunk.stop - chunk.start)
+        return True
 
     def _prefix(self, sequence: Sequence) -> Prefix:
         """The longest prefix that blocks hold, or will when the batch being formed has run, of what

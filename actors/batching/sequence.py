@@ -34,6 +34,7 @@ class Sequence:
         self.block_table: list[int] = []
         self.num_computed = 0
         self.num_cached: int | None = None  # set when it first starts
+        self.arrived_s = 0.0  # on the rank's clock, of which due_s is too
         self.due_s = math.inf  # when its next token is due
         self.in_flight = False
         self.last_batch = -1  # the number of the last one that it was in

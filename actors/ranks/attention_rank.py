@@ -18,7 +18,7 @@ from actors.experts.remote_plane import RemotePlane
 from actors.kv.block_manager import BlockManager
 from actors.planning.rank_planning import RankPlanning
 from actors.ranks.memory import kv_pool_blocks
-from actors.ranks.priorities import preemption
+from actors.ranks.priorities import Priorities
 from actors.ranks.rank import Links, Rank, recording
 from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import load_half, prepare_process, serving_rank, unusable
@@ -71,7 +71,8 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     plane = _plane(spec, endpoint, recorded.timeline)
     parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)
 
-    choice = preemption(config.priority, by_plan, telemetry, spec.name)
+    priorities = Priorities(config.priority, telemetry, spec.name)
+    by_default = by_class if config.priority.preempt else one_at_a_time
 
     def close() -> None:
         try:
@@ -81,13 +82,17 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
 
     serving = ServingParts(
         scheduler,
-        Executor(parts, chunk_cost=chunk_cost, choice=choice),
+        Executor(
+            parts,
+            chunk_cost=chunk_cost,
+            choice=priorities.preemption(by_plan, priorities.user.pick),
+        ),
         finisher,
         watch,
         plan_of=planning.choose,
         close=close,
         observers=[planning, WarmUp(unusable(spec, half)), DueTimes(config.priority, monotonic_s)],
-        batching=batching or (by_class if config.priority.preempt else one_at_a_time),
+        batching=batching or priorities.batching(by_default),
     )
     links = Links(lambda addresses: _connect(endpoint, addresses), planning.join, planning.pin)
     return serving_rank(spec, served, serving, recorded, links, started_s=started_s)

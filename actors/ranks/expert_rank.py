@@ -15,7 +15,7 @@ from actors.channels.handshake import Identity
 from actors.experts.expert_server import ExpertServer
 from actors.planning.planner_link import PlannerLink
 from actors.planning.stage_report import ExpertRecorder
-from actors.ranks.priorities import preemption
+from actors.ranks.priorities import Priorities
 from actors.ranks.rank import Links, Rank, recording
 from actors.ranks.serving_rank import prepare_process
 from actors.telemetry.rank_metrics import RankMetrics
@@ -52,7 +52,8 @@ def expert_rank(spec: WorkerSpec) -> Rank:
     telemetry = RankMetrics(spec, monotonic_s)
     recorded = recording(telemetry, spec.config.trace.spans, reports.observe)
     recorded = recorded.following(endpoint.bytes_moved)
-    choice = preemption(spec.config.priority, oldest_of_best_class, telemetry, spec.name)
+    priorities = Priorities(spec.config.priority, telemetry, spec.name)
+    choice = priorities.preemption(oldest_of_best_class, priorities.user.serve)
     server = ExpertServer(
         endpoint, half, timeline=recorded.timeline, clock=monotonic_s, choice=choice
     )

@@ -26,7 +26,7 @@ from actors.planning.calibration import calibrate, product_flops_per_s
 from actors.planning.model_shape import shape_of
 from actors.ranks.memory import kv_pool_blocks
 from actors.ranks.prefill_log import PrefillLog
-from actors.ranks.priorities import preemption
+from actors.ranks.priorities import Priorities
 from actors.ranks.rank import Links, Rank, recording
 from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import (
@@ -85,13 +85,12 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) ->
     recorded = recorded.following(supply.bytes_moved)
     plane = supply.plane(half)
     parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)
+    priorities = Priorities(config.priority, telemetry, spec.name)
     executor = Executor(
         parts,
         chunk_cost=lambda start, stop: float(stop - start),
         policy=by_layer,
-        choice=preemption(
-            config.priority, by_plan if plane.yields else by_layer, telemetry, spec.name
-        ),
+        choice=priorities.preemption(by_plan if plane.yields else by_layer, priorities.user.pick),
         wanted_rows_only=True,
     )
     reference = ReferencePass(spec, parts, supply, prefill_log, served, telemetry)
@@ -103,7 +102,7 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) ->
         plan_of=lambda batch: WHOLE,
         close=supply.close,
         observers=[prefill_log, reference, DueTimes(config.priority, monotonic_s)],
-        batching=batching or _batching(plane, config.priority),
+        batching=batching or priorities.batching(_batching(plane, config.priority)),
     )
     links = Links(lambda addresses: _connect(spec.name, supply, addresses))
     return serving_rank(

@@ -2,31 +2,63 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from actors.telemetry.rank_metrics import RankMetrics, growth
 from contracts import metrics
 from contracts.config import PriorityConfig
+from contracts.logs import event
+from planner.policies.batching import BatchingPolicy
 from planner.policies.preemption import Preemption, Work
+from planner.policies.user_policy import UserPolicy, forming, guarded_choice, load_policy
 
+log = logging.getLogger("tandem.worker")
 W = TypeVar("W", bound=Work)
 
 
-def preemption(
-    config: PriorityConfig, order: Callable[[Sequence[W]], W], telemetry: RankMetrics, rank: str
-) -> Preemption[W] | None:
-    """The choice at every yield, and what it says of itself; None: tasks run to their end."""
-    if not config.preempt:
-        return None
+class Priorities:
+    """Of one rank. Raises ConfigError for a policy that cannot be used."""
 
-    def blocked(seconds: float) -> None:
-        telemetry.observe(metrics.PREEMPTION_BLOCKING, value=seconds)
+    def __init__(self, config: PriorityConfig, telemetry: RankMetrics, rank: str) -> None:
+        self.config = config
+        self.user = UserPolicy() if config.policy is None else load_policy(config.policy)
+        self._telemetry, self._rank = telemetry, rank
 
-    def parked(seconds: float) -> None:
-        telemetry.observe(metrics.BE_WAIT, value=seconds)
+    def preemption(
+        self,
+        order: Callable[[Sequence[W]], W],
+        choose: Callable[[Sequence[W]], W | None] | None = None,
+    ) -> Preemption[W] | None:
+        """The choice at every yield, and what it says of itself; None: tasks run to their end.
+        choose: `pick` or `serve` of a policy of one's own."""
+        if not self.config.preempt:
+            return None
+        telemetry = self._telemetry
 
-    choice = Preemption(order, be_share=config.be_share, blocked=blocked, parked=parked)
-    telemetry.read(metrics.PREEMPTIONS, of=growth(lambda: choice.preempted))
-    telemetry.read(metrics.HELD, rank, of=lambda: choice.held_s)
-    return choice
+        def blocked(seconds: float) -> None:
+            telemetry.observe(metrics.PREEMPTION_BLOCKING, value=seconds)
+
+        def parked(seconds: float) -> None:
+            telemetry.observe(metrics.BE_WAIT, value=seconds)
+
+        choice = Preemption(
+            order,
+            be_share=self.config.be_share,
+            choose=None if choose is None else guarded_choice(choose, self._failed),
+            blocked=blocked,
+            parked=parked,
+        )
+        telemetry.read(metrics.PREEMPTIONS, of=growth(lambda: choice.preempted))
+        telemetry.read(metrics.HELD, self._rank, of=lambda: choice.held_s)
+        return choice
+
+    def batching(self, default: BatchingPolicy) -> BatchingPolicy:
+        """Of that policy, or the default."""
+        form = self.user.form
+        return default if form is None else forming(form, default, self._failed)
+
+    def _failed(self, reason: str) -> None:
+        self._telemetry.count(metrics.POLICY_FALLBACKS)
+        event(log, "policy_gave_way", logging.WARNING, rank=self._rank, reason=reason)

@@ -28,7 +28,13 @@ from contracts.logs import event
 from contracts.messages import Cancel, Event, Events, RankState, Submit
 from contracts.plan import Plan
 from contracts.requests import Priority
-from planner.policies.batching import BatchingPolicy, LiveBatch, Waiting, one_at_a_time
+from planner.policies.batching import (
+    BatchingPolicy,
+    LiveBatch,
+    SequenceView,
+    Waiting,
+    one_at_a_time,
+)
 
 log = logging.getLogger("tandem.worker")
 
@@ -342,8 +348,25 @@ class View(NamedTuple):
     def running(self) -> int:
         return self.scheduler.running
 
+    @property
+    def idle(self) -> Sequence[SequenceView]:
+        return [view_of(s) for s in self.scheduler.sequences if not s.in_flight and not s.done]
+
     def count(self, priority: Priority) -> int:
         return self.scheduler.count(priority)
 
     def waiting(self, priority: Priority) -> Waiting:
         return self.scheduler.waiting_of(priority)
+
+
+def view_of(sequence: TokenSequence) -> SequenceView:
+    return SequenceView(
+        sequence.key,
+        sequence.priority,
+        sequence.phase,
+        sequence.num_uncomputed,
+        len(sequence.block_table),
+        sequence.due_s,
+        sequence.arrived_s,
+        sequence.owner.tenant,
+    )

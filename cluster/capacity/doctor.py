@@ -28,6 +28,7 @@ from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
 from models.weights.loading import total_bytes
+from planner.policies.user_policy import load_policy
 
 Level = Literal["ok", "warning", "error"]
 
@@ -61,6 +62,7 @@ def examine(config: TandemConfig, environment: Mapping[str, str]) -> list[Findin
         lambda: _ray_address(config, environment),
         lambda: _model(config),
         lambda: _tokenizer(config),
+        lambda: _policy(config),
         lambda: _groups(config),
         lambda: _prefill(config),
         lambda: _port(config),
@@ -239,6 +241,21 @@ def _readable(config: TandemConfig) -> ModelSpec | None:
         return check_checkpoint(resolve_model_folder(config.model.path))
     except TandemError:
         return None
+
+
+def _policy(config: TandemConfig) -> Finding:
+    path = config.priority.policy
+    if path is None:
+        return Finding("policy", "ok", "LS by due time, BE in its gaps and by its share")
+    try:
+        policy = load_policy(path)
+    except TandemError as error:
+        return Finding("policy", "error", error.message)
+    if not config.priority.preempt and (policy.pick or policy.serve):
+        advice = "pick and serve are asked with priority.preempt=true only"
+        return Finding("policy", "warning", f"{path}: tasks run to their end", advice)
+    mine = ", ".join(name for name, own in policy._asdict().items() if own is not None)
+    return Finding("policy", "ok", f"{path}: its own {mine}")
 
 
 def _groups(config: TandemConfig) -> Finding:

@@ -23,6 +23,7 @@ from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
 from contracts.logs import set_up_logging
 from models.weights.checkpoint import check_checkpoint
+from planner.policies.user_policy import load_policy
 
 
 class Served(NamedTuple):
@@ -90,6 +91,8 @@ def preflight(config: TandemConfig) -> None:
             f"groups.expert_ranks={config.groups.expert_ranks}: the model has "
             f"{model.num_experts} experts per layer; use at most that many ranks"
         )
+    if config.priority.policy is not None:
+        load_policy(config.priority.policy)
     check_tls(config.http)
     bind(config.http.host, config.http.port).close()
 

@@ -4,7 +4,7 @@ is live."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from contracts.requests import Priority
@@ -19,11 +19,13 @@ class Phase(enum.IntEnum):
 
 class Form(NamedTuple):
     """What a batch is made of: sequences of these classes, the first one's before the others', in
-    that phase (None: any). starts: those that wait may begin."""
+    that phase (None: any). starts: those that wait may begin. keys: of those sequences, in that
+    order (None: of all)."""
 
     priorities: tuple[Priority, ...] = tuple(Priority)
     phase: Phase | None = None
     starts: bool = True
+    keys: tuple[Hashable, ...] | None = None
 
 
 class LiveBatch(NamedTuple):
@@ -39,6 +41,20 @@ class LiveBatch(NamedTuple):
     ran_s: float = 0.0
     age_s: float = 0.0
     left_s: float = 0.0
+
+
+class SequenceView(NamedTuple):
+    """A sequence that could be in the next batch. blocks: that it holds. due_s, arrived_s: on the
+    rank's clock; BE is never due (inf). tenant: of its API key, without telling that."""
+
+    key: Hashable
+    priority: Priority
+    phase: Phase
+    uncomputed_tokens: int
+    blocks: int
+    due_s: float
+    arrived_s: float
+    tenant: bytes
 
 
 class Waiting(NamedTuple):
@@ -68,6 +84,10 @@ class BatchingView(Protocol):
     @property
     def running(self) -> int:
         """Sequences that have begun, in a batch or not."""
+
+    @property
+    def idle(self) -> Sequence[SequenceView]:
+        """Those that are in no batch."""
 
     def count(self, priority: Priority) -> int:
         """Sequences of that class, whatever they do."""

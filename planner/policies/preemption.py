@@ -12,12 +12,18 @@ at every layer, so that whole tasks of BE would meet it there each time.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from contracts.requests import Priority
 from planner.policies.share import ShareFloor
 from planner.policies.urgency import LivePass, would_be_late
+
+
+class GaveWayError(Exception):
+    """A choice of one's own failed: the default decides."""
+
 
 LOOK_S = 0.001  # so often, between two steps, others are asked for: it takes some tens of us
 
@@ -56,14 +62,18 @@ class Preemption(Generic[W]):
         order: Callable[[Sequence[W]], W],
         *,
         be_share: float,
+        choose: Callable[[Sequence[W]], W | None] | None = None,
         blocked: Callable[[float], None] = _nobody,
         parked: Callable[[float], None] = _nobody,
     ) -> None:
         """order: the choice among work of one class, never empty; of BE, what is begun comes
-        first, so that there is one such task at most. Told in seconds, at each preemption:
+        first, so that there is one such task at most. choose: in place of all but the share: among
+        LS work and that of BE which could go on; it may raise GaveWayError. Told in seconds, at
+        each preemption:
         blocked, since when the step lasted that LS may have waited for; parked, once it is over,
         for how long BE stood."""
         self._order = order
+        self._choose = choose
         self._floor = ShareFloor(be_share)
         self._be_waits = self._be_ran = self._holding = False
         self._blocked, self._parked = blocked, parked
@@ -77,21 +87,41 @@ class Preemption(Generic[W]):
         self._pass_time(now_s)
         self._be_waits = False
         mine = [work for work in ready if work.priority == Priority.LS]
-        if len(mine) == len(ready):
-            return self._order(mine) if mine else None
         others = [work for work in ready if work.priority != Priority.LS]
-        chosen = self._order([work for work in others if work.begun] or others)
-        if self._floor.is_owed or (not mine and not would_be_late(live, chosen.slice_s, now_s)):
-            return chosen
-        self._be_waits = True  # until the next choice
-        if not mine:
-            self._holding = True
+        others = [work for work in others if work.begun] or others
+        first = self._order(others) if others else None
+        if first is not None and self._floor.is_owed:
+            return first
+        chosen = self._chosen(mine, others, first, live, now_s)
+        if first is not None and (chosen is None or chosen.priority == Priority.LS):
+            self._be_waits = True  # until the next choice
+            self._note_overtaken(first, by=chosen, now_s=now_s)
+        return chosen
+
+    def _chosen(
+        self,
+        mine: list[W],
+        others: list[W],
+        first: W | None,
+        live: Iterable[LivePass],
+        now_s: float,
+    ) -> W | None:
+        if self._choose is not None and (mine or others):
+            with contextlib.suppress(GaveWayError):
+                return self._choose([*mine, *others])
+        if mine:
+            return self._order(mine)
+        if first is None or would_be_late(live, first.slice_s, now_s):
             return None
-        if chosen.begun and self._be_ran:
+        return first
+
+    def _note_overtaken(self, first: W, by: W | None, now_s: float) -> None:
+        if by is None:
+            self._holding = True
+        elif first.begun and self._be_ran:
             self._be_ran, self._overtaken_s = False, now_s
             self.preempted += 1
             self._blocked(now_s - self._be_began_s)
-        return self._order(mine)
 
     def ran(self, work: W, start_s: float, end_s: float) -> None:
         """A slice of what was picked last."""

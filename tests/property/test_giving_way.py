@@ -16,7 +16,7 @@ from actors.batching.sequence import Sequence
 from actors.kv.batch_blocks import BatchBlocks
 from contracts.block_hash import chain_hashes
 from contracts.requests import Priority
-from planner.policies.batching import Form, LiveBatch, Phase, Waiting, by_class
+from planner.policies.batching import Form, LiveBatch, Phase, SequenceView, Waiting, by_class
 from tests.unit.actors.batching.test_scheduler import Simulation
 
 LS, BE = Priority.LS, Priority.BE
@@ -69,6 +69,7 @@ class View(NamedTuple):
     running: int
     layers: int = 2
     free_blocks: int = 0
+    idle: tuple[SequenceView, ...] = ()
 
     @property
     def in_flight(self) -> int:

@@ -636,3 +636,24 @@ def test_a_batch_that_runs_to_its_completion_lets_nobody_join() -> None:
     alone = simulation.scheduler.next_batch(Form(starts=False))
     assert alone is not None
     assert len(alone.chunks) == 1
+
+
+def test_a_batch_of_named_sequences_has_those_in_that_order_as_far_as_they_fit() -> None:
+    simulation = Simulation(max_batch_tokens=10, max_batch_sequences=4)
+    running = simulation.add([1, 2, 3], max_tokens=5)
+    first = simulation.scheduler.next_batch()
+    assert first is not None
+    simulation.scheduler.complete(first)
+    running.token_ids.append(7)
+    be = simulation.add(range(10, 16), priority=Priority.BE)
+    ls = simulation.add(range(20, 28), priority=Priority.LS)
+    simulation.add([30])
+    batch = simulation.scheduler.next_batch(Form(keys=(be.key, running.key, ls.key)))
+    assert batch is not None
+    assert [(c.sequence, c.stop - c.start) for c in batch.chunks] == [
+        (be, 6),
+        (running, 1),
+        (ls, 3),
+    ]
+    assert batch.priority is Priority.LS
+    assert simulation.scheduler.next_batch(Form(keys=(be.key, "gone"))) is None, "in a batch"

@@ -12,6 +12,7 @@ from planner.policies.batching import (
     Form,
     LiveBatch,
     Phase,
+    SequenceView,
     Waiting,
     by_class,
     joining,
@@ -27,6 +28,7 @@ class View(NamedTuple):
     layers: int = 8
     free_blocks: int = 4
     running: int = 0
+    idle: tuple[SequenceView, ...] = ()
 
     @property
     def in_flight(self) -> int:
@@ -78,6 +80,7 @@ class Classes(NamedTuple):
     layers: int = 8
     free_blocks: int = 4
     running: int = 0
+    idle: tuple[SequenceView, ...] = ()
 
     @property
     def in_flight(self) -> int:
