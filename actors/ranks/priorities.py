@@ -12,7 +12,7 @@ from contracts.config import PriorityConfig
 from contracts.logs import event
 from planner.policies.batching import BatchingPolicy
 from planner.policies.preemption import Preemption, Work
-from planner.policies.user_policy import UserPolicy, forming, guarded_choice, load_policy
+from planner.user.policy import UserPolicy, forming, guarded_choice, load_policy
 
 log = logging.getLogger("tandem.worker")
 W = TypeVar("W", bound=Work)

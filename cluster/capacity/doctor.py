@@ -28,7 +28,7 @@ from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
 from models.weights.loading import total_bytes
-from planner.policies.user_policy import load_policy
+from planner.user.policy import load_policy
 
 Level = Literal["ok", "warning", "error"]
 

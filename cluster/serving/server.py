@@ -23,7 +23,7 @@ from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
 from contracts.logs import set_up_logging
 from models.weights.checkpoint import check_checkpoint
-from planner.policies.user_policy import load_policy
+from planner.user.policy import load_policy
 
 
 class Served(NamedTuple):

@@ -18,7 +18,7 @@ from contracts.requests import Caller, Priority
 from models.decoder.local import LocalModel
 from planner.findep.orders import Task, TaskStage
 from planner.policies.batching import Phase, SequenceView
-from planner.policies.user_policy import load_policy
+from planner.user.policy import load_policy
 from tests.architecture.support import ROOT
 from tests.oracle.test_group_fidelity import VOCABULARY, last_logits
 from tests.support.group_harness import ThreadGroup, group_config, loop_of

@@ -14,7 +14,7 @@ from contracts.requests import Priority
 from planner.findep.orders import Task
 from planner.policies.batching import ALL, Form, SequenceView, one_at_a_time
 from planner.policies.preemption import GaveWayError, Preemption
-from planner.policies.user_policy import (
+from planner.user.policy import (
     FAILURES,
     HELD_S,
     LIVE,

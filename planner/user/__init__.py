@@ -1,0 +1,1 @@
+"""Policies of an operator's own."""
