@@ -22,6 +22,7 @@ from tests.support.channels_support import (
     header,
     linked,
     nothing_leaks,  # noqa: F401
+    raw_frame,
     send,
     wait_for,
 )
@@ -80,8 +81,8 @@ def test_a_nested_frame_of_a_peer_is_a_bad_frame(backend: str) -> None:
     """FINDINGS A8."""
     with linked(backend) as (left, right):
         link: Any = left._links["right"]  # type: ignore[attr-defined]
-        frame = len(NESTED).to_bytes(4, "little") + NESTED
-        (link._sock if backend == "tcp" else link._header_link.sock).sendall(frame)
+        sock = link._sock if backend == "tcp" else link._header_link.sock
+        sock.sendall(raw_frame(backend, NESTED))
         (lost,) = wait_for(right, PeerLost)
         assert isinstance(lost.error, PeerError)
         assert "left sent a bad" in str(lost.error)

@@ -10,7 +10,7 @@ import torch
 
 from actors.channels.base import Endpoint, Header, Kind, Packet, Part, PeerLost
 from actors.channels.factory import make_endpoint
-from actors.channels.tcp import _LENGTH, TcpLink, _encode, _Frame
+from actors.channels.tcp import PIECE, TcpLink, _encode, _Frame
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 
@@ -74,7 +74,8 @@ def half(end: Endpoint, options: Options) -> None:
         Header(Kind.E2A, options.epoch, 0, 0, 0, 0), (Part("uint8", (options.elements,)),)
     )
     body = _encode(frame)
-    link._sock.sendall(_LENGTH.pack(len(body)) + body + bytes(options.elements // 2))
+    link._sock.sendall(PIECE.pack(options.elements, len(body)) + body)
+    link._sock.sendall(bytes(options.elements // 2))
     _say("half")
     assert not list(_packets(end))
 

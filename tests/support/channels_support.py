@@ -28,8 +28,10 @@ from actors.channels.base import (
     PeerLost,
 )
 from actors.channels.factory import make_endpoint
+from actors.channels.tcp import PIECE
 from contracts.clock import Clock, monotonic_s
 from contracts.config import ChannelConfig
+from contracts.requests import Priority
 from tests.support.fork_server import ForkedProcess
 
 TOKEN = b"a token of 32 random bytes......"
@@ -104,8 +106,10 @@ def describe(happening: Happening) -> str:
     return str(getattr(happening, "header", happening))
 
 
-def header(batch: int = 0, *, epoch: int = 1, kind: Kind = Kind.A2E) -> Header:
-    return Header(kind, epoch, batch, 0, 0, 0)
+def header(
+    batch: int = 0, *, epoch: int = 1, kind: Kind = Kind.A2E, priority: Priority = Priority.LS
+) -> Header:
+    return Header(kind, epoch, batch, 0, 0, 0, priority)
 
 
 def send(end: Endpoint, peer: str, tensors: Sequence[torch.Tensor], head: Header) -> None:
@@ -127,6 +131,13 @@ def random_tensor(dtype: str, shape: Sequence[int], seed: int) -> torch.Tensor:
         size *= n
     raw = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
     return raw.view(kind).view(tuple(shape)) if size else torch.empty(tuple(shape), dtype=kind)
+
+
+def raw_frame(backend: str, body: bytes) -> bytes:
+    """`body` as a header's bytes on the wire, without a payload."""
+    if backend == "tcp":
+        return PIECE.pack(0, len(body)) + body
+    return len(body).to_bytes(4, "little") + body
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:

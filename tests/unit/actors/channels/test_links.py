@@ -37,6 +37,7 @@ from tests.support.channels_support import (
     nothing_leaks,  # noqa: F401
     random_tensor,
     raw_bytes,
+    raw_frame,
     send,
     wait_for,
 )
@@ -262,7 +263,7 @@ def test_a_frame_that_makes_no_sense_loses_that_peer_only(backend: str) -> None:
         third = endpoint("third", backend)
         third.connect("right", _address(right))
         wait_for(right, PeerJoined)
-        socket_of(left).sendall(b"\x05\x00\x00\x00hello")
+        socket_of(left).sendall(raw_frame(backend, b"hello"))
         lost = wait_for(right, PeerLost)[0]
         assert lost.peer == "left"
         assert "bad" in str(lost.error)

@@ -1,0 +1,209 @@
+"""A lane per class on a TCP link: LS overtakes within a BE packet; pieces that make no sense."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.channels.base import Packet, Part
+from actors.channels.link import Joint
+from actors.channels.tcp import DIRECT_BYTES, PIECE, PIECE_BYTES, TcpLink, _encode, _Frame
+from contracts.clock import monotonic_s
+from contracts.errors import PeerError
+from contracts.requests import Priority
+from tests.support.channels_support import (
+    DEADLINE_S,
+    header,
+    linked,
+    nothing_leaks,  # noqa: F401
+    send,
+    wait_for,
+)
+
+KERNEL_BYTES = 64 << 10  # asked for on either side: a few times as much is what it takes
+LS, BE = Priority.LS, Priority.BE
+
+
+class Link(TcpLink):
+    """A link of this process whose other end is the socket `far`."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BYTES)
+            near = socket.create_connection(server.getsockname())
+            near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
+            self.far = server.accept()[0]
+        self.far.settimeout(DEADLINE_S)
+        self.news: queue.SimpleQueue[Packet | PeerError] = queue.SimpleQueue()
+        self._pulses = socket.socketpair()
+        joint = Joint(peer="far", data=near, pulse=self._pulses[0], initiator=True, offer=b"")
+        super().__init__(joint, monotonic_s, self.news.put)
+        self.start()
+
+    def send(self, batch: int, priority: Priority, num_bytes: int) -> None:
+        reservation = self.reserve([Part("uint8", (num_bytes,))])
+        reservation.tensors[0].fill_(batch)
+        self.commit(reservation, header(batch, priority=priority))
+
+    def close(self) -> None:
+        super().close()
+        self.far.close()
+        for pulse in self._pulses:
+            pulse.close()
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    with contextlib.closing(Link()) as link:
+        yield link
+
+
+class Reader:
+    """What the far end gets, piece by piece: (lane, batch, whether the packet is whole with it)."""
+
+    def __init__(self, far: socket.socket) -> None:
+        self._far = far
+        self._arriving: dict[int, tuple[int, int]] = {}  # lane -> batch, bytes that are missing
+
+    def piece(self) -> tuple[int, int, bool]:
+        word, body_size = PIECE.unpack(self._exactly(PIECE.size))
+        lane, size = divmod(word, 1 << 31)
+        assert size <= PIECE_BYTES
+        if body_size:
+            assert lane not in self._arriving
+            frame = msgspec.msgpack.decode(self._exactly(body_size), type=_Frame)
+            self._arriving[lane] = frame.header.batch, frame.parts[0].num_bytes
+        batch, missing = self._arriving.pop(lane)
+        assert self._exactly(size) == bytes([batch]) * size
+        if missing > size:
+            self._arriving[lane] = batch, missing - size
+        return lane, batch, missing == size
+
+    def until_whole(self, packets: int) -> list[tuple[int, int, bool]]:
+        found: list[tuple[int, int, bool]] = []
+        while sum(is_whole for _, _, is_whole in found) < packets:
+            found.append(self.piece())
+        return found
+
+    def _exactly(self, size: int) -> bytes:
+        taken = b""
+        while len(taken) < size:
+            taken += (part := self._far.recv(size - len(taken)))
+            assert part, "the link has closed"
+        return taken
+
+
+def test_an_ls_packet_overtakes_a_be_packet_that_is_under_way(link: Link) -> None:
+    reader = Reader(link.far)
+    link.send(1, BE, 8 << 20)
+    assert reader.piece() == (BE, 1, False)
+    link.send(2, LS, 4096)
+    link.send(3, BE, 64)
+    link.send(4, LS, 1 << 20)
+    rest = reader.until_whole(4)
+    assert [batch for _, batch, is_whole in rest if is_whole] == [2, 4, 1, 3]
+    assert rest.index((LS, 2, True)) * PIECE_BYTES <= 2 << 20, "what the kernel held, and no more"
+
+
+def test_ls_waits_for_the_rest_of_a_piece_that_commit_has_begun(link: Link) -> None:
+    """The line is free, `commit` sends by itself, and the kernel takes a part of it."""
+    batch = 0
+    while link.blocked_since_s is None:
+        batch += 1
+        link.send(batch, BE, DIRECT_BYTES)
+    link.send(batch + 1, LS, 64)
+    found = Reader(link.far).until_whole(batch + 1)
+    assert sorted(n for _, n, _ in found) == list(range(1, batch + 2))
+
+
+PACKETS = st.lists(
+    st.tuples(st.sampled_from(Priority), st.integers(0, 4 * PIECE_BYTES // 64)), max_size=20
+)
+
+
+@settings(max_examples=30)
+@given(PACKETS)
+def test_whatever_is_sent_arrives_whole_and_in_order_within_its_lane(
+    packets: list[tuple[Priority, int]],
+) -> None:
+    with linked("tcp") as (left, right):
+        for number, (priority, rows) in enumerate(packets):
+            send(left, "right", [torch.full((rows, 16), number)], header(number, priority=priority))
+        arrived: dict[Priority, list[int]] = {LS: [], BE: []}
+        for packet in wait_for(right, Packet, len(packets)) if packets else []:
+            assert bool((packet.tensors[0] == packet.header.batch).all())
+            arrived[packet.header.priority].append(packet.header.batch)
+            packet.release()
+    for lane, numbers in arrived.items():
+        assert numbers == [n for n, (priority, _) in enumerate(packets) if priority is lane]
+
+
+CUTS = st.lists(st.tuples(st.sampled_from(Priority), st.integers(1, 3000)), max_size=60)
+
+
+@settings(max_examples=30)
+@given(CUTS)
+def test_a_peer_may_cut_its_packets_anywhere(cuts: list[tuple[Priority, int]]) -> None:
+    with contextlib.closing(Link()) as link:
+        left: dict[Priority, int] = {LS: 0, BE: 0}
+        sent = 0
+        for lane, size in cuts:
+            body = b""
+            if not left[lane]:
+                body, left[lane] = begun(64 * 100, lane), 64 * 100
+                sent += 1
+            size = min(size, left[lane])
+            left[lane] -= size
+            link.far.sendall(PIECE.pack(lane << 31 | size, len(body)) + body + bytes([lane]) * size)
+        for lane, missing in left.items():
+            if missing:
+                link.far.sendall(PIECE.pack(lane << 31 | missing, 0) + bytes([lane]) * missing)
+        for _ in range(sent):
+            packet = link.news.get(timeout=DEADLINE_S)
+            assert isinstance(packet, Packet)
+            assert bool((packet.tensors[0] == int(packet.header.priority)).all())
+            packet.release()
+
+
+def begun(num_bytes: int, lane: Priority = LS) -> bytes:
+    return _encode(_Frame(header(priority=lane), (Part("uint8", (num_bytes,)),)))
+
+
+BODY = begun(640)
+HOSTILE = {
+    "goes on with a packet that it never began": PIECE.pack(64, 0) + bytes(64),
+    "never began": PIECE.pack(64, len(BODY)) + BODY + bytes(64) + PIECE.pack(1 << 31 | 64, 0),
+    "of which 576 bytes are missing, and then another one in its lane": (
+        PIECE.pack(64, len(BODY)) + BODY + bytes(64) + PIECE.pack(64, len(BODY))
+    ),
+    "sent 641 bytes of a packet that lacks 640": PIECE.pack(641, len(BODY)) + BODY,
+    "goes on with a packet by no byte": PIECE.pack(0, len(BODY)) + BODY + PIECE.pack(0, 0),
+    "sent a header of 4294967295 bytes": PIECE.pack(0, 0xFFFFFFFF),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_pieces_that_make_no_sense_are_a_lost_peer_by_name(link: Link, what: str) -> None:
+    link.far.sendall(HOSTILE[what])
+    news = link.news.get(timeout=DEADLINE_S)
+    assert isinstance(news, PeerError)
+    assert str(news).startswith("far ")
+    assert what in str(news)
+
+
+def test_a_link_whose_peer_is_gone_ends_with_packets_of_both_lanes_unsent(link: Link) -> None:
+    link.send(1, BE, 8 << 20)
+    link.send(2, LS, 8 << 20)
+    link.far.close()
+    assert isinstance(link.news.get(timeout=DEADLINE_S), PeerError)
+    link.close()
+    assert not any(thread.is_alive() for thread in threading.enumerate() if "far" in thread.name)
