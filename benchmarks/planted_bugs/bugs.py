@@ -31,7 +31,13 @@ _HANDSHAKE = ("tests/unit/actors/channels/test_handshake.py",)
 _SHARES = ("tests/property/test_share_floor.py",)
 _CHOICE = ("tests/unit/planner/policies/test_preemption.py",)
 _MEMORY = ("tests/property/test_giving_way.py",)
+_DOOR, _LATER = "cluster/routing/door.py", "planner/policies/appointments.py"
+_TCP, _USER = "actors/channels/tcp.py", "planner/user/policy.py"
 _SHARE, _PREEMPTION = "planner/policies/share.py", "planner/policies/preemption.py"
+_LANES = ("tests/unit/actors/channels/test_tcp_lanes.py",)
+_DOORS = ("tests/unit/cluster/routing/test_door.py", "tests/unit/planner/policies/test_drain.py")
+_APPOINTMENTS = ("tests/unit/planner/policies/test_appointments.py",)
+_OWN = ("tests/unit/planner/user/test_policy.py",)
 _BLOCKS, _ROUTES = "actors/kv/block_manager.py", "planner/routing/router.py"
 _STATE, _SHAKES = "planner/routing/worker_state.py", "actors/channels/handshake.py"
 
@@ -361,15 +367,15 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "shares: to hold counts as service",
         _PREEMPTION,
-        "            self._holding = True\n            return None\n",
-        "            self._holding, self._be_waits = True, False\n            return None\n",
+        "            self._holding = True\n",
+        "            self._holding, self._be_waits = True, False\n",
         _SHARES,
     ),
     Bug(
         "shares: BE is held although it is owed",
         _PREEMPTION,
-        "if self._floor.is_owed or (",
-        "if (mine and self._floor.is_owed) or (",
+        "if first is not None and self._floor.is_owed:",
+        "if mine and first is not None and self._floor.is_owed:",
         _SHARES,
     ),
     Bug(
@@ -417,7 +423,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scheduler: BE gives way where no block would help",
         "actors/batching/scheduler.py",
-        "                and self._has_room(sequence, tokens, len(chunks))\n",
+        "            and self._has_room(sequence, tokens, len(chunks))\n",
         "",
         _MEMORY,
     ),
@@ -427,5 +433,82 @@ BUGS: tuple[Bug, ...] = (
         "self._cached_later or self._cached",
         "self._cached or self._cached_later",
         _BOOKS,
+    ),
+    Bug(
+        "lanes: a BE packet under way is finished first",
+        _TCP,
+        "next(lane for lane in lanes if lane)",
+        "next(lane for lane in reversed(lanes) if lane)",
+        _LANES,
+    ),
+    Bug(
+        "lanes: what commit has begun of a packet waits for its turn",
+        _TCP,
+        "                    self._send_whole(packet.begun)\n",
+        "",
+        _LANES,
+    ),
+    Bug(
+        "lanes: a packet may begin in another",
+        _TCP,
+        "        if before is not None:\n",
+        "        if False:\n",
+        _LANES,
+    ),
+    Bug(
+        "door: both classes have one queue",
+        _DOOR,
+        "{priority: _Half(slots, config) for priority in Priority}",
+        "dict.fromkeys(Priority, _Half(slots, config))",
+        _DOORS,
+    ),
+    Bug(
+        "door: BE may wait for what all the ranks can do",
+        _DOOR,
+        "            share, longest_s = config.be_share, config.be_max_wait_s\n",
+        "            share, longest_s = 1.0, config.be_max_wait_s\n",
+        _DOORS,
+    ),
+    Bug(
+        "door: all are told to come at the same time",
+        _DOOR,
+        "wait_s = retry_after_s(excess / PROMISED, rate)",
+        "wait_s = retry_after_s(half.tokens_each, rate)",
+        _DOORS,
+    ),
+    Bug(
+        "door: who comes when he was told is no better off than others",
+        _DOOR,
+        "0.0 if early_s == 0 else half",
+        "half",
+        _DOORS,
+    ),
+    Bug(
+        "door: one tenant's promises are before everybody",
+        _LATER,
+        "turns = min(mine, requests + 1)",
+        "turns = mine",
+        _APPOINTMENTS,
+    ),
+    Bug(
+        "user policy: a failure does not count",
+        _USER,
+        "        self.failures += 1\n",
+        "",
+        _OWN,
+    ),
+    Bug(
+        "user policy: what it gives is not looked at",
+        _USER,
+        "        if not self._is_one(given, result):\n",
+        "        if False:\n",
+        _OWN,
+    ),
+    Bug(
+        "user policy: it may let everything wait for ever",
+        _USER,
+        "        elif now_s - self._held_since_s > HELD_S:\n",
+        "        elif False:\n",
+        _OWN,
     ),
 )

@@ -24,9 +24,7 @@ from planner.policies.drain import BACKLOG, SHORTEST_S, DrainRate, retry_after_s
 
 JITTER = 0.1  # those who are refused together do not come back together
 PROMISED = 0.9  # of what drains: the rest takes up how unevenly they come
-NEARLY_IDLE = (
-    0.25  # of the longest wait or of the slots: with less ahead, promises count for nothing
-)
+NEARLY_IDLE = 0.25  # of the longest wait or the slots: with less ahead, promises do not count
 
 
 class Door:
@@ -42,13 +40,13 @@ class Door:
     def enter(self, submit: Submit) -> None:
         """Takes a slot for the first sequence of a request. Raises OverloadError."""
         half, now_s = self._halves[submit.priority], self._clock()
-        who = submit.caller.tenant, hash(tuple(submit.token_ids))
+        who = tenant, _ = submit.caller.tenant, hash(tuple(submit.token_ids))
         half.promises.forget_late(now_s)
-        early_s = half.promises.left_s(who, now_s)
+        early_s = half.promises.left_s(*who, now_s)
         limit = self._limit_tokens(submit.priority, now_s)
-        excess = 0.0 if early_s == 0 else half.excess_tokens(self._slots(), limit)
+        excess = 0.0 if early_s == 0 else half.excess_tokens(tenant, self._slots(), limit)
         if not excess and half.queue.enter(submit.caller):
-            half.promises.drop(who)
+            half.promises.drop(*who)
             self._count(submit, 1, patient=False)
             return
         wait_s = max(early_s or 0.0, SHORTEST_S)
@@ -57,7 +55,7 @@ class Door:
             rate = half.backlog.drain.per_second(now_s)
             wait_s = retry_after_s(excess / PROMISED, rate)
             wait_s *= random.uniform(1 - JITTER, 1 + JITTER)
-            half.promises.give(who, len(submit.token_ids), now_s, math.ceil(wait_s))
+            half.promises.give(*who, len(submit.token_ids), now_s, math.ceil(wait_s))
         raise self._refusal(submit.priority, wait_s, too_long=half.ahead_tokens > limit)
 
     async def wait(self, submit: Submit) -> None:
@@ -154,11 +152,12 @@ class _Half:
         """Of those that wait, on average."""
         return self.backlog.tokens / max(1, self.backlog.sequences)
 
-    def excess_tokens(self, slots: int, limit: float) -> float:
-        """By how much too much is ahead of somebody who comes now; 0: it is not too much."""
+    def excess_tokens(self, tenant: bytes, slots: int, limit: float) -> float:
+        """By how much too much is ahead of a tenant's newcomer; 0: it is not too much."""
         sequences, tokens = float(self.queue.taken), float(self.ahead_tokens)
         if max(sequences / slots, tokens / limit) > NEARLY_IDLE:
-            sequences += len(self.promises)
-            tokens += self.promises.amount
+            promised = self.promises.ahead_of(tenant)
+            sequences += promised.requests
+            tokens += promised.amount
         too_many = max(0.0, sequences + 1 - slots) * self.tokens_each
         return max(too_many, tokens - limit, 0.0)

@@ -272,7 +272,7 @@ class FrontProtocol(HttpToolsProtocol):
         queued = bytearray(4)
         try:
             fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
-        except OSError:  # closed
+        except (OSError, ValueError):  # closed: of a socket that is, the number is -1
             return 0
         return self.transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 

@@ -60,14 +60,14 @@ class Front:
 _numbers = itertools.count(1)
 
 
-def job(priority: Priority, tokens: int = 100) -> Submit:
+def job(priority: Priority, tokens: int = 100, tenant: bytes = b"") -> Submit:
     number = next(_numbers)
     return Submit(
         request_id=number,
         token_ids=[number, *range(1, tokens)],
         sampling=None,
         priority=priority,
-        caller=Caller(b"", number),
+        caller=Caller(tenant, number),
     )
 
 
@@ -101,6 +101,19 @@ def test_be_is_let_in_as_far_as_its_share_would_do_it_in_time() -> None:
     front.fill(200, BE)
     ahead = sum(len(each.token_ids) for each in front.waiting[BE])
     assert ahead == pytest.approx(50.0 * 0.1 * PER_SECOND, abs=200)
+
+
+def test_who_asks_a_thousand_times_and_never_comes_back_keeps_nobody_else_away() -> None:
+    front = Front(ls_max_wait_s=5.0)
+    front.fill(40, LS)
+    front.run(20)
+    front.fill(200, LS)  # as much as may wait
+    told = [front.enter(job(LS, tenant=b"many")) for _ in range(1000)]
+    assert told[-1] is not None
+    assert told[-1] > 60
+    other = front.enter(job(LS, tenant=b"one"))
+    assert other is not None
+    assert other <= 2, "he stands behind one of them"
 
 
 def test_later_sequences_of_a_large_request_keep_nobody_out() -> None:
