@@ -5,7 +5,7 @@
 
 A packet is cut into pieces, and each piece is of the first lane that has something to send: an LS
 packet waits for one piece of a BE packet, not for its megabytes (2 MB are 16 ms at 1 Gbit/s). The
-kernel holds no more than the line needs (line_depth.py): what it holds nobody can overtake.
+kernel holds no more than the line needs: `actors/channels/line_depth.py` says how much either is.
 
 Each link has a sender thread and a receiver thread, so that transfers go on while the owner
 computes. Small packets that find the line free are sent by `commit` itself: a thread's wake-up
@@ -41,7 +41,6 @@ from contracts.frames import BAD_FRAME
 from contracts.logs import event
 from contracts.requests import Priority
 
-PIECE_BYTES: Final = 128 << 10  # of a payload: about 1 ms at 1 Gbit/s
 DIRECT_BYTES: Final = 64 << 10  # payloads up to this size are tried at once, by the owner
 CHUNK_BYTES: Final = 256 << 10  # progress is noted at least this often
 _JOIN_S: Final = 5.0
@@ -91,8 +90,8 @@ class _Leaving:
     def is_over(self) -> bool:
         return not (self._body or self._unsent or self.begun)
 
-    def next_piece(self) -> list[memoryview]:
-        now, self._unsent = self._unsent[:PIECE_BYTES], self._unsent[PIECE_BYTES:]
+    def next_piece(self, most_bytes: int) -> list[memoryview]:
+        now, self._unsent = self._unsent[:most_bytes], self._unsent[most_bytes:]
         body, self._body = self._body, b""
         head = PIECE.pack(self.lane << _LANE_SHIFT | len(now), len(body)) + body
         return [memoryview(head), now] if now else [memoryview(head)]
@@ -158,7 +157,7 @@ class TcpLink(Link):
         self.sent_bytes += num_bytes
         reservation.tensors = ()
         if num_bytes <= DIRECT_BYTES and self._queued == self._sent:
-            packet.begun = self._send_some(packet.next_piece(), socket.MSG_DONTWAIT)
+            packet.begun = self._send_some(packet.next_piece(num_bytes), socket.MSG_DONTWAIT)
             if packet.is_over:
                 self._pool.give(packet.buffer)
                 return
@@ -199,8 +198,9 @@ class TcpLink(Link):
                     lanes[packet.lane].append(packet)
                 lane = next(lane for lane in lanes if lane)  # LS first
                 if not lane[0].is_over:
-                    self._send_whole(lane[0].next_piece())
-                    self._depth.sent(PIECE_BYTES)
+                    piece = lane[0].next_piece(self._depth.piece_bytes)
+                    self._depth.sent(sum(map(len, piece)))
+                    self._send_whole(piece)
                 if lane[0].is_over:
                     self._pool.give(lane.popleft().buffer)
                     self._sent += 1
