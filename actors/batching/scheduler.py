@@ -165,11 +165,13 @@ class Scheduler:
             running = sorted(running, key=attrgetter("last_batch"))
         goes_on = partial(self._go_on, chunks, room, forming)
         goes_on(sequence for sequence in running if not _is_prompt(sequence))
-        starts = form.starts and form.phase is not Phase.DECODE
+        most = 0 if form.phase is Phase.DECODE else form.starts
+        others_begun = True
         for priority in form.priorities:
             goes_on(s for s in running if _is_prompt(s) and s.priority is priority)
             room.hold_back(0)
-            starts = starts and self._admit(chunks, room, forming, priority)
+            if others_begun and most != 0:
+                others_begun = self._admit(chunks, room, forming, priority, most)
             room.hold_back(held_back)
 
     def _fill_as_named(
@@ -241,12 +243,17 @@ class Scheduler:
                 room.take(sequence.owner, chunk.stop - chunk.start)
 
     def _admit(
-        self, chunks: list[Chunk], room: BatchRoom, forming: BatchBlocks, priority: Priority
+        self,
+        chunks: list[Chunk],
+        room: BatchRoom,
+        forming: BatchBlocks,
+        priority: Priority,
+        most: int | None,
     ) -> bool:
-        """Whether all of that class that wait have begun, so that a lower one may."""
-        queue, started = self._waiting[priority], []
+        """Whether all of that class that wait have begun, so that a lower one may. most: begin."""
+        queue, started = self._waiting[priority], list[Sequence]()
         for sequence in queue.ahead(lambda s: not room.tokens_for(s.owner)):
-            if not self._starts(sequence, chunks, room, forming):
+            if len(started) == most or not self._starts(sequence, chunks, room, forming):
                 break  # nobody slips past a sequence whose turn it is
             started.append(sequence)
         for sequence in started:

@@ -2,12 +2,13 @@
 
     sender                                        receiver
     header ── TCP ──────────────────────────────> poll: allocate the exact sizes
-    send on the side stream, behind the           receive on the side stream; the consumer's
-    work that fills the tensors    ── NCCL ──>    current stream waits for it, the host does not
+    send on the lane's stream, behind the         receive on the lane's stream; whoever looks at
+    work that fills the tensors    ── NCCL ──>    the tensors has the current stream wait for it
 
-Each (pair, direction) has its own two-rank communicator and its own stream, so that no pair blocks
-another, and a receive is launched only when its send is under way. A receive that will never end
-(the peer died) is ended by `abort`; what it would have filled must not be used: `PeerLost` tells.
+Each (pair, direction, class) is a lane: a two-rank communicator and a stream, so that no pair
+blocks another, LS overtakes a BE packet that is under way, and nothing waits for BE before it is
+wanted. A receive is launched only when its send is under way. One that will never end (the peer
+died) is ended by `abort`; what it would have filled must not be used: `PeerLost` tells.
 
 Creating a communicator and its first transfer block until the peer does the same. Both happen while
 the link is joined, on both sides at once: afterwards no call of ours waits for the peer.
@@ -19,6 +20,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -33,15 +35,16 @@ from actors.channels.listener import listen_tcp
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.frames import BAD_FRAME
+from contracts.requests import Priority
 
 UniqueId = bytes | tuple[int, ...]  # of 128: bytes in cupy 14, a tuple of chars before
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    """Unique ids of the communicators, as this version of cupy gives and takes them."""
+    """Unique ids of the communicators by class, as this version of cupy gives and takes them."""
 
-    from_initiator: UniqueId
-    to_initiator: UniqueId
+    from_initiator: tuple[UniqueId, UniqueId]
+    to_initiator: tuple[UniqueId, UniqueId]
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -71,40 +74,54 @@ def transfer(
     return event
 
 
+class _Lane:
+    """One direction of one class."""
+
+    def __init__(self, nccl: Any, id_: UniqueId, rank: int, stream: torch.cuda.Stream) -> None:
+        """rank: ours, 0 or 1. Blocks until the peer does the same."""
+        self.communicator = nccl.NcclCommunicator(2, id_, rank)
+        self.stream = stream
+        self._nccl = nccl
+        self._peer = 1 - rank
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> torch.cuda.Event:
+        calls = [(self.communicator.send, self._peer, tensor) for tensor in tensors]
+        return transfer(self._nccl, self.stream, calls)
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> torch.cuda.Event:
+        calls = [(self.communicator.recv, self._peer, tensor) for tensor in tensors]
+        return transfer(self._nccl, self.stream, calls)
+
+
 class Lanes:
-    """The two communicators of one link, and their streams."""
+    """Of one link: by class, one for each direction."""
 
     def __init__(self, nccl: Any, offer: _Offer, *, initiator: bool, device: torch.device) -> None:
         """Blocks until the peer does the same: see `open_lanes`."""
-        self._nccl = nccl
-        self._rank = 0 if initiator else 1
-        ids = (offer.from_initiator, offer.to_initiator)
-        self._communicators = [nccl.NcclCommunicator(2, id_, self._rank) for id_ in ids]
-        self._out, self._in = self._communicators[:: 1 if initiator else -1]
-        self._out_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._in_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        nothing = torch.zeros(2, dtype=torch.uint8, device=device)  # the first transfer connects
-        for communicator in self._communicators:
-            outgoing = communicator is self._out
-            done = (self.send if outgoing else self.receive)([nothing[int(outgoing)]])
-            done.synchronize()
-
-    def send(self, tensors: Sequence[torch.Tensor]) -> torch.cuda.Event:
-        calls = [(self._out.send, 1 - self._rank, tensor) for tensor in tensors]
-        return transfer(self._nccl, self._out_stream, calls)
-
-    def receive(self, tensors: Sequence[torch.Tensor]) -> torch.cuda.Event:
-        calls = [(self._in.recv, 1 - self._rank, tensor) for tensor in tensors]
-        return transfer(self._nccl, self._in_stream, calls)
+        rank = 0 if initiator else 1
+        nothing = torch.zeros(1, dtype=torch.uint8, device=device)  # the first transfer connects
+        outgoing: list[_Lane] = []
+        incoming: list[_Lane] = []
+        for priority in Priority:  # in the same order on both sides
+            for ids, goes_out in (
+                (offer.from_initiator, initiator),
+                (offer.to_initiator, not initiator),
+            ):
+                first = -1 if priority is Priority.LS else 0
+                stream = torch.cuda.Stream(device, priority=first)  # type: ignore[no-untyped-call]
+                lane = _Lane(nccl, ids[priority], rank, stream)
+                (outgoing if goes_out else incoming).append(lane)
+                (lane.send if goes_out else lane.receive)([nothing]).synchronize()
+        self.outgoing, self.incoming = tuple(outgoing), tuple(incoming)
 
     def check(self) -> None:
         """Raises NcclError if a transfer failed on the device."""
-        for communicator in self._communicators:
-            communicator.check_async_error()
+        for lane in (*self.outgoing, *self.incoming):
+            lane.communicator.check_async_error()
 
     def abort(self) -> None:
-        for communicator in self._communicators:
-            communicator.abort()
+        for lane in (*self.outgoing, *self.incoming):
+            lane.communicator.abort()
 
 
 def open_lanes(make: Callable[[], Lanes], peer: str, deadline_s: float) -> Lanes:
@@ -144,7 +161,9 @@ class NcclLink(FrameLink):
         super().__init__(joint, clock, _decode)
         self._lanes = lanes
         self._device = device
-        self._sending: deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = deque()
+        self._sending: tuple[deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]], ...] = tuple(
+            deque() for _ in Priority
+        )
 
     def reserve(self, parts: Sequence[Part]) -> Sent:
         self._let_go()
@@ -156,7 +175,8 @@ class NcclLink(FrameLink):
         self._header_link.send(encode(_Frame(header, reservation.parts)))
         tensors, reservation.tensors = reservation.tensors, ()
         try:
-            self._sending.append((self._lanes.send(tensors), tensors))
+            sent = self._lanes.outgoing[header.priority].send(tensors)
+            self._sending[header.priority].append((sent, tensors))
         except RuntimeError as error:
             raise PeerError(f"{self.peer}: NCCL send failed: {error}", self.peer) from None
         self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
@@ -171,24 +191,32 @@ class NcclLink(FrameLink):
     def close(self) -> None:
         super().close()
         self._lanes.abort()
-        self._sending.clear()
+        for sending in self._sending:
+            sending.clear()
 
     def _take(self, message: _Frame) -> Packet:
         tensors = self._empty(message.parts)
+        lane = self._lanes.incoming[message.header.priority]
         try:
-            done = self._lanes.receive(tensors)
+            done = lane.receive(tensors)
         except RuntimeError as error:
             raise PeerError(f"{self.peer}: NCCL receive failed: {error}", self.peer) from None
-        torch.cuda.current_stream(self._device).wait_event(done)
+        for tensor in tensors:
+            tensor.record_stream(lane.stream)  # it may be let go of before anybody waits for it
         self.received_bytes += sum(tensor.nbytes for tensor in tensors)
-        return Packet(self.peer, message.header, tensors, self._clock(), None)
+        wait = partial(self._wait, done)
+        return Packet(self.peer, message.header, tensors, self._clock(), None, wait)
+
+    def _wait(self, done: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(done)
 
     def _empty(self, parts: Sequence[Part]) -> list[torch.Tensor]:
         return [torch.empty(p.shape, dtype=p.torch_dtype, device=self._device) for p in parts]
 
     def _let_go(self) -> None:
-        while self._sending and self._sending[0][0].query():  # type: ignore[no-untyped-call]
-            self._sending.popleft()
+        for sending in self._sending:
+            while sending and sending[0][0].query():  # type: ignore[no-untyped-call]
+                sending.popleft()
 
 
 class NcclEndpoint(BaseEndpoint):
@@ -201,7 +229,8 @@ class NcclEndpoint(BaseEndpoint):
 
     def _offer(self) -> bytes:
         nccl = require_nccl()
-        return msgspec.msgpack.encode(_Offer(nccl.get_unique_id(), nccl.get_unique_id()))
+        ids = [nccl.get_unique_id() for _ in range(4)]
+        return msgspec.msgpack.encode(_Offer((ids[0], ids[1]), (ids[2], ids[3])))
 
     def _join(self, joint: Joint) -> Link:
         try:

@@ -215,7 +215,7 @@ class ExpertServer:
         waiting = self._queues.pop(key)
         tokens, count = 0, 0
         for packet in waiting:
-            tokens += packet.tensors[0].shape[0]
+            tokens += packet.rows
             if count and tokens > self._max_merge_tokens:
                 break
             count += 1

@@ -59,6 +59,7 @@ class HttpGenerator:
     ) -> None:
         outcome.sent_s = monotonic_s() - start_s
         times: list[float] = []
+        is_whole = False
         try:
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
@@ -68,11 +69,14 @@ class HttpGenerator:
                     await response.aread()
                     return
                 async for line in response.aiter_lines():
+                    is_whole = is_whole or line == "data: [DONE]"
                     if line.startswith("data: {"):
                         if '"error"' in line:
                             outcome.error = line[:200]
                         times.append(monotonic_s() - start_s)
         except httpx.HTTPError as error:
             outcome.error = type(error).__name__
+        if not is_whole and not outcome.error:
+            outcome.error = "the answer has no end"
         outcome.end_s = monotonic_s() - start_s
         outcome.tokens_s = times

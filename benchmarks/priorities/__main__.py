@@ -3,11 +3,14 @@
     python -m benchmarks.priorities mix --rounds 4 --seconds 30      (about 25 minutes)
     python -m benchmarks.priorities mix --only ours --seconds 10 --rounds 1
     python -m benchmarks.priorities paper --rounds 1 --seconds 60
+    python -m benchmarks.priorities http --seconds 600 --trace AzureLLMInferenceTrace_conv_2023.csv
 
 mix: 16 BE prompts of 512 tokens always open; LS of 64 tokens, 1 or 50 generated, at random.
 paper: chats of both classes at fractions of the capacity of continuous batching.
 one_class: what preemption costs where there is nothing to preempt.
 starvation: LS at three times the capacity, for a minute, and what BE gets.
+bulk: rows of a bulk job, and LS requests of one pass, on a prefill worker and on the other ranks.
+http: a trace at 1.5 times the capacity of `tandem serve`, whose refused clients come again.
 """
 
 from __future__ import annotations
@@ -17,9 +20,16 @@ import asyncio
 from pathlib import Path
 
 from benchmarks.harness import record
-from benchmarks.priorities import group, mix, one_class, paper, starvation
+from benchmarks.priorities import bulk, group, mix, one_class, over_http, paper, starvation
 
-PARTS = {"mix": mix, "paper": paper, "one_class": one_class, "starvation": starvation}
+PARTS = {
+    "mix": mix,
+    "paper": paper,
+    "one_class": one_class,
+    "starvation": starvation,
+    "bulk": bulk,
+    "http": over_http,
+}
 
 
 def main() -> None:
@@ -39,6 +49,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--load", default="", help="mix: this load alone, as '1 out, 2/s'")
     parser.add_argument("--budgets", type=int, nargs="*", default=list(mix.BUDGETS))
+    parser.add_argument("--trace", type=Path, help="http: a CSV of the Azure LLM inference traces")
     parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
     options = parser.parse_args()
     part = PARTS[options.part]

@@ -43,7 +43,7 @@ VOCABULARY = MEDIUM["vocab_size"]
 
 class Variant(NamedTuple):
     """batching: a baseline's name; "": as configured. classless: all requests are of one class for
-    the rank. ls, be: whether those come."""
+    the rank. ls, be: whether those come. prefill: on one prefill worker, and no other rank."""
 
     name: str
     overrides: Sequence[str] = ()
@@ -51,6 +51,7 @@ class Variant(NamedTuple):
     classless: bool = False
     ls: bool = True
     be: bool = True
+    prefill: bool = False
 
 
 class Group:
@@ -61,10 +62,12 @@ class Group:
         common = [f"kv.pool_tokens={POOL_TOKENS}", "kv.prefix_cache=false", f"model.dtype={dtype}"]
         overrides = [*common, *variant.overrides]
         config = load_config(None, overrides)
-        placements = contiguous_placements(str(folder), expert_ranks=1, prefill_ranks=0)
+        ranks = {"prefill_ranks": 1} if variant.prefill else {"expert_ranks": 1}
+        placements = contiguous_placements(str(folder), **ranks)
         formation = Formation(config, str(folder), _TOKEN, 1, "shm", placements=placements)
         seat = [Seat("cpu", "127.0.0.1", 1)]
-        specs = make_specs(formation, seat, seat)
+        seats = ((), (), (), seat) if variant.prefill else (seat, seat)
+        specs = make_specs(formation, *seats)
         os.environ[ENVIRONMENT] = variant.batching
         self.processes = [RankProcess(s.name, module="benchmarks.policy_rank") for s in specs]
         self._ready = form_group(specs, self.processes, timeout_s=_READY_S)

@@ -16,7 +16,7 @@ def run_to_completion(view: BatchingView) -> Iterable[Form]:
     says there)."""
     if view.in_flight:
         return ()
-    return (Form(starts=False),) if view.running else (ALL,)
+    return (Form(starts=0),) if view.running else (ALL,)
 
 
 iteration_level = one_at_a_time

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from contracts.requests import Priority
+
+BEST_EFFORT_STARTS: Final = 32  # prompts; to begin one takes about 75 us, in which LS waits
 
 
 class Phase(enum.IntEnum):
@@ -19,12 +21,12 @@ class Phase(enum.IntEnum):
 
 class Form(NamedTuple):
     """What a batch is made of: sequences of these classes, the first one's before the others', in
-    that phase (None: any). starts: those that wait may begin. keys: of those sequences, in that
-    order (None: of all)."""
+    that phase (None: any). starts: at most so many begin of those that wait in a class (None: as
+    many as fit). keys: of those sequences, in that order (None: of all)."""
 
     priorities: tuple[Priority, ...] = tuple(Priority)
     phase: Phase | None = None
-    starts: bool = True
+    starts: int | None = None
     keys: tuple[Hashable, ...] | None = None
 
 
@@ -129,7 +131,8 @@ def by_class(view: BatchingView) -> Iterable[Form]:
     Section 3). While there is one class only nothing would go first: one at a time, mixed, since
     then each expert's weights are read once.
 
-    BE's batch is of both phases all the same: no time is due in it.
+    BE's batch is of both phases all the same: no time is due in it. Nothing goes first while it is
+    formed, so few prompts begin in one.
     """
     if not (view.count(Priority.LS) and view.count(Priority.BE)):
         return one_at_a_time(view)
@@ -140,7 +143,7 @@ def by_class(view: BatchingView) -> Iterable[Form]:
         if (Priority.LS, phase) not in live and (Priority.LS, None) not in live
     ]
     if all(priority is not Priority.BE for priority, _ in live):
-        forms.append(Form((Priority.BE,)))
+        forms.append(Form((Priority.BE,), starts=BEST_EFFORT_STARTS))
     return forms
 
 

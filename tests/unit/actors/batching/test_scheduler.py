@@ -633,9 +633,19 @@ def test_a_batch_that_runs_to_its_completion_lets_nobody_join() -> None:
     simulation.scheduler.complete(first)
     first.chunks[0].sequence.token_ids.append(7)
     simulation.add([4, 5])
-    alone = simulation.scheduler.next_batch(Form(starts=False))
+    alone = simulation.scheduler.next_batch(Form(starts=0))
     assert alone is not None
     assert len(alone.chunks) == 1
+
+
+def test_as_many_begin_as_the_form_says_and_the_others_in_the_next_batch() -> None:
+    simulation = Simulation(max_batch_tokens=64, max_batch_sequences=16)
+    for number in range(5):
+        simulation.add([10 * number, 1], priority=Priority.BE)
+    for begun in (2, 2, 1):
+        batch = simulation.scheduler.next_batch(Form((Priority.BE,), starts=2))
+        assert batch is not None
+        assert len(batch.chunks) == begun
 
 
 def test_a_batch_of_named_sequences_has_those_in_that_order_as_far_as_they_fit() -> None:

@@ -27,6 +27,7 @@ from actors.channels.segments import FLAG_BYTES
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, PeerDeadError, PeerHungError
+from contracts.requests import Priority
 from tests.support.channels_support import (
     TOKEN,
     first_packet,
@@ -44,7 +45,8 @@ class FakeStream:
     cuda_stream = 7
     device = torch.device("cpu")
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, priority: int = 0) -> None:
+        self.priority = priority
         self.waited: list[object] = []
 
     def wait_event(self, event: object) -> None:
@@ -90,6 +92,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     yield
     FakeEvent.made.clear()
     FakeEvent.reached = True
@@ -265,7 +268,36 @@ def test_nccl_packets_cross_in_exact_sizes(fake_nccl: FakeNccl) -> None:
                 assert [raw_bytes(t) for t in packet.tensors] == [raw_bytes(t) for t in sent]
                 packet.release()
         assert left.bytes_moved() == right.bytes_moved()
-    assert fake_nccl.aborted == 4
+    assert fake_nccl.aborted == 8
+
+
+def test_nothing_waits_for_a_best_effort_packet_before_it_is_looked_at(
+    fake_nccl: FakeNccl,
+) -> None:
+    """Else the LS packet behind it would wait for it on the device."""
+    with pair_of(NcclEndpoint) as (left, right):
+        STREAM.waited.clear()
+        for number, priority in enumerate((Priority.BE, Priority.LS)):
+            send(left, "right", payload(number), header(number, priority=priority))
+        be, ls = wait_for(right, Packet, 2)
+        assert (be.rows, ls.rows) == (33, 33)
+        assert not STREAM.waited
+        for packet in (ls, be):
+            waited = len(STREAM.waited)
+            sent = [raw_bytes(t) for t in payload(packet.header.batch)]
+            assert [raw_bytes(t) for t in packet.tensors] == sent
+            assert [raw_bytes(t) for t in packet.tensors] == sent
+            assert len(STREAM.waited) == waited + 1
+            packet.release()
+
+
+def test_each_class_has_a_communicator_and_a_stream_of_its_own(fake_nccl: FakeNccl) -> None:
+    with pair_of(NcclEndpoint) as (left, right):
+        for end, peer in ((left, "right"), (right, "left")):
+            lanes = end._links[peer]._lanes  # type: ignore[attr-defined]
+            for pair in (lanes.outgoing, lanes.incoming):
+                assert [lane.stream.priority for lane in pair] == [-1, 0]
+        assert len(fake_nccl.queues) == 4
 
 
 def test_nccl_memory_is_kept_until_it_was_sent(fake_nccl: FakeNccl) -> None:
@@ -274,7 +306,7 @@ def test_nccl_memory_is_kept_until_it_was_sent(fake_nccl: FakeNccl) -> None:
         for number in range(3):
             send(left, "right", payload(number), header(number))
         wait_for(right, Packet, 3)
-        sending = left._links["right"]._sending  # type: ignore[attr-defined]
+        sending = left._links["right"]._sending[Priority.LS]  # type: ignore[attr-defined]
         assert len(sending) == 3
         FakeEvent.reached = True
         left.reserve("right", [Part("int8", (1,))])
@@ -294,10 +326,10 @@ def test_an_nccl_failure_on_the_device_is_a_lost_peer(fake_nccl: FakeNccl) -> No
 def test_a_lost_peer_aborts_its_communicators(fake_nccl: FakeNccl) -> None:
     with pair_of(NcclEndpoint) as (left, right):
         left.close()
-        assert fake_nccl.aborted == 2
+        assert fake_nccl.aborted == 4
         lost = wait_for(right, PeerLost)[0]
         assert isinstance(lost.error, PeerDeadError)
-        assert fake_nccl.aborted == 4
+        assert fake_nccl.aborted == 8
 
 
 def test_a_communicator_that_does_not_come_up_is_an_error_with_the_peers_name() -> None:

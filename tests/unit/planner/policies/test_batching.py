@@ -9,6 +9,7 @@ import pytest
 from contracts.requests import Priority
 from planner.policies.batching import (
     ALL,
+    BEST_EFFORT_STARTS,
     Form,
     LiveBatch,
     Phase,
@@ -68,7 +69,7 @@ def test_another_batch_joins_while_none_has_gone_far(left: tuple[int, ...], form
 
 
 LS_DECODES, LS_PROMPTS = (Form((Priority.LS,), phase) for phase in (Phase.DECODE, Phase.PREFILL))
-BE_OF_ANY = Form((Priority.BE,))
+BE_OF_ANY = Form((Priority.BE,), starts=BEST_EFFORT_STARTS)
 
 
 class Classes(NamedTuple):

@@ -1,0 +1,83 @@
+"""Bulk rows beside LS requests whose answer is one pass: on a prefill worker, and on an attention
+and an expert rank alone. Bulk's part is of what LS leaves: of its rate alone, less LS's tokens."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.load.arrivals import Lengths, always, poisson
+from benchmarks.load.on_rank import Endless
+from benchmarks.load.outcome import mean
+from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant
+from benchmarks.random_checkpoint import write_random_checkpoint
+
+ROWS = (Endless(32, Lengths(256, 1)),)
+LS_TOKENS, LS_PER_S = 64, 2.0
+WARM_S = 4.0
+PLACES = ("prefill worker", "attention and expert rank")
+LOADS = {"idle": {"be": False}, "bulk alone": {"ls": False}, "both": {}}
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+        path = write_random_checkpoint(Path(folder) / "model", MODELS[options.model])
+        groups = {
+            place: Group(path, Variant(place, prefill=place == PLACES[0]), options.dtype)
+            for place in PLACES
+        }
+        for group in groups.values():
+            await group.join()
+        samples: dict[str, Any] = {}
+        for number in range(options.rounds + 1):  # the first one warms up
+            seconds = options.seconds if number else WARM_S
+            arrivals = poisson(
+                LS_PER_S, seconds, always(LS_TOKENS, 1), 1.0, random.Random(100 + number)
+            )
+            for place, group in groups.items():
+                for load in LOADS if number % 2 else reversed(LOADS):
+                    group.variant = group.variant._replace(
+                        **{"ls": True, "be": True, **LOADS[load]}
+                    )
+                    measured, _ = await group.measure(arrivals, seconds, VOCABULARY, number, ROWS)
+                    if number:
+                        samples.setdefault(f"{place} | {load}", []).append(measured)
+                        print(number, place, load, _short(measured), flush=True)
+        for group in groups.values():
+            await group.close()
+        return samples
+
+
+def _short(measured: dict[str, Any]) -> str:
+    ls = measured["ls"]
+    return (
+        f"LS {ls['ttft_ms']:.0f}/{ls['ttft_p99_ms']:.0f} ms, bulk"
+        f" {measured['be_tokens_per_s']:.0f} tokens/s"
+    )
+
+
+def summary(samples: dict[str, Any]) -> dict[str, Any]:
+    """Round by round, then the mean of the ratios."""
+    found = {}
+    for place in PLACES:
+        if f"{place} | both" not in samples:
+            continue
+        idle, alone, both = (samples[f"{place} | {load}"] for load in LOADS)
+        rounds = list(zip(idle, alone, both, strict=True))
+        means, p99s = (
+            [b["ls"][key] / i["ls"][key] for i, _, b in rounds]
+            for key in ("ttft_ms", "ttft_p99_ms")
+        )
+        kept = [
+            b["be_tokens_per_s"] / (a["be_tokens_per_s"] - LS_TOKENS * b["ls"]["jobs_per_s"])
+            for _, a, b in rounds
+        ]
+        found[place] = {
+            "ls_mean_of_idle": round(mean(means), 2),
+            "ls_p99_of_idle": round(mean(p99s), 2),
+            "bulk_of_what_ls_leaves": round(mean(kept), 3),
+        }
+    return found
