@@ -19,7 +19,7 @@ ROWS = (Endless(32, Lengths(256, 1)),)
 LS_TOKENS, LS_PER_S = 64, 2.0
 WARM_S = 4.0
 PLACES = ("prefill worker", "attention and expert rank")
-LOADS = {"idle": {"be": False}, "bulk alone": {"ls": False}, "both": {}}
+LOADS = {"idle": (True, False), "bulk alone": (False, True), "both": (True, True)}  # LS, bulk
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -39,9 +39,8 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             )
             for place, group in groups.items():
                 for load in LOADS if number % 2 else reversed(LOADS):
-                    group.variant = group.variant._replace(
-                        **{"ls": True, "be": True, **LOADS[load]}
-                    )
+                    ls, be = LOADS[load]
+                    group.variant = group.variant._replace(ls=ls, be=be)
                     measured, _ = await group.measure(arrivals, seconds, VOCABULARY, number, ROWS)
                     if number:
                         samples.setdefault(f"{place} | {load}", []).append(measured)
