@@ -1,0 +1,125 @@
+"""The load generator: arrivals, and over HTTP nobody waits for an answer to send the next."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.load.arrivals import (
+    Arrival,
+    Lengths,
+    always,
+    azure_rows,
+    fitted,
+    from_trace,
+    like_chats,
+    poisson,
+)
+from benchmarks.load.on_http import HttpGenerator
+from benchmarks.load.outcome import Outcome, figures, percentile
+from benchmarks.priorities.group import blocking
+from contracts.requests import Priority
+from tests.support.api_harness import MODEL, serve_api
+from tests.support.fake_rank import FakeRank
+from tests.support.tiny_tokenizer import write_byte_level
+
+LS, BE = Priority.LS, Priority.BE
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_poisson_arrivals_have_the_rate_and_the_part_that_were_asked_for() -> None:
+    arrivals = poisson(20.0, 500.0, like_chats(), 0.2, random.Random(1))
+    assert len(arrivals) == pytest.approx(10_000, rel=0.05)
+    assert sum(a.priority is LS for a in arrivals) == pytest.approx(2_000, rel=0.1)
+    times = [a.at_s for a in arrivals]
+    assert times == sorted(times)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.1)
+    assert not poisson(0.0, 10.0, always(1, 1), 1.0, random.Random(1))
+
+
+def test_a_trace_keeps_its_pattern_at_another_rate_and_size(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,400,40\n"
+        "2023-11-16 18:15:47.6805900,20,0\n"
+        "2023-11-16 18:15:50.6805900,1000,70\n"
+    )
+    rows = azure_rows(path)
+    assert [at_s for at_s, _ in rows] == pytest.approx([0, 1, 4])
+    arrivals = from_trace(fitted(rows, seconds=8.0, rate=3 / 8, divisor=10), ls=1.0, seed=1)
+    assert [a.at_s for a in arrivals] == pytest.approx([0, 2, 8])
+    assert [a.lengths for a in arrivals] == [Lengths(40, 4), Lengths(4, 1), Lengths(100, 7)]
+
+
+def test_figures_count_from_when_a_request_was_to_come() -> None:
+    arrival = Arrival(1.0, LS, Lengths(8, 3))
+    late = Outcome(arrival, sent_s=1.5, tokens_s=[2.0, 2.25, 2.75], end_s=3.0)
+    refused = Outcome(arrival, error="429", retry_s=4.0)
+    of_be = Outcome(arrival._replace(priority=BE))
+    found = figures([late, refused, of_be], LS, seconds=10.0)
+    assert (found["requests"], found["failed"]) == (2, 1)
+    assert found["ttft_ms"] == found["ttft_p99_ms"] == pytest.approx(1000)
+    assert found["tbt_ms"] == pytest.approx(375)
+    assert found["turnaround_s"] == pytest.approx(2)
+    assert found["jobs_per_s"] == pytest.approx(0.1)
+
+
+def test_a_percentile_is_a_value_that_occurred() -> None:
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile(list(range(100)), 0.99) == 98
+    assert math.isnan(percentile([], 0.5))
+
+
+def test_blocking_is_read_from_what_happened_between_two_scrapes() -> None:
+    def scrape(*counts: int, seconds: float) -> str:
+        name = "tandem_preemption_blocking_seconds"
+        ends = ("0.001", "0.01", "+Inf")
+        lines = [
+            f'{name}_bucket{{le="{end}",rank="a"}} {count}.0'
+            for end, count in zip(ends, counts, strict=True)
+        ]
+        return "\n".join([*lines, f"{name}_sum {seconds}", f"{name}_count {counts[-1]}.0"])
+
+    found = blocking(scrape(1, 1, 2, seconds=5.0), scrape(4, 5, 6, seconds=5.02))
+    assert found == {"waits": 4, "mean_ms": pytest.approx(5), "longest_below_ms": 10}
+
+
+def test_requests_are_sent_when_they_are_due_and_a_refused_client_comes_again_once(
+    folder: Path,
+) -> None:
+    """The rank answers nothing, and two may wait: the first two do, and hold up nobody."""
+    rank = FakeRank("attention-0", lambda submit: [60])
+    rank.hold_after = 0
+    outcomes = [Outcome(Arrival(0.1 * number, LS, Lengths(4, 1))) for number in range(4)]
+    with serve_api(folder, [rank], max_waiting=2) as api:
+        generator = HttpGenerator(api.url, MODEL, 1, comes_back=True)
+        asyncio.run(generator.run(outcomes, timeout_s=4.0))
+    assert all(0 <= each.sent_s - each.arrival.at_s < 3 for each in outcomes)
+    assert [each.error for each in outcomes] == ["ReadTimeout", "ReadTimeout", "429", "429"]
+    assert all(each.retry_s for each in outcomes[2:])
+    assert [each.error for each in generator.again] == ["429", "429"]
+
+
+def test_an_answer_without_its_end_is_an_error(folder: Path) -> None:
+    rank = FakeRank("attention-0", lambda submit: [60])
+    whole, lost = (Outcome(Arrival(0.0, LS, Lengths(4, 1))) for _ in range(2))
+    with serve_api(folder, [rank]) as api:
+        generator = HttpGenerator(api.url, MODEL, 1)
+        asyncio.run(generator.run([whole], timeout_s=20.0))
+        rank.fail_with = "lost", "peer_dead", 503
+        asyncio.run(generator.run([lost], timeout_s=20.0))
+    assert whole.error == ""
+    assert whole.end_s >= whole.tokens_s[0] >= whole.sent_s
+    assert lost.error
