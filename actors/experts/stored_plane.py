@@ -1,8 +1,8 @@
 """Experts here, with the weights of a store: resident, or a layer ahead of the compute.
 
 Where a layer's copy is slower than the compute, the micro-batches in flight that have come to it
-wait for one copy, and others attend meanwhile. On a GPU a layer is only queued: the host is some
-layers ahead, and spans are the host's.
+wait for one copy, and others attend meanwhile. On a GPU a layer is only queued: the host is a
+layer ahead, and spans are the host's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from models.experts.expert_store import ExpertStore
 from models.experts.moe import expert_sum_steps
 from models.experts.router import Routed
 
-_LAYERS_AHEAD = 3
+_LAYERS_AHEAD = 1  # on a GPU; what is queued there nobody overtakes
 
 
 class StoredPending:

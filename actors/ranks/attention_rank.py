@@ -8,6 +8,7 @@ from __future__ import annotations
 from actors.batching.due_times import DueTimes
 from actors.batching.finisher import Finisher
 from actors.batching.observer import Observer, Serving
+from actors.batching.patience import Patience
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.channels.base import Endpoint
@@ -35,7 +36,7 @@ from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
 from planner.findep.orders import by_plan
 from planner.placement.slots import ExpertPlacement, check_fits
-from planner.policies.batching import BatchingPolicy, by_class, one_at_a_time
+from planner.policies.batching import BatchingPolicy, one_at_a_time, patient
 
 WARM_UP_IDS = list(range(64))  # enough for two micro-batches, and for many experts
 WARM_UP = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -72,7 +73,8 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)
 
     priorities = Priorities(config.priority, telemetry, spec.name)
-    by_default = by_class if config.priority.preempt else one_at_a_time
+    due_times, patience = DueTimes(config.priority, monotonic_s), Patience(scheduler, monotonic_s)
+    by_default = patient(patience.left_s) if config.priority.preempt else one_at_a_time
 
     def close() -> None:
         try:
@@ -91,7 +93,7 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
         watch,
         plan_of=planning.choose,
         close=close,
-        observers=[planning, WarmUp(unusable(spec, half)), DueTimes(config.priority, monotonic_s)],
+        observers=[planning, WarmUp(unusable(spec, half)), due_times, patience],
         batching=batching or priorities.batching(by_default),
     )
     links = Links(lambda addresses: _connect(endpoint, addresses), planning.join, planning.pin)

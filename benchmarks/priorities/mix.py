@@ -19,6 +19,7 @@ LOADS = {"1 out, 2/s": (2.0, 1), "50 out, 1/s": (1.0, 50)}
 BUDGETS = (256, 512, 1024, 2048, 4096)
 OURS = Variant("ours", ["schedule.max_batch_tokens=4096"])
 AT_ONCE = Variant("ours, ls_ttft_s=0", [*OURS.overrides, "priority.ls_ttft_s=0"])
+EAGER = Variant("ours, ls_tbt_s=0.02", [*OURS.overrides, "priority.ls_tbt_s=0.02"])
 WARM_S = 4.0
 
 
@@ -30,6 +31,7 @@ def variants(budgets: list[int]) -> list[Variant]:
         Variant("BE alone, off", [*off, *OURS.overrides], ls=False),
         OURS,
         AT_ONCE,
+        EAGER,
         Variant("iteration FCFS 4096", [*off, *OURS.overrides], classless=True),
         *(
             Variant(f"iteration priority {budget}", [*off, f"schedule.max_batch_tokens={budget}"])

@@ -102,6 +102,7 @@ BatchingPolicy = Callable[[BatchingView], Iterable[Form]]
 was formed, and when anything has come, gone or ended."""
 
 ALL = Form()
+LS_DECODES = Form((Priority.LS,), Phase.DECODE)
 
 
 def one_at_a_time(view: BatchingView) -> Iterable[Form]:
@@ -145,6 +146,21 @@ def by_class(view: BatchingView) -> Iterable[Form]:
     if all(priority is not Priority.BE for priority, _ in live):
         forms.append(Form((Priority.BE,), starts=BEST_EFFORT_STARTS))
     return forms
+
+
+def patient(left_s: Callable[[], float]) -> BatchingPolicy:
+    """`by_class`, but while BE runs LS decodes are not formed before their due times want it.
+
+    left_s: for how long those that are idle can still wait.
+    """
+
+    def policy(view: BatchingView) -> Iterable[Form]:
+        forms = by_class(view)
+        if all(batch.priority is not Priority.BE for batch in view.live) or left_s() <= 0:
+            return forms
+        return [form for form in forms if form != LS_DECODES]
+
+    return policy
 
 
 def where_it_pays(copy_s: Callable[[], float], be_share: float) -> BatchingPolicy:

@@ -18,6 +18,7 @@ from planner.policies.batching import (
     by_class,
     joining,
     one_at_a_time,
+    patient,
     where_it_pays,
 )
 
@@ -127,6 +128,21 @@ def test_of_two_classes_what_is_not_live_is_formed_and_be_last(
     running: tuple[LiveBatch, ...], forms: list[Form]
 ) -> None:
     assert list(by_class(Classes(2, 2, running))) == forms
+
+
+@pytest.mark.parametrize(
+    ("running", "left_s", "forms"),
+    [
+        ((live(Priority.BE),), 0.05, [LS_PROMPTS]),
+        ((live(Priority.BE),), -0.01, [LS_DECODES, LS_PROMPTS]),
+        ((), 0.05, [LS_DECODES, LS_PROMPTS, BE_OF_ANY]),  # the ranks have nothing else to do
+        ((live(Priority.LS, Phase.PREFILL),), 0.05, [LS_DECODES, BE_OF_ANY]),
+    ],
+)
+def test_while_be_runs_ls_decodes_wait_for_one_another_as_long_as_they_are_in_time(
+    running: tuple[LiveBatch, ...], left_s: float, forms: list[Form]
+) -> None:
+    assert list(patient(lambda: left_s)(Classes(2, 2, running))) == forms
 
 
 def best_effort(ran_s: float, age_s: float, left_s: float) -> LiveBatch:

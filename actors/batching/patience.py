@@ -1,0 +1,65 @@
+"""For how long LS decodes can wait for one another while BE work runs.
+
+What a pass over a few tokens takes from BE is much the same as one over many: it goes through every
+layer of both groups. So while BE runs, a decode of LS begins when its tokens' due time wants it
+(`priority.ls_tbt_s`), and not before: whoever else's is done meanwhile rides along.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from actors.batching.observer import Observer
+from actors.batching.scheduled_batch import ScheduledBatch
+from actors.batching.scheduler import Scheduler
+from actors.batching.sequence import Sequence
+from contracts.clock import Clock
+from contracts.requests import Priority
+from planner.policies.batching import Phase
+
+PASSES: Final = 2.0  # so many of the time that a pass takes are left for it
+_KEPT: Final = 0.9  # of a longest time, batch by batch: what was once slow is forgotten
+
+
+class Patience(Observer):
+    """An attention rank's."""
+
+    def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
+        self._scheduler, self._clock = scheduler, clock
+        self._formed_s: dict[int, float] = {}
+        self._pass_s = math.inf  # of LS decodes, about the longest of late; inf: none has run
+        self._again_s = math.inf  # when somebody who waits must be asked for again
+
+    def left_s(self) -> float:
+        """For how long all LS decodes that are in no batch can still wait; <= 0: not at all. inf:
+        there are none."""
+        due_s = min(map(_due_s, self._scheduler.sequences), default=math.inf)
+        if due_s == math.inf:
+            return math.inf
+        begin_s, now_s = due_s - PASSES * self._pass_s, self._clock()
+        self._again_s = begin_s if begin_s > now_s else math.inf
+        return begin_s - now_s
+
+    def stepped(self) -> None:
+        if self._clock() >= self._again_s:
+            self._again_s = math.inf
+            self._scheduler.changes += 1
+
+    def formed(self, batch: ScheduledBatch) -> None:
+        if batch.priority is Priority.LS and batch.phase is Phase.DECODE:
+            self._formed_s[batch.number] = self._clock()
+
+    def completed(self, batch: ScheduledBatch) -> None:
+        formed_s = self._formed_s.pop(batch.number, None)
+        if formed_s is not None:
+            kept_s = 0.0 if self._pass_s == math.inf else _KEPT * self._pass_s
+            self._pass_s = max(self._clock() - formed_s, kept_s)
+
+    def dropped(self, batch: ScheduledBatch) -> None:
+        self._formed_s.pop(batch.number, None)
+
+
+def _due_s(sequence: Sequence) -> float:
+    idle = not (sequence.in_flight or sequence.done) and sequence.phase is Phase.DECODE
+    return sequence.due_s if idle else math.inf

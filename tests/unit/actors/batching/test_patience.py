@@ -1,0 +1,99 @@
+"""LS decodes wait for one another while BE runs, as long as they are in time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from actors.batching.patience import PASSES, Patience
+from actors.batching.scheduled_batch import ScheduledBatch
+from actors.batching.scheduler import Scheduler
+from actors.batching.sequence import Sequence
+from actors.kv.block_manager import BlockManager
+from contracts.clock import ManualClock
+from contracts.config import ScheduleConfig
+from contracts.messages import Submit
+from contracts.requests import Priority, Sampling
+from planner.policies.batching import LS_DECODES
+
+LS = Priority.LS
+
+
+class Rank:
+    """A scheduler with LS sequences that have their first token, and who is patient with them."""
+
+    def __init__(self, count: int) -> None:
+        self.clock = ManualClock(100.0)
+        self.scheduler = Scheduler(ScheduleConfig(), BlockManager(64))
+        self.patience = Patience(self.scheduler, self.clock)
+        for number in range(count):
+            self.scheduler.add(Sequence((0, number), submit(number), 16))
+        first = self.scheduler.next_batch()
+        assert first is not None
+        self.end(first)
+
+    def run(self, seconds: float) -> ScheduledBatch:
+        """A pass of decodes."""
+        batch = self.scheduler.next_batch(LS_DECODES)
+        assert batch is not None
+        self.patience.formed(batch)
+        self.clock.advance(seconds)
+        self.end(batch)
+        return batch
+
+    def end(self, batch: ScheduledBatch) -> None:
+        for chunk in batch.chunks:
+            chunk.sequence.token_ids.append(7)
+            chunk.sequence.due_s = self.clock() + 0.2
+        self.scheduler.complete(batch)
+        self.patience.completed(batch)
+
+
+def submit(number: int) -> Submit:
+    sampling = Sampling(max_tokens=50, temperature=0.0, ignore_eos=True)
+    return Submit(request_id=number, token_ids=[number, 1, 2], sampling=sampling, priority=LS)
+
+
+def test_until_a_pass_has_been_timed_nobody_waits() -> None:
+    assert Rank(1).patience.left_s() == -math.inf
+
+
+def test_they_wait_until_the_time_of_two_passes_is_left() -> None:
+    rank = Rank(2)
+    rank.run(0.03)
+    assert rank.patience.left_s() == pytest.approx(0.2 - PASSES * 0.03)
+    rank.clock.advance(0.15)
+    assert rank.patience.left_s() < 0
+
+
+def test_the_first_that_is_due_decides_and_sequences_in_a_batch_do_not_count() -> None:
+    rank = Rank(2)
+    rank.run(0.01)
+    rank.scheduler.sequences[1].due_s -= 0.1
+    assert rank.patience.left_s() == pytest.approx(0.1 - PASSES * 0.01)
+    batch = rank.scheduler.next_batch(LS_DECODES)
+    assert batch is not None
+    assert rank.patience.left_s() == math.inf, "nobody waits"
+
+
+def test_a_slow_pass_is_remembered_for_some_passes() -> None:
+    rank = Rank(1)
+    rank.run(0.05)
+    for _ in range(3):
+        rank.run(0.001)
+    assert rank.patience.left_s() == pytest.approx(0.2 - PASSES * 0.05 * 0.9**3)
+
+
+def test_when_the_time_has_come_the_loop_forms_batches_anew() -> None:
+    rank = Rank(1)
+    rank.run(0.05)
+    before = rank.scheduler.changes
+    rank.patience.stepped()
+    left_s = rank.patience.left_s()
+    rank.patience.stepped()
+    assert rank.scheduler.changes == before
+    rank.clock.advance(left_s + 1e-6)
+    for _ in range(2):
+        rank.patience.stepped()
+        assert rank.scheduler.changes == before + 1, "once"
