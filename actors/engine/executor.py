@@ -296,7 +296,7 @@ class Executor:
         micro_batch.pending = micro_batch.shared_TD = None
         if stage is not None:
             self._spans.note(micro_batch)
-            yield
+        yield
 
     def _attend(self, micro_batch: MicroBatch) -> Steps[None]:
         """Runs attention of one layer, and the dense feed-forward of a layer without experts."""

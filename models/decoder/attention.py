@@ -18,6 +18,8 @@ from models.spec.model import ModelSpec
 from models.weights.layout import attention_tensors
 from models.weights.loading import Loader
 
+TILE_ROWS = 512  # that are normed and turned between two yields: a millisecond, in cache
+
 
 class GroupedQueryAttention:
     """Holds q, k and v as one matrix [(H + 2G) * d, D], so that they are one product."""
@@ -54,13 +56,14 @@ class GroupedQueryAttention:
         T = x_TD.shape[0]
         H, G, d = self._H, self._G, self._d
         qkv = self._qkv(x_TD).view(T, H + 2 * G, d)
+        yield
         if last is None:
-            qk = self._turned(qkv[:, : H + G], slice(0, H + G), prepared)
+            qk = yield from self._turned(qkv[:, : H + G], slice(0, H + G), prepared)
             q_THd, k_TGd = qk[:, :H], qk[:, H:]
         else:
-            k_TGd = self._turned(qkv[:, H : H + G], slice(H, H + G), prepared)
+            k_TGd = yield from self._turned(qkv[:, H : H + G], slice(H, H + G), prepared)
             q_THd = qkv[:, :H].index_select(0, last.rows_R)
-            q_THd = self._turned(q_THd, slice(0, H), last.prepared)
+            q_THd = yield from self._turned(q_THd, slice(0, H), last.prepared)
         v_TGd = qkv[:, H + G :]
         yield
         # All rows first, then attention: sequences may read what others of this batch write here.
@@ -76,7 +79,16 @@ class GroupedQueryAttention:
         yield
         hidden_TD.add_(self._o(attended_THd.view(-1, H * d)))
 
-    def _turned(self, x_THd: Tensor, heads: slice, prepared: Prepared) -> Tensor:
+    def _turned(self, x_THd: Tensor, heads: slice, prepared: Prepared) -> Steps[Tensor]:
         """Queries or keys of `heads` (query heads, then KV heads), normed and in their places."""
         weight_Hd = None if self._qk_norm_Hd is None else self._qk_norm_Hd[heads]
-        return norm_and_turn(x_THd, weight_Hd, self._eps, prepared.cos, prepared.sin)
+        cos, sin = prepared.cos, prepared.sin
+        T = x_THd.shape[0]
+        if T <= TILE_ROWS or x_THd.is_cuda:
+            return norm_and_turn(x_THd, weight_Hd, self._eps, cos, sin)
+        out_THd = torch.empty(x_THd.shape, dtype=x_THd.dtype)
+        for start in range(0, T, TILE_ROWS):
+            tile = slice(start, start + TILE_ROWS)
+            out_THd[tile] = norm_and_turn(x_THd[tile], weight_Hd, self._eps, cos[tile], sin[tile])
+            yield
+        return out_THd

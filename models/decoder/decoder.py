@@ -152,6 +152,7 @@ class AttentionHalf:
             alone = LastPrepared(last.rows_R, self.prepare(last.batch))
             hidden_TD = hidden_TD.index_select(0, last.rows_R)
         prepared = self.prepare(batch)
+        yield
         yield from weights.attention.steps(hidden_TD, x_TD, batch, prepared, kv, alone)
         yield
         x_TD = self._norm(hidden_TD, weights.mlp_norm)

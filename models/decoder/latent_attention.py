@@ -72,6 +72,7 @@ class LatentAttention:
         n = self._latent.nope_dim
         q_THd = self._queries(x_TD).view(-1, self._H, self._d)
         q_THd[..., n:] = apply_rope(q_THd[..., n:], prepared.cos, prepared.sin)
+        yield
         (pool_P1C,) = kv.entries(self._layer)
         plan = prepared.plans[self._window]
         attended_THv = yield from latent_attention_steps(
