@@ -194,7 +194,8 @@ class PriorityConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds from the arrival of an LS request within which its first token is due. 0: at once;
     then BE work is held back while any LS prompt runs."""
     ls_tbt_s: Seconds = 0.2
-    """Seconds after a token of an LS request within which its next one is due."""
+    """Seconds after a token of an LS request within which its next one is due. While BE work runs,
+    decodes wait for one another as long as they are in time: less is faster tokens, and less BE."""
     be_share: Annotated[float, Meta(ge=0, le=0.9)] = 0.1
     """Of a rank's time, what BE work gets at least while some waits there."""
     ls_max_wait_s: Seconds = 10.0

@@ -34,7 +34,7 @@ class Patience(Observer):
     def left_s(self) -> float:
         """For how long all LS decodes that are in no batch can still wait; <= 0: not at all. inf:
         there are none."""
-        due_s = min(map(_due_s, self._scheduler.sequences), default=math.inf)
+        due_s = min(map(_due_s, self._scheduler.begun), default=math.inf)
         if due_s == math.inf:
             return math.inf
         begin_s, now_s = due_s - PASSES * self._pass_s, self._clock()

@@ -84,6 +84,11 @@ class Scheduler:
     def sequences(self) -> list[Sequence]:
         return list(self._by_key.values())
 
+    @property
+    def begun(self) -> Iterable[Sequence]:
+        """Those that no longer wait, in a batch or not."""
+        return iter(self._running)
+
     def count(self, priority: Priority) -> int:
         """Sequences of one class."""
         return self.in_play.total(priority)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,9 @@ from actors.engine.executor import Executor, ExecutorParts
 from actors.experts.stored_plane import StoredPlane
 from actors.ranks.rank import Rank
 from actors.telemetry.timeline import Timeline
+from cluster.files.model_folder import resolve_model_folder
 from contracts.clock import monotonic_s
+from contracts.config import BUNDLED
 from contracts.messages import Cancel, Submit
 from contracts.plan import Plan
 from contracts.requests import Priority
@@ -191,6 +194,33 @@ def test_both_classes_get_the_logits_and_tokens_of_the_single_process_path(
             for rank in group.attention:
                 blocks = rank_blocks(rank)
                 assert blocks["used"] == 0
+
+
+def test_on_the_bundled_model_tokens_are_those_of_an_undisturbed_run() -> None:
+    """Random arrivals of both classes, a pool that evicts, requests that are cancelled."""
+    chance = random.Random(12)
+    prompts = [
+        [chance.randrange(4, 4000) for _ in range(chance.choice((20, 60, 200)))] for _ in range(12)
+    ]
+    config = group_config(kv={"pool_tokens": BLOCK * 48}, schedule={"max_batch_tokens": 96})
+    with (
+        ThreadGroup(resolve_model_folder(BUNDLED), config, backend="shm") as group,
+        group.client() as client,
+    ):
+        alone = [client.generated(client.submit(ids, sampling=greedy(12)))[0] for ids in prompts]
+        for _ in range(2):
+            sent = []
+            for ids in chance.sample(prompts, len(prompts)):
+                sent.append((_submit(chance, client, ids, sampling=greedy(12)), ids))
+                if chance.random() < 0.5:
+                    gone = _submit(chance, client, chance.choice(prompts), sampling=greedy(12))
+                    time.sleep(chance.uniform(0.0, 0.02))
+                    client.send(Cancel(gone))
+            for request, ids in sent:
+                assert client.generated(request)[0] == alone[prompts.index(ids)]
+        (rank,) = group.attention
+        assert loop_of(rank).scheduler.requeued_total, "nothing was evicted"
+        assert rank_blocks(rank)["used"] == 0
 
 
 def rank_blocks(rank: Rank) -> dict[str, int]:
