@@ -6,6 +6,7 @@ threads of their own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import PriorityConfig, ScheduleConfig
 from contracts.errors import ChannelError, NotFiniteError
+from contracts.logs import event
 from contracts.plan import Plan
 from contracts.worker import WorkerSpec
 from models.decoder.batch import SequenceSlice
@@ -51,6 +53,8 @@ from models.decoder.kv_pool import KvPool
 from planner.findep.orders import by_layer, by_plan
 from planner.policies.batching import BatchingPolicy, by_class, one_at_a_time, where_it_pays
 from planner.routing.request_work import work_of
+
+log = logging.getLogger("tandem.worker")
 
 WHOLE = Plan()  # one micro-batch
 
@@ -102,7 +106,7 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) ->
         plan_of=lambda batch: WHOLE,
         close=supply.close,
         observers=[prefill_log, reference, DueTimes(config.priority, monotonic_s)],
-        batching=batching or priorities.batching(_batching(plane, config.priority)),
+        batching=batching or priorities.batching(_batching(spec.name, plane, config.priority)),
     )
     links = Links(lambda addresses: _connect(spec.name, supply, addresses))
     return serving_rank(
@@ -116,7 +120,9 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) ->
     )
 
 
-def _batching(plane: ExpertPlane[Any], config: PriorityConfig) -> BatchingPolicy:
+def _batching(rank: str, plane: ExpertPlane[Any], config: PriorityConfig) -> BatchingPolicy:
+    if config.preempt and not plane.overtakes:
+        event(log, "no_preemption", rank=rank, reason="a step of all_to_all is of all workers")
     if not config.preempt or not plane.overtakes:
         return one_at_a_time
     return by_class if plane.yields else where_it_pays(lambda: plane.copy_s, config.be_share)

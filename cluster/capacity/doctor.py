@@ -245,6 +245,9 @@ def _readable(config: TandemConfig) -> ModelSpec | None:
 
 def _policy(config: TandemConfig) -> Finding:
     path = config.priority.policy
+    if config.groups.prefill_ranks and config.prefill.experts == "all_to_all":
+        advice = "prefill.experts=resident, gathered or streamed where LS requests come, too"
+        return Finding("policy", "warning", "all_to_all: workers run batches to their end", advice)
     if path is None:
         return Finding("policy", "ok", "LS by due time, BE in its gaps and by its share")
     try:

@@ -71,13 +71,19 @@ def test_gathered_and_hybrid_logits_equal_resident_ones_to_the_bit(
 
 @pytest.mark.parametrize(("family", "overrides"), FAMILIES)
 def test_all_to_all_logits_equal_resident_ones(
-    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any]
+    tiny_checkpoint: Checkpoints,
+    family: str,
+    overrides: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO", "tandem.worker")
     folder = tiny_checkpoint(family, **overrides)
     expected = resident_logits(folder)
+    assert "no_preemption" not in caplog.text
     for workers, backend in ((1, "shm"), (2, "tcp"), (3, "shm")):
         for logits in all_logits(folder, workers, backend, experts="all_to_all"):
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    assert "no_preemption rank=prefill-0" in caplog.text
 
 
 def test_a_worker_goes_on_alone_when_the_one_it_gathers_from_is_gone(

@@ -50,6 +50,16 @@ def test_one_worker_that_would_fetch_from_others_is_a_warning() -> None:
     assert "resident or streamed" in finding.advice
 
 
+def test_that_all_to_all_does_not_preempt_is_a_warning() -> None:
+    def policy(*settings: str) -> Finding:
+        config = load_config(None, ["groups.prefill_ranks=2", *settings])
+        return next(finding for finding in examine(config, {}) if finding.check == "policy")
+
+    assert policy().level == "ok"
+    assert policy("prefill.experts=all_to_all").level == "warning"
+    assert "to their end" in policy("prefill.experts=all_to_all").found
+
+
 def test_more_weights_than_memory_is_a_warning() -> None:
     finding = found("groups.prefill_ranks=1000000")
     assert finding.level == "warning"
