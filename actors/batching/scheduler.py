@@ -255,7 +255,8 @@ class Scheduler:
         priority: Priority,
         most: int | None,
     ) -> bool:
-        """Whether all of that class that wait have begun, so that a lower one may. most: begin."""
+        """Whether all of that class that wait have begun, so that a lower one may. most: of
+        them begin now."""
         queue, started = self._waiting[priority], list[Sequence]()
         for sequence in queue.ahead(lambda s: not room.tokens_for(s.owner)):
             if len(started) == most or not self._starts(sequence, chunks, room, forming):

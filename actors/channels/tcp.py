@@ -4,7 +4,8 @@
     wire   = pieces of packets: lane and size, size of the msgpack body or 0 | body | payload bytes
 
 A packet is cut into pieces, and each piece is of the first lane that has something to send: an LS
-packet waits for one piece of a BE packet, not for its megabytes (2 MB are 16 ms at 1 Gbit/s). The
+packet waits for one piece of a BE packet, not for its megabytes (2 MB are 16 ms at 1 Gbit/s). While
+both lanes wait, one piece in BEST_EFFORT_TURN is BE's: LS that fills a line starves nobody. The
 kernel holds no more than the line needs: `actors/channels/line_depth.py` says how much either is.
 
 Each link has a sender thread and a receiver thread, so that transfers go on while the owner
@@ -42,6 +43,7 @@ from contracts.logs import event
 from contracts.requests import Priority
 
 DIRECT_BYTES: Final = 64 << 10  # payloads up to this size are tried at once, by the owner
+BEST_EFFORT_TURN: Final = 8
 CHUNK_BYTES: Final = 256 << 10  # progress is noted at least this often
 _JOIN_S: Final = 5.0
 PIECE = struct.Struct("<II")  # lane and bytes of the payload; bytes of the msgpack body
@@ -188,6 +190,7 @@ class TcpLink(Link):
 
     def _send_all(self) -> None:
         lanes: tuple[deque[_Leaving], ...] = tuple(deque() for _ in Priority)
+        passed_over = 0  # pieces of LS since BE had one, while BE waited
         try:
             while not self._closed:
                 while not any(lanes) or not self._queue.empty():
@@ -197,6 +200,9 @@ class TcpLink(Link):
                     self._send_whole(packet.begun)
                     lanes[packet.lane].append(packet)
                 lane = next(lane for lane in lanes if lane)  # LS first
+                passed_over = passed_over + 1 if all(lanes) else 0
+                if passed_over == BEST_EFFORT_TURN:
+                    passed_over, lane = 0, lanes[Priority.BE]
                 if not lane[0].is_over:
                     piece = lane[0].next_piece(self._depth.piece_bytes)
                     self._depth.sent(sum(map(len, piece)))

@@ -442,6 +442,13 @@ BUGS: tuple[Bug, ...] = (
         _LANES,
     ),
     Bug(
+        "lanes: LS that fills the line starves BE",
+        _TCP,
+        "                if passed_over == BEST_EFFORT_TURN:\n",
+        "                if False:\n",
+        _LANES,
+    ),
+    Bug(
         "lanes: what commit has begun of a packet waits for its turn",
         _TCP,
         "                    self._send_whole(packet.begun)\n",

@@ -28,7 +28,7 @@ from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
 from models.weights.loading import total_bytes
-from planner.user.policy import load_policy
+from planner.user.policy import UserPolicy, load_policy
 
 Level = Literal["ok", "warning", "error"]
 
@@ -245,15 +245,15 @@ def _readable(config: TandemConfig) -> ModelSpec | None:
 
 def _policy(config: TandemConfig) -> Finding:
     path = config.priority.policy
+    try:
+        policy = UserPolicy() if path is None else load_policy(path)
+    except TandemError as error:
+        return Finding("policy", "error", error.message)
     if config.groups.prefill_ranks and config.prefill.experts == "all_to_all":
         advice = "prefill.experts=resident, gathered or streamed where LS requests come, too"
         return Finding("policy", "warning", "all_to_all: workers run batches to their end", advice)
     if path is None:
         return Finding("policy", "ok", "LS by due time, BE in its gaps and by its share")
-    try:
-        policy = load_policy(path)
-    except TandemError as error:
-        return Finding("policy", "error", error.message)
     if not config.priority.preempt and (policy.pick or policy.serve):
         advice = "pick and serve are asked with priority.preempt=true only"
         return Finding("policy", "warning", f"{path}: tasks run to their end", advice)

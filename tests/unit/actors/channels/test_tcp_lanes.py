@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import socket
 import threading
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from actors.channels.base import Packet, Part
 from actors.channels.line_depth import FIRST_BYTES
 from actors.channels.link import Joint
-from actors.channels.tcp import DIRECT_BYTES, PIECE, TcpLink, _encode, _Frame
+from actors.channels.tcp import BEST_EFFORT_TURN, DIRECT_BYTES, PIECE, TcpLink, _encode, _Frame
 from contracts.clock import monotonic_s
 from contracts.errors import PeerError
 from contracts.requests import Priority
@@ -116,6 +117,18 @@ def test_an_ls_packet_overtakes_a_be_packet_that_is_under_way(link: Link) -> Non
     reader.until_whole(1)
     assert reader.taken <= 3 << 20, "what the kernel held and a piece, and no more"
     assert [batch for _, batch, is_whole in reader.until_whole(3) if is_whole] == [4, 1, 3]
+
+
+def test_while_ls_fills_the_line_every_eighth_piece_is_of_be(link: Link) -> None:
+    reader = Reader(link.far)
+    link.send(1, BE, 8 << 20)
+    link.send(2, LS, 24 << 20)
+    found = reader.until_whole(2)
+    between = found[found.index(next(p for p in found if p[0] == LS)) : found.index((LS, 2, True))]
+    turns = [number for number, piece in enumerate(between) if piece[0] == BE]
+    assert len(turns) >= 3
+    gaps = {b - a for a, b in itertools.pairwise(turns)}
+    assert gaps == {BEST_EFFORT_TURN}
 
 
 def test_ls_waits_for_the_rest_of_a_piece_that_commit_has_begun(link: Link) -> None:
