@@ -18,7 +18,7 @@ from contracts.clock import Clock
 from contracts.requests import Priority
 from planner.policies.batching import Phase
 
-PASSES: Final = 2.0  # so many of the time that a pass takes are left for it
+PASSES: Final = 3.0  # so many times what a pass takes is left for it
 _KEPT: Final = 0.9  # of a longest time, batch by batch: what was once slow is forgotten
 
 

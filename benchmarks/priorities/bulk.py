@@ -1,5 +1,6 @@
 """Bulk rows beside LS requests whose answer is one pass: on a prefill worker, and on an attention
-and an expert rank alone. Bulk's part is of what LS leaves: of its rate alone, less LS's tokens."""
+and an expert rank alone. Bulk's part is of what LS leaves: of its rate alone, times the part of the
+ranks' time that LS's own passes do not take (of two ranks, each has half of a pass)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from benchmarks.random_checkpoint import write_random_checkpoint
 ROWS = (Endless(32, Lengths(256, 1)),)
 LS_TOKENS, LS_PER_S = 64, 2.0
 WARM_S = 4.0
-PLACES = ("prefill worker", "attention and expert rank")
+PLACES = {"prefill worker": 1, "attention and expert rank": 2}  # ranks
 LOADS = {"idle": (True, False), "bulk alone": (False, True), "both": (True, True)}  # LS, bulk
 
 
@@ -26,8 +27,8 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         path = write_random_checkpoint(Path(folder) / "model", MODELS[options.model])
         groups = {
-            place: Group(path, Variant(place, prefill=place == PLACES[0]), options.dtype)
-            for place in PLACES
+            place: Group(path, Variant(place, prefill=ranks == 1), options.dtype)
+            for place, ranks in PLACES.items()
         }
         for group in groups.values():
             await group.join()
@@ -61,7 +62,7 @@ def _short(measured: dict[str, Any]) -> str:
 def summary(samples: dict[str, Any]) -> dict[str, Any]:
     """Round by round, then the mean of the ratios."""
     found = {}
-    for place in PLACES:
+    for place, ranks in PLACES.items():
         if f"{place} | both" not in samples:
             continue
         idle, alone, both = (samples[f"{place} | {load}"] for load in LOADS)
@@ -71,8 +72,9 @@ def summary(samples: dict[str, Any]) -> dict[str, Any]:
             for key in ("ttft_ms", "ttft_p99_ms")
         )
         kept = [
-            b["be_tokens_per_s"] / (a["be_tokens_per_s"] - LS_TOKENS * b["ls"]["jobs_per_s"])
-            for _, a, b in rounds
+            b["be_tokens_per_s"]
+            / (a["be_tokens_per_s"] * (1 - LS_PER_S * i["ls"]["ttft_ms"] / 1e3 / ranks))
+            for i, a, b in rounds
         ]
         found[place] = {
             "ls_mean_of_idle": round(mean(means), 2),

@@ -59,7 +59,7 @@ def test_until_a_pass_has_been_timed_nobody_waits() -> None:
     assert Rank(1).patience.left_s() == -math.inf
 
 
-def test_they_wait_until_the_time_of_two_passes_is_left() -> None:
+def test_they_wait_until_the_time_of_some_passes_is_left() -> None:
     rank = Rank(2)
     rank.run(0.03)
     assert rank.patience.left_s() == pytest.approx(0.2 - PASSES * 0.03)
