@@ -222,9 +222,9 @@ class TcpLink(Link):
             self._progress_s = self._clock()
 
     def _send_some(self, piece: list[memoryview], flags: int) -> list[memoryview]:
-        """Sends what the kernel takes; returns what is left. Raises PeerDeadError."""
+        """Sends at most about CHUNK_BYTES; returns what is left. Raises PeerDeadError."""
         try:
-            sent = self._sock.sendmsg(piece, (), flags)
+            sent = self._sock.sendmsg([part[:CHUNK_BYTES] for part in piece], (), flags)
         except BlockingIOError:
             return piece
         except OSError as error:
