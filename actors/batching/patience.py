@@ -1,8 +1,9 @@
-"""For how long LS decodes can wait for one another while BE work runs.
+"""For how long LS decodes can wait for one another while BE work runs, and whether BE's ride along.
 
 What a pass over a few tokens takes from BE is much the same as one over many: it goes through every
 layer of both groups. So while BE runs, a decode of LS begins when its tokens' due time wants it
-(`priority.ls_tbt_s`), and not before: whoever else's is done meanwhile rides along.
+(`priority.ls_tbt_s`), and not before: whoever else's is done meanwhile rides along, BE's too as
+long as passes with them are within that time.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ from contracts.requests import Priority
 from planner.policies.batching import Phase
 
 PASSES: Final = 3.0  # so many times what a pass takes is left for it
+RIDE_PASSES: Final = 2.0  # BE rides along while that many fit into the time between two tokens
 _KEPT: Final = 0.9  # of a longest time, batch by batch: what was once slow is forgotten
 
 
 class Patience(Observer):
     """An attention rank's."""
 
-    def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
+    def __init__(
+        self, scheduler: Scheduler, clock: Clock, *, tbt_s: float, most_sequences: int
+    ) -> None:
+        """tbt_s: in which each next token of LS is due. most_sequences: of a batch."""
         self._scheduler, self._clock = scheduler, clock
+        self._tbt_s, self._most_sequences = tbt_s, most_sequences
         self._formed_s: dict[int, float] = {}
         self._pass_s = math.inf  # of LS decodes, about the longest of late; inf: none has run
         self._again_s = math.inf  # when somebody who waits must be asked for again
@@ -40,6 +46,15 @@ class Patience(Observer):
         begin_s, now_s = due_s - PASSES * self._pass_s, self._clock()
         self._again_s = begin_s if begin_s > now_s else math.inf
         return begin_s - now_s
+
+    def places(self) -> int:
+        """How many more sequences may begin while BE's decodes ride along with LS's; negative: they
+        do not, for LS would be late, or leaves them too little of a batch."""
+        in_time = RIDE_PASSES * self._pass_s <= self._tbt_s
+        of_ls = sum(sequence.priority is Priority.LS for sequence in self._scheduler.begun)
+        if not in_time or of_ls > self._most_sequences // 2:
+            return -1
+        return max(0, self._most_sequences - self._scheduler.running)
 
     def stepped(self) -> None:
         if self._clock() >= self._again_s:

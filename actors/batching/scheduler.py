@@ -1,10 +1,11 @@
 """Continuous batching: which tokens of which sequences run next on an attention rank.
 
 A batch is of the classes and the phase that a policy says (planner/policies/batching.py). It takes,
-in this order: one token of each running sequence (decode); then, first of LS and then of BE, the
-next chunk of those whose prompt is under way, and waiting ones; within a class by turns between API
-keys and requests (planner/policies/turns.py). Beside others one request has a share of it
-(actors/batching/batch_room.py). A prompt longer than what is left of that is cut (chunked prefill).
+in this order: one token of each running sequence (decode), first of LS and then of BE; then, class
+by class too, the next chunk of those whose prompt is under way, and waiting ones; within a class by
+turns between API keys and requests (planner/policies/turns.py). Beside others one request has a
+share of it (actors/batching/batch_room.py). A prompt longer than what is left is cut (chunked
+prefill).
 A sequence starts behind the longest prefix that blocks hold, to the token, computed or about to be.
 When blocks run out, the youngest running sequence of the lowest class, of a request that holds many
 first, gives its blocks back and waits again; what it has generated stays. BE gives way to LS that
@@ -169,7 +170,8 @@ class Scheduler:
         if room.is_shared:  # where not all of a request's fit, those first that waited longest
             running = sorted(running, key=attrgetter("last_batch"))
         goes_on = partial(self._go_on, chunks, room, forming)
-        goes_on(sequence for sequence in running if not _is_prompt(sequence))
+        for priority in form.priorities:
+            goes_on(s for s in running if not _is_prompt(s) and s.priority is priority)
         most = 0 if form.phase is Phase.DECODE else form.starts
         others_begun = True
         for priority in form.priorities:
@@ -194,12 +196,16 @@ class Scheduler:
             elif room.tokens_for(sequence.owner):
                 self._begin(sequence, chunks, room, forming)
 
-    def upcoming(self) -> list[tuple[int, int]]:
-        """New tokens [start, stop) per sequence of the batch that would come next, in its order: a
-        guess, made while a batch runs (actors/batching/upcoming.py). Changes nothing."""
-        room = BatchRoom(self._config, self.in_play, self._batches)
-        held = HeldPrefixes(self.blocks, self._batches)
-        return upcoming(room, self._running, self._waiting, held)
+    def upcoming(self, forms: Iterable[Form] = (ALL,)) -> list[list[tuple[int, int]]]:
+        """Of the batches of those forms that would come next, if there is anything of them, new
+        tokens [start, stop) per sequence, in their order: guesses, made while a batch runs
+        (actors/batching/upcoming.py). Changes nothing."""
+        held, found = HeldPrefixes(self.blocks, self._batches), []
+        for form in forms:
+            room = BatchRoom(self._config, self.in_play, self._batches, form.priorities)
+            running = filter(form_of(form), self._running)
+            found.append(upcoming(form, room, running, self._waiting, held))
+        return list(filter(None, found))
 
     def complete(self, batch: ScheduledBatch) -> None:
         """The batch has run: its tokens are in the pool. Sequences that are done end here."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 
 from actors.batching.batch_room import BatchRoom
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager
 from contracts.requests import Priority
+from planner.policies.batching import Form, Phase
 from planner.policies.turns import Turns
 
 LOOKED_AT_BLOCKS = 4096  # for one guess, of all prompts together
@@ -17,12 +19,14 @@ Span = tuple[int, int]
 
 
 def upcoming(
+    form: Form,
     room: BatchRoom,
     running: Iterable[Sequence],
     waiting: Mapping[Priority, Turns[Sequence]],
     held: HeldPrefixes,
 ) -> list[Span]:
-    """New tokens [start, stop) per sequence, in the order of the batch. Changes `room` only.
+    """New tokens [start, stop) per sequence of a batch of that form, in its order. Changes `room`
+    only.
 
     What runs now is taken to end well, and to generate; blocks are taken to suffice, and what
     sequences of that batch will share among each other is not known yet.
@@ -36,13 +40,14 @@ def upcoming(
             room.take(sequence.owner, stop - start)
 
     going_on = [s for s in running if not s.done and not _ends_now(s)]
-    for sequence in sorted(going_on, key=lambda s: s.num_uncomputed > 1):
+    for sequence in sorted(going_on, key=lambda s: (s.phase is Phase.PREFILL, s.priority)):
         start = sequence.num_computed
         add(sequence, start, max(len(sequence.token_ids), start + 1))
         if room.is_full:
             return found
-    for queue in waiting.values():
-        for sequence in queue.ahead(lambda s: not room.tokens_for(s.owner)):
+    for priority in form.priorities if form.phase is not Phase.DECODE else ():
+        queue = waiting[priority].ahead(lambda s: not room.tokens_for(s.owner))
+        for sequence in itertools.islice(queue, form.starts):
             add(sequence, held.tokens(sequence), len(sequence.token_ids))
             if room.is_full:
                 return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from actors.batching.observer import Observer
 from actors.batching.scheduled_batch import ScheduledBatch
@@ -52,7 +52,7 @@ class RankPlanning(Observer):
         spec: WorkerSpec,
         *,
         chunk_cost: Callable[[int, int], float],
-        upcoming: Callable[[], Batch],
+        upcoming: Callable[[], Iterable[Batch]],
         clock: Clock,
         telemetry: Telemetry,
     ) -> None:
@@ -130,15 +130,13 @@ class RankPlanning(Observer):
             self.look_ahead()
 
     def look_ahead(self) -> None:
-        """Asks for the plan of the batch that would come next, unless it is known."""
+        """Asks for the plans of batches that would come next, unless they are known."""
         if self._link is None or self._pinned is not None:
             return
-        upcoming = self._upcoming()
-        if not upcoming:
-            return
-        known = self._link.plans.get(bucket_of(upcoming))
-        if known is None or self._link.is_stale(known):
-            self._link.ask(upcoming)
+        for upcoming in self._upcoming():
+            known = self._link.plans.get(bucket_of(upcoming))
+            if known is None or self._link.is_stale(known):
+                self._link.ask(upcoming)
 
     def completed(self, batch: ScheduledBatch) -> None:
         """The batch has run: what was recorded of it is told, on the link's thread."""

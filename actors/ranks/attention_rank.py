@@ -5,6 +5,8 @@ Channels, their heartbeats and the planner's link have threads of their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from actors.batching.due_times import DueTimes
 from actors.batching.finisher import Finisher
 from actors.batching.observer import Observer, Serving
@@ -26,9 +28,10 @@ from actors.ranks.serving_rank import load_half, prepare_process, serving_rank, 
 from actors.telemetry.rank_metrics import RankMetrics
 from actors.telemetry.timeline import Timeline
 from contracts.clock import monotonic_s
+from contracts.config import PriorityConfig
 from contracts.errors import ChannelError, CheckpointError, NotFiniteError
 from contracts.messages import Submit
-from contracts.requests import Sampling
+from contracts.requests import Priority, Sampling
 from contracts.worker import Group, WorkerSpec, rank_name
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
@@ -36,7 +39,7 @@ from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
 from planner.findep.orders import by_plan
 from planner.placement.slots import ExpertPlacement, check_fits
-from planner.policies.batching import BatchingPolicy, one_at_a_time, patient
+from planner.policies.batching import ALL, APART, BatchingPolicy, Form, one_at_a_time, patient
 
 WARM_UP_IDS = list(range(64))  # enough for two micro-batches, and for many experts
 WARM_UP = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -61,7 +64,7 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     planning = RankPlanning(
         spec,
         chunk_cost=chunk_cost,
-        upcoming=scheduler.upcoming,
+        upcoming=lambda: scheduler.upcoming(_next_forms(config.priority, scheduler)),
         clock=monotonic_s,
         telemetry=telemetry,
     )
@@ -73,8 +76,15 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)
 
     priorities = Priorities(config.priority, telemetry, spec.name)
-    due_times, patience = DueTimes(config.priority, monotonic_s), Patience(scheduler, monotonic_s)
-    by_default = patient(patience.left_s) if config.priority.preempt else one_at_a_time
+    due_times = DueTimes(config.priority, monotonic_s)
+    patience = Patience(
+        scheduler,
+        monotonic_s,
+        tbt_s=config.priority.ls_tbt_s,
+        most_sequences=config.schedule.max_batch_sequences,
+    )
+    preempting = patient(patience.left_s, patience.places)
+    by_default = preempting if config.priority.preempt else one_at_a_time
 
     def close() -> None:
         try:
@@ -98,6 +108,12 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     )
     links = Links(lambda addresses: _connect(endpoint, addresses), planning.join, planning.pin)
     return serving_rank(spec, served, serving, recorded, links, started_s=started_s)
+
+
+def _next_forms(config: PriorityConfig, scheduler: Scheduler) -> Sequence[Form]:
+    """What comes next, as far as that can be told."""
+    apart = config.preempt and all(map(scheduler.count, Priority))
+    return APART if apart else (ALL,)
 
 
 def _pool(spec: WorkerSpec, half: AttentionHalf) -> tuple[KvPool, BlockManager]:

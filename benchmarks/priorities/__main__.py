@@ -47,6 +47,7 @@ def main() -> None:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--picture", type=Path, help="paper: its Figures 2 to 4 (.svg, .png)")
     parser.add_argument("--load", default="", help="mix: this load alone, as '1 out, 2/s'")
     parser.add_argument("--budgets", type=int, nargs="*", default=list(mix.BUDGETS))
     parser.add_argument("--trace", type=Path, help="http: a CSV of the Azure LLM inference traces")
@@ -57,6 +58,8 @@ def main() -> None:
     summary = part.summary(samples)
     for name, row in summary.items():
         print(f"{name:45} {row}")
+    if options.picture:
+        paper.picture(summary, options.picture)
     model = group.MODELS[options.model]
     record(f"priorities_{options.part}", options, samples, summary, model)
 

@@ -10,15 +10,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load.arrivals import Lengths
-from benchmarks.load.on_rank import Endless, Generator
+from benchmarks.load.arrivals import Arrival, Lengths
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant
 from benchmarks.random_checkpoint import write_random_checkpoint
 from contracts.requests import Priority
 
-LOADS = {
-    "LS decode": Endless(16, Lengths(64, 64), Priority.LS),
-    "BE prefill": Endless(16, Lengths(512, 1), Priority.BE),
+LOADS = {  # all come at once, and are waited for: no part of a batch is left out or counted twice
+    "LS decode": [Arrival(0.0, Priority.LS, Lengths(64, 160))] * 16,
+    "BE prefill": [Arrival(0.0, Priority.BE, Lengths(512, 1))] * 64,
 }
 VARIANTS = [Variant("on"), Variant("off", ["priority.preempt=false"])]
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -32,10 +31,10 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             await group.join()
         samples: dict[str, Any] = {load: [] for load in LOADS}
         for number in range(options.rounds + 1):
-            for load, endless in LOADS.items():
+            for load, arrivals in LOADS.items():
                 pair = {}
                 for group in groups if number % 2 else groups[::-1]:
-                    pair[group.variant.name] = await _one(group, endless, options.seconds, number)
+                    pair[group.variant.name] = await _one(group, arrivals, number)
                 if number:  # the first one warms up
                     samples[load].append(pair)
         for group in groups:
@@ -43,14 +42,13 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         return samples
 
 
-async def _one(group: Group, endless: Endless, seconds: float, seed: int) -> dict[str, float]:
-    generator = Generator(group.client, VOCABULARY, seed)
+async def _one(group: Group, arrivals: list[Arrival], seed: int) -> dict[str, float]:
     before_s = _processor_s(group)
-    await generator.run([], seconds, [endless])
-    tokens = generator.tokens[endless.priority]
+    _, outcomes = await group.measure(arrivals, 0.1, VOCABULARY, seed)
+    tokens = sum(sum(arrival.lengths) for arrival in arrivals)
     return {
         "us_per_token": 1e6 * (_processor_s(group) - before_s) / tokens,
-        "tokens_per_s": tokens / seconds,
+        "tokens_per_s": tokens / max(each.end_s for each in outcomes),
     }
 
 

@@ -4,6 +4,7 @@ baseline and those that it does not compare with."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import tempfile
 from pathlib import Path
@@ -13,20 +14,22 @@ from benchmarks.load.arrivals import Lengths, like_chats, poisson
 from benchmarks.load.outcome import mean
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant, blocking
 from benchmarks.random_checkpoint import write_random_checkpoint
+from cluster.capacity.pictures import pyplot, saved
 
 LS_PART = 0.2
+WHOLE, FCFS = "run to completion", "iteration FCFS"
 SLOTS = ["schedule.max_batch_sequences=32", "schedule.max_batch_tokens=2048"]
 OFF = ["priority.preempt=false", *SLOTS]
 VARIANTS = [
-    Variant("run to completion", OFF, "run_to_completion", classless=True),
-    Variant("iteration FCFS", OFF, classless=True),
+    Variant(WHOLE, OFF, "run_to_completion", classless=True),
+    Variant(FCFS, OFF, classless=True),
     Variant("iteration priority", OFF),
     Variant("ours", SLOTS),
 ]
-RATES = (0.33, 0.95, 1.2)  # of continuous batching's capacity
-RUN_TO_COMPLETION_BELOW = 0.4  # beyond it only its queue grows
-CAPACITY_S = 15.0
+RATES = ((0.45, WHOLE), (0.9, WHOLE), (0.8, FCFS), (0.95, FCFS), (1.2, FCFS))  # of whose capacity
+ITERATIONS = 10  # of a decode: the paper's objective for a first token
 MOST = Lengths(512, 160)
+BURST = poisson(1e4, 0.012, like_chats(MOST), LS_PART, random.Random(5))
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -35,38 +38,43 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         groups = {variant.name: Group(path, variant, options.dtype) for variant in VARIANTS}
         for group in groups.values():
             await group.join()
-        capacity = await _capacity(groups)
-        samples: dict[str, Any] = {"capacity_jobs_per_s": capacity}
+        capacities = {name: await _capacity(group) for name, group in groups.items()}
+        print("capacities, jobs/s:", capacities, flush=True)
+        samples: dict[str, Any] = {"capacities_jobs_per_s": capacities}
         for number in range(options.rounds):
-            for rate in RATES:
-                rng = random.Random(17 * number + round(100 * rate))
-                arrivals = poisson(rate * capacity, options.seconds, like_chats(MOST), LS_PART, rng)
+            for part, whose in RATES:
+                rng = random.Random(17 * number + round(100 * part))
+                rate = part * capacities[whose]
+                arrivals = poisson(rate, options.seconds, like_chats(MOST), LS_PART, rng)
                 for variant in VARIANTS if number % 2 else VARIANTS[::-1]:
-                    if variant.batching and rate > RUN_TO_COMPLETION_BELOW:
+                    if options.only not in variant.name:
                         continue
+                    if variant.batching and whose != variant.name:
+                        continue  # beyond its capacity only its queue grows
                     group = groups[variant.name]
                     before = group.metrics()
-                    measured, _ = await group.measure(arrivals, options.seconds, VOCABULARY, number)
+                    measured, outcomes = await group.measure(
+                        arrivals, options.seconds, VOCABULARY, number
+                    )
                     measured["blocking"] = blocking(before, group.metrics())
-                    samples.setdefault(f"{rate} | {variant.name}", []).append(measured)
-                    print(number, rate, variant.name, _short(measured), flush=True)
+                    last_s = max(each.end_s for each in outcomes)
+                    measured |= {"rate": rate, "jobs_per_s": len(outcomes) / last_s}
+                    samples.setdefault(f"{part} of {whose} | {variant.name}", []).append(measured)
+                    print(number, part, variant.name, _short(measured), flush=True)
         for group in groups.values():
             await group.close()
         return samples
 
 
-async def _capacity(groups: dict[str, Group]) -> float:
-    """Jobs per second of continuous batching when all come at once; all are warm after it."""
-    found = 0.0
-    for name, group in groups.items():
-        burst = poisson(1e4, 0.012, like_chats(MOST), LS_PART, random.Random(5))
-        _, outcomes = await group.measure(burst, 0.1, VOCABULARY, 1)
-        if name == "iteration FCFS":
-            ends = sorted(each.end_s for each in outcomes)
-            most = len(ends) * 3 // 4  # while its slots are full
-            found = most / ends[most - 1]
-    print(f"capacity: {found:.2f} jobs/s")
-    return found
+async def _capacity(group: Group) -> float:
+    """Jobs per second, of tokens per second while its slots are full. It is warm after the first of
+    two bursts."""
+    await group.measure(BURST, 0.1, VOCABULARY, 1)
+    _, outcomes = await group.measure(BURST, 0.1, VOCABULARY, 2)
+    times_s = sorted(itertools.chain.from_iterable(each.tokens_s for each in outcomes))
+    first, last = len(times_s) // 10, len(times_s) * 3 // 4
+    tokens_per_s = (last - first) / (times_s[last] - times_s[first])
+    return tokens_per_s * len(outcomes) / len(times_s)
 
 
 def _short(measured: dict[str, Any]) -> str:
@@ -74,20 +82,57 @@ def _short(measured: dict[str, Any]) -> str:
     return (
         f"LS TTFT {ls['ttft_ms']:.0f}/{ls['ttft_p99_ms']:.0f} ms, turnaround"
         f" {ls['turnaround_s']:.2f} s, BE {be['turnaround_s']:.2f} s,"
-        f" {ls['jobs_per_s'] + be['jobs_per_s']:.2f} jobs/s"
+        f" {measured['jobs_per_s']:.2f} jobs/s"
     )
 
 
 def summary(samples: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"capacity": samples["capacity_jobs_per_s"]}
+    """Means over rounds."""
+    found: dict[str, Any] = {"capacities": samples["capacities_jobs_per_s"]}
     for name, rounds in samples.items():
         if not isinstance(rounds, list):
             continue
-        found[name] = {
-            "ls_ttft_ms": round(mean([each["ls"]["ttft_ms"] for each in rounds]), 1),
-            "ls_ttft_p99_ms": round(mean([each["ls"]["ttft_p99_ms"] for each in rounds]), 1),
-            "ls_tbt_ms": round(mean([each["ls"]["tbt_ms"] for each in rounds]), 1),
-            "ls_turnaround_s": round(mean([each["ls"]["turnaround_s"] for each in rounds]), 3),
-            "be_turnaround_s": round(mean([each["be"]["turnaround_s"] for each in rounds]), 3),
+        row = {
+            f"{priority}_{key}": round(mean([each[priority][key] for each in rounds]), digits)
+            for priority, key, digits in (
+                ("ls", "ttft_ms", 1),
+                ("ls", "ttft_p99_ms", 1),
+                ("ls", "tbt_ms", 1),
+                ("ls", "turnaround_s", 3),
+                ("be", "turnaround_s", 3),
+            )
         }
+        for key in ("rate", "jobs_per_s"):
+            row[key] = round(mean([each[key] for each in rounds]), 3)
+        found[name] = row
     return found
+
+
+def picture(found: dict[str, Any], path: Path) -> None:
+    """The paper's Figures 2 to 4, from a summary: first tokens with their objective, jobs done,
+    and turnarounds, over the rate of arrivals."""
+    plt = pyplot("--picture")
+    figure, axes = plt.subplots(1, 4, figsize=(15, 3.6))
+    curves: dict[str, list[dict[str, float]]] = {}
+    for name, row in found.items():
+        if " | " in name:
+            curves.setdefault(name.partition(" | ")[2], []).append(row)
+    panels = (
+        ("LS time to first token, ms", "ls_ttft_ms"),
+        ("jobs done per second", "jobs_per_s"),
+        ("LS turnaround, s", "ls_turnaround_s"),
+        ("BE turnaround, s", "be_turnaround_s"),
+    )
+    with saved(figure, path, "--picture"):
+        for ax, (title, key) in zip(axes, panels, strict=True):
+            for name, rows in curves.items():
+                rows = sorted(rows, key=lambda row: row["rate"])
+                ax.plot([r["rate"] for r in rows], [r[key] for r in rows], "o-", ms=3, label=name)
+            ax.set(title=title, xlabel="jobs per second arriving")
+            ax.grid(alpha=0.3)
+        objective_ms = ITERATIONS * min(row["ls_tbt_ms"] for row in curves[FCFS])
+        axes[0].axhline(
+            objective_ms, color="gray", ls="--", label=f"{ITERATIONS} decode iterations"
+        )
+        axes[0].set_yscale("log")
+        axes[0].legend(fontsize=7)

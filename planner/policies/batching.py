@@ -4,6 +4,7 @@ is live."""
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -103,6 +104,11 @@ was formed, and when anything has come, gone or ended."""
 
 ALL = Form()
 LS_DECODES = Form((Priority.LS,), Phase.DECODE)
+BOTH_DECODE = Form((Priority.LS, Priority.BE), Phase.DECODE)
+LS_PROMPTS = Form((Priority.LS,), Phase.PREFILL)
+BE_OF_ANY = Form((Priority.BE,), starts=BEST_EFFORT_STARTS)
+APART = (BOTH_DECODE, LS_PROMPTS, Form((Priority.BE,), Phase.PREFILL, BEST_EFFORT_STARTS))
+"""The batches that are live at once while both classes are there, as `patient` likes them best."""
 
 
 def one_at_a_time(view: BatchingView) -> Iterable[Form]:
@@ -144,21 +150,34 @@ def by_class(view: BatchingView) -> Iterable[Form]:
         if (Priority.LS, phase) not in live and (Priority.LS, None) not in live
     ]
     if all(priority is not Priority.BE for priority, _ in live):
-        forms.append(Form((Priority.BE,), starts=BEST_EFFORT_STARTS))
+        forms.append(BE_OF_ANY)
     return forms
 
 
-def patient(left_s: Callable[[], float]) -> BatchingPolicy:
-    """`by_class`, but while BE runs LS decodes are not formed before their due times want it.
+def patient(left_s: Callable[[], float], places: Callable[[], int]) -> BatchingPolicy:
+    """`by_class`, but while BE runs LS decodes are not formed before their due times want it; and
+    they are filled up with BE's (QLLM, Algorithm 1, lines 10 to 14), so that each expert's weights
+    are read once for both. BE's own batch then leaves its decodes to the next one of LS.
 
-    left_s: for how long those that are idle can still wait.
+    left_s: for how long LS decodes that are idle can still wait; inf: there are none. places: how
+    many more sequences may begin while BE's decodes are in LS's batch; negative: they cannot be.
     """
 
     def policy(view: BatchingView) -> Iterable[Form]:
-        forms = by_class(view)
-        if all(batch.priority is not Priority.BE for batch in view.live) or left_s() <= 0:
+        forms, wait_s = by_class(view), left_s()
+        if not (view.count(Priority.LS) and view.count(Priority.BE)):
             return forms
-        return [form for form in forms if form != LS_DECODES]
+        live = [(batch.priority, batch.phase) for batch in view.live]
+        if wait_s > 0 and any(priority is Priority.BE for priority, _ in live):
+            forms = [form for form in forms if form != LS_DECODES]
+        idle = wait_s < math.inf
+        if not (idle or (Priority.LS, Phase.DECODE) in live) or (more := places()) < 0:
+            return forms
+        filled = {LS_DECODES: BOTH_DECODE} if idle else {}
+        filled[BE_OF_ANY] = BE_OF_ANY._replace(
+            phase=Phase.PREFILL, starts=min(more, BEST_EFFORT_STARTS)
+        )
+        return [filled.get(form, form) for form in forms]
 
     return policy
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from actors.batching.patience import PASSES, Patience
+from actors.batching.patience import PASSES, RIDE_PASSES, Patience
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
@@ -15,7 +15,7 @@ from contracts.clock import ManualClock
 from contracts.config import ScheduleConfig
 from contracts.messages import Submit
 from contracts.requests import Priority, Sampling
-from planner.policies.batching import LS_DECODES
+from planner.policies.batching import BE_OF_ANY, BOTH_DECODE, LS_DECODES, Form, Phase
 
 LS = Priority.LS
 
@@ -26,7 +26,7 @@ class Rank:
     def __init__(self, count: int) -> None:
         self.clock = ManualClock(100.0)
         self.scheduler = Scheduler(ScheduleConfig(), BlockManager(64))
-        self.patience = Patience(self.scheduler, self.clock)
+        self.patience = Patience(self.scheduler, self.clock, tbt_s=0.2, most_sequences=8)
         for number in range(count):
             self.scheduler.add(Sequence((0, number), submit(number), 16))
         first = self.scheduler.next_batch()
@@ -50,9 +50,9 @@ class Rank:
         self.patience.completed(batch)
 
 
-def submit(number: int) -> Submit:
+def submit(number: int, priority: Priority = LS) -> Submit:
     sampling = Sampling(max_tokens=50, temperature=0.0, ignore_eos=True)
-    return Submit(request_id=number, token_ids=[number, 1, 2], sampling=sampling, priority=LS)
+    return Submit(request_id=number, token_ids=[number, 1, 2], sampling=sampling, priority=priority)
 
 
 def test_until_a_pass_has_been_timed_nobody_waits() -> None:
@@ -97,3 +97,34 @@ def test_when_the_time_has_come_the_loop_forms_batches_anew() -> None:
     for _ in range(2):
         rank.patience.stepped()
         assert rank.scheduler.changes == before + 1, "once"
+
+
+def test_be_rides_along_while_passes_are_fast_and_again_once_slow_ones_are_forgotten() -> None:
+    rank = Rank(2)
+    assert rank.patience.places() < 0, "no pass has been timed"
+    rank.run(0.2 / RIDE_PASSES + 0.001)
+    assert rank.patience.places() < 0
+    rank.run(0.01)
+    assert rank.patience.places() == 8 - 2
+
+
+def test_who_rides_along_leaves_places_of_a_batch_and_has_half_of_it() -> None:
+    rank = Rank(4)
+    rank.run(0.01)
+    for number in range(10, 14):
+        rank.scheduler.add(Sequence((0, number), submit(number, Priority.BE), 16))
+    assert rank.patience.places() == 4
+    begun = rank.scheduler.next_batch(BE_OF_ANY)
+    assert begun is not None
+    rank.end(begun)
+    assert rank.patience.places() == 0
+    batch = rank.scheduler.next_batch(BOTH_DECODE)
+    assert batch is not None
+    assert batch.priority is LS
+    assert [chunk.sequence.priority for chunk in batch.chunks] == [LS] * 4 + [Priority.BE] * 4
+    rank.end(batch)
+    rank.scheduler.add(Sequence((0, 99), submit(99), 16))
+    fifth = rank.scheduler.next_batch(Form((LS,), Phase.PREFILL))
+    assert fifth is not None
+    rank.end(fifth)
+    assert rank.patience.places() < 0, "five of LS want more than half of eight places"

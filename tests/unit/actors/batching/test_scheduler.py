@@ -27,7 +27,7 @@ from contracts.config import ScheduleConfig
 from contracts.errors import OverloadError
 from contracts.messages import Submit, TokenLogprob
 from contracts.requests import Caller, Priority, Sampling
-from planner.policies.batching import Form
+from planner.policies.batching import ALL, APART, BEST_EFFORT_STARTS, BOTH_DECODE, Form
 
 BLOCK = 4
 POOL_BLOCKS = 10
@@ -82,10 +82,10 @@ class Simulation:
         self.scheduler.add(made)
         return made
 
-    def start(self) -> ScheduledBatch | None:
+    def start(self, form: Form = ALL) -> ScheduledBatch | None:
         """Forms the next batch and checks what must hold of every batch."""
         before = {s.key for s in self.scheduler.sequences if s.block_table}
-        batch = self.running = self.scheduler.next_batch()
+        batch = self.running = self.scheduler.next_batch(form)
         if batch is None:
             return None
         tokens = sum(chunk.stop - chunk.start for chunk in batch.chunks)
@@ -605,7 +605,7 @@ def test_a_guess_at_the_next_batch_hashes_and_looks_at_a_bounded_number_of_block
 
     monkeypatch.setattr("actors.batching.sequence.chain_hashes", counted)
     monkeypatch.setattr(sim.blocks, "match", looked_at)
-    spans = sim.scheduler.upcoming()
+    [spans] = sim.scheduler.upcoming()
     assert sum(hashed) <= HASHED_BLOCKS
     assert sum(looked) <= LOOKED_AT_BLOCKS
     assert spans[0][0] > 0, "what was looked at counts"
@@ -667,3 +667,31 @@ def test_a_batch_of_named_sequences_has_those_in_that_order_as_far_as_they_fit()
     ]
     assert batch.priority is Priority.LS
     assert simulation.scheduler.next_batch(Form(keys=(be.key, "gone"))) is None, "in a batch"
+
+
+def test_of_two_classes_the_batches_that_come_next_are_guessed_one_by_one() -> None:
+    sim = Simulation(max_batch_tokens=64, max_batch_sequences=64)
+    for first in (0, 10):
+        sim.add(range(first, first + 4), 8, Priority.BE if first else Priority.LS)
+    sim.start()
+    sim.finish()
+    sim.add(range(20, 30), 8, Priority.LS)
+    for number in range(100, 101 + BEST_EFFORT_STARTS):
+        sim.add([number], 8, Priority.BE)
+    decodes, ls_prompts, be_prompts = sim.scheduler.upcoming(APART)
+    assert decodes == [(4, 5), (4, 5)]
+    assert ls_prompts == [(0, 10)]
+    assert be_prompts == [(0, 1)] * BEST_EFFORT_STARTS
+
+
+def test_decodes_of_ls_come_before_those_of_be_that_began_earlier() -> None:
+    sim = Simulation(max_batch_tokens=2)
+    be = [sim.add([number], 8, Priority.BE) for number in (1, 2)]
+    sim.start()
+    sim.finish()
+    ls = sim.add([3], 8)
+    sim.start(Form((Priority.LS,)))
+    sim.finish()
+    batch = sim.start(BOTH_DECODE)
+    assert batch is not None
+    assert [chunk.sequence for chunk in batch.chunks] == [ls, be[0]]

@@ -156,7 +156,7 @@ def test_what_comes_next_is_guessed_as_it_then_comes(rank: Rank) -> None:
         rank.submit(tokens)
     for _ in range(4):
         batch, _ = rank.form()
-        guess = rank.scheduler.upcoming()
+        [guess] = rank.scheduler.upcoming()
         rank.run(batch)
         following, _ = rank.form()
         assert [(chunk.start, chunk.stop) for chunk in following.chunks] == guess
@@ -167,7 +167,7 @@ def test_sequences_that_end_with_their_batch_are_not_in_the_next_guess(rank: Ran
     rank.submit(20, max_tokens=1)
     rank.submit(30, max_tokens=5)
     rank.form()
-    assert rank.scheduler.upcoming() == [(30, 31)]
+    assert rank.scheduler.upcoming() == [[(30, 31)]]
 
 
 def test_when_the_shape_changes_the_plan_follows_within_one_batch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +10,11 @@ import pytest
 from contracts.requests import Priority
 from planner.policies.batching import (
     ALL,
+    BE_OF_ANY,
     BEST_EFFORT_STARTS,
+    BOTH_DECODE,
+    LS_DECODES,
+    LS_PROMPTS,
     Form,
     LiveBatch,
     Phase,
@@ -67,10 +72,6 @@ def test_another_batch_joins_while_none_has_gone_far(left: tuple[int, ...], form
     assert bool(joining(most=2, within_layers=2)(View(left))) is forms
     if forms:
         assert joining(most=3, within_layers=8)(View((*left, 1)))
-
-
-LS_DECODES, LS_PROMPTS = (Form((Priority.LS,), phase) for phase in (Phase.DECODE, Phase.PREFILL))
-BE_OF_ANY = Form((Priority.BE,), starts=BEST_EFFORT_STARTS)
 
 
 class Classes(NamedTuple):
@@ -142,7 +143,43 @@ def test_of_two_classes_what_is_not_live_is_formed_and_be_last(
 def test_while_be_runs_ls_decodes_wait_for_one_another_as_long_as_they_are_in_time(
     running: tuple[LiveBatch, ...], left_s: float, forms: list[Form]
 ) -> None:
-    assert list(patient(lambda: left_s)(Classes(2, 2, running))) == forms
+    assert list(patient(lambda: left_s, lambda: -1)(Classes(2, 2, running))) == forms
+
+
+def be_prompts(starts: int) -> Form:
+    return Form((Priority.BE,), Phase.PREFILL, starts)
+
+
+LS_DECODE_RUNS = live(Priority.LS, Phase.DECODE)
+
+
+@pytest.mark.parametrize(
+    ("running", "left_s", "places", "forms"),
+    [
+        ((), 0.05, 5, [BOTH_DECODE, LS_PROMPTS, be_prompts(5)]),
+        ((), 0.05, 0, [BOTH_DECODE, LS_PROMPTS, be_prompts(0)]),
+        ((), 0.05, 999, [BOTH_DECODE, LS_PROMPTS, be_prompts(BEST_EFFORT_STARTS)]),
+        ((live(Priority.BE),), -0.01, 5, [BOTH_DECODE, LS_PROMPTS]),
+        ((live(Priority.BE),), 0.05, 5, [LS_PROMPTS]),
+        ((LS_DECODE_RUNS,), math.inf, 5, [LS_PROMPTS, be_prompts(5)]),  # the rest waits for it
+        # nobody of LS decodes: a batch of BE is of both phases
+        ((), math.inf, 5, [LS_DECODES, LS_PROMPTS, BE_OF_ANY]),
+        ((live(Priority.LS, Phase.PREFILL),), math.inf, 5, [LS_DECODES, BE_OF_ANY]),
+        # LS would be late, or leaves them no room
+        ((LS_DECODE_RUNS,), math.inf, -1, [LS_PROMPTS, BE_OF_ANY]),
+    ],
+)
+def test_decodes_of_be_ride_along_with_those_of_ls(
+    running: tuple[LiveBatch, ...], left_s: float, places: int, forms: list[Form]
+) -> None:
+    policy = patient(lambda: left_s, lambda: places)
+    assert list(policy(Classes(2, 2, running))) == forms
+
+
+def test_who_is_alone_fills_up_with_nobody() -> None:
+    policy = patient(lambda: 0.05, lambda: 5)
+    assert tuple(policy(Classes(2, 0))) == (ALL,)
+    assert not tuple(policy(Classes(2, 0, (LS_DECODE_RUNS,))))
 
 
 def best_effort(ran_s: float, age_s: float, left_s: float) -> LiveBatch:
