@@ -213,12 +213,15 @@ class PriorityConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=
 class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workers of the prefill pipeline (groups.prefill_ranks of them)."""
 
-    experts: Literal["resident", "gathered", "streamed", "hybrid", "all_to_all"] = "resident"
+    experts: Literal["resident", "gathered", "streamed", "hybrid", "all_to_all", "cached"] = (
+        "resident"
+    )
     """Where a worker finds the experts of a layer. "resident": all in its memory. "gathered": 1/N
     of each layer in its memory, the rest fetched from the other workers behind compute. "streamed":
     read from a host store behind compute. "hybrid": its own 1/N from the host store, and from there
     gathered. "all_to_all": 1/N, and activations travel instead of weights, in lockstep (the
-    baseline, DP+EP)."""
+    baseline, DP+EP). "cached": as many as the section `experts` says, the others read when they are
+    wanted, from a file in `host_store`."""
     resident_layers: Count = 1
     """Layers whose experts stay in memory all the same, the first of them included."""
     shard_window: Count = 2
@@ -244,6 +247,27 @@ class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     transfers."""
     engine: Literal["torch", "stub"] = "torch"
     """ "stub" answers without computing: to measure everything around the engine."""
+
+
+class ExpertsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Experts that do not all fit into memory, with prefill.experts=cached."""
+
+    slots: Count | None = None
+    """Experts that a worker keeps, of all layers together. null: as `bytes` says."""
+    bytes: Count | None = None
+    """Bytes of experts that a worker keeps. null: as `slots` says."""
+    evict: Literal["lru", "lfu", "walk"] = "lru"
+    """Which expert leaves first. "lru": the least recently used. "lfu": the least often used, of
+    late. "walk": of the layer that comes again last."""
+    direct: bool | None = None
+    """Whether experts are read past the page cache. null: where their file is larger than free
+    memory."""
+
+    def __post_init__(self) -> None:
+        if self.slots is not None and self.bytes is not None:
+            raise ValueError(
+                f"experts.slots={self.slots} and experts.bytes={self.bytes}: give one of them"
+            )
 
 
 class PlannerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -418,6 +442,7 @@ class TandemConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     schedule: ScheduleConfig = ScheduleConfig()
     priority: PriorityConfig = PriorityConfig()
     prefill: PrefillConfig = PrefillConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     planner: PlannerConfig = PlannerConfig()
     serve: ServeConfig = ServeConfig()
     http: HttpConfig = HttpConfig()

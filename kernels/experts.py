@@ -17,7 +17,7 @@ from torch.nn import functional
 from kernels.linear import Linear, Product, rounded_up
 from kernels.steps import Steps, at_once
 
-_CHUNK_PAIRS = 512
+RUN_PAIRS = 512  # of some experts, to be computed at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,15 +51,12 @@ def expert_steps(
     """
     out_UD = torch.zeros(x_UD.shape, dtype=torch.float32, device=x_UD.device)
     first = 0
-    for experts, count in _chunks(counts_e):
+    for experts, count in _runs_of(counts_e):
         last, counts = first + count, [counts_e[expert] for expert in experts]
         spare = rounded_up(counts[-1]) - counts[-1]
         x_ND = x_UD.index_select(0, rows_N[first : last + spare])
-        h_NF2 = _per_expert(x_ND, gate_up_e, experts, counts)
-        h_NF = gated(h_NF2) if clamped is None else clamped_gated(h_NF2, clamped)
-        y_ND = _per_expert(h_NF, down_e, experts, counts)[:count]
-        weights_N1 = weights_N[first:last].unsqueeze(1)
-        weighted_ND = y_ND.mul_(weights_N1) if y_ND.dtype is torch.float32 else y_ND * weights_N1
+        products = [gate_up_e[each] for each in experts], [down_e[each] for each in experts]
+        weighted_ND = weighted_run(x_ND, *products, counts, weights_N[first:last], clamped)
         out_UD.index_add_(0, rows_N[first:last], weighted_ND)
         first = last
         yield
@@ -69,7 +66,24 @@ def expert_steps(
 grouped_experts = at_once(expert_steps)
 
 
-def _chunks(counts_e: Sequence[int]) -> Iterator[tuple[list[int], int]]:
+def weighted_run(
+    x_ND: Tensor,
+    gate_up_r: Sequence[Product],
+    down_r: Sequence[Product],
+    counts_r: Sequence[int],
+    weights_N: Tensor,
+    clamped: ClampedGate | None = None,
+) -> Tensor:
+    """[N, D], weighted: what a run of r experts gives for its N pairs, whose rows stand expert by
+    expert, counts_r of each; x_ND may have some rows more."""
+    h_NF2 = _per_expert(x_ND, gate_up_r, counts_r)
+    h_NF = gated(h_NF2) if clamped is None else clamped_gated(h_NF2, clamped)
+    weights_N1 = weights_N.unsqueeze(1)
+    y_ND = _per_expert(h_NF, down_r, counts_r)[: len(weights_N)]
+    return y_ND.mul_(weights_N1) if y_ND.dtype is torch.float32 else y_ND * weights_N1
+
+
+def _runs_of(counts_e: Sequence[int]) -> Iterator[tuple[list[int], int]]:
     """Experts that have pairs, in runs, with their number of pairs: enough pairs to be worth an
     operation, few enough that the temporaries stay in the cache."""
     experts: list[int] = []
@@ -77,7 +91,7 @@ def _chunks(counts_e: Sequence[int]) -> Iterator[tuple[list[int], int]]:
     for expert, count in enumerate(counts_e):
         if count == 0:
             continue
-        if pairs and pairs + count > _CHUNK_PAIRS:
+        if pairs and pairs + count > RUN_PAIRS:
             yield experts, pairs
             experts, pairs = [], 0
         experts.append(expert)
@@ -86,21 +100,19 @@ def _chunks(counts_e: Sequence[int]) -> Iterator[tuple[list[int], int]]:
         yield experts, pairs
 
 
-def _per_expert(
-    x_NK: Tensor, linear_e: Sequence[Product], experts: list[int], counts: list[int]
-) -> Tensor:
+def _per_expert(x_NK: Tensor, linear_r: Sequence[Product], counts_r: Sequence[int]) -> Tensor:
     """Each expert's product with its own rows, below each other; below the last one's, those with
     what `x_NK` has more.
 
     An expert takes a round number of rows, some of the next one's too: their results are dropped.
     """
     pieces, first = [], 0
-    for expert, count in zip(experts[:-1], counts, strict=False):
+    for product, count in zip(linear_r[:-1], counts_r, strict=False):
         rows = rounded_up(count)
-        piece = linear_e[expert](x_NK[first : first + rows])
+        piece = product(x_NK[first : first + rows])
         pieces.append(piece if rows == count else piece[:count])
         first += count
-    last = linear_e[experts[-1]](x_NK[first:])
+    last = linear_r[-1](x_NK[first:])
     return torch.cat([*pieces, last]) if pieces else last
 
 
@@ -115,4 +127,8 @@ def clamped_gated(h_NF2: Tensor, clamped: ClampedGate) -> Tensor:
     gate, up = h_NF2.chunk(2, dim=-1)
     gate = gate.clamp(max=clamped.limit)
     up = up.clamp(min=-clamped.limit, max=clamped.limit)
-    return torch.sigmoid(gate * clamped.alpha).mul_(gate).mul_(up.add_(1))
+    # Row by row: of odd lengths the last elements have other bits, so those of a row must not
+    # depend on the rows before it.
+    scaled_NF = torch.empty_like(h_NF2)[:, : gate.shape[1]]
+    torch.mul(gate, clamped.alpha, out=scaled_NF)
+    return torch.sigmoid(scaled_NF).mul_(gate).mul_(up.add_(1))

@@ -233,17 +233,22 @@ class Executor:
         is_whole = self._choice is None or not (self._plane.yields or micro_batch.pending is None)
         until_s = math.inf if is_whole else start_s + LOOK_S
         for _ in micro_batch.steps:
+            if not micro_batch.is_ready:  # the rest of its experts has not come
+                break
             if self._clock() >= until_s:
                 self._parked = chosen
                 break
         else:
             micro_batch.steps = None
+        end_s = self._clock()
+        if micro_batch.steps is not None:
+            self._spans.yields(micro_batch, end_s)
+            if self._parked is None:  # it waits
+                self._spans.close()
         if self._choice is None:
             return
-        end_s = self._clock()
-        if self._parked is not None:
-            self._spans.yields(micro_batch, end_s)
-        self._times.ran(micro_batch, end_s - start_s, None if self._parked else task.stage)
+        ended = None if micro_batch.steps is not None else task.stage
+        self._times.ran(micro_batch, end_s - start_s, ended)
         self._choice.ran(task, start_s, end_s)
 
     def _task(self, micro_batch: MicroBatch) -> Steps[None]:
@@ -327,7 +332,8 @@ class Executor:
         micro_batch.doing = Stage.SEND, layer
         scheduled, plan = micro_batch.batch.scheduled, micro_batch.batch.plan
         key = TaskKey(scheduled.number, layer, micro_batch.index, scheduled.priority)
-        micro_batch.pending = self._plane.begin(key, routed, plan)
+        assert micro_batch.hidden_TD is not None
+        micro_batch.pending = self._plane.begin(key, micro_batch.hidden_TD, routed, plan)
         if self._plane.stage is None:
             self._spans.note(micro_batch)
         micro_batch.sent_s = self._clock()

@@ -121,10 +121,12 @@ class MicroBatch:
 
     @property
     def is_ready(self) -> bool:
-        if self.steps is not None or self.stage is TaskStage.SHARED:
+        if self.stage is TaskStage.SHARED:
             return True
         if self.pending is not None and not self.pending.is_complete:
             return False
+        if self.steps is not None:
+            return True
         if self.stage is TaskStage.FINISH:
             return self.previous is None or self.previous.layer < 0
         return all(other.attended >= self.layer for other in self.after)

@@ -32,7 +32,7 @@ def time_layers(parts: ExecutorParts, slices: Sequence[SequenceSlice]) -> list[f
         hidden_TD, routed = attended.hidden_TD, attended.routed
         if routed is not None:
             key = TaskKey(_NUMBER, layer, 0, Priority.LS)
-            pending = plane.begin(key, routed, Plan())
+            pending = plane.begin(key, hidden_TD, routed, Plan())
             shared_TD = half.shared(layer, routed.x_TD)
             while not pending.is_complete:
                 plane.poll(_POLL_S, idle=False)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from actors.experts.cached_plane import CachedPlane
 from actors.experts.peer_supply import LockstepSupply, PeerSupply
 from actors.experts.plane import ExpertPlane
 from actors.experts.stored_plane import StoredPlane
@@ -19,13 +20,18 @@ from contracts.events import Stage, TaskSpan
 from contracts.worker import WorkerSpec
 from models.decoder.decoder import AttentionHalf
 from models.experts.copying_store import CopyingStore, split_layers
+from models.experts.expert_cache import ExpertCache
+from models.experts.expert_file import open_expert_file
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertSource, ExpertStore, ResidentStore
 from models.experts.host_experts import HostSource, open_host_source
 from models.experts.moe import ExpertHalf
+from models.experts.slot_budget import slots_for
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint
 from models.weights.loading import progress_line
+from planner.policies.eviction import eviction
+from planner.policies.read_ahead import pays
 
 
 class ExpertSupply(Protocol):
@@ -73,6 +79,28 @@ class OwnSupply:
         self._store.close()
 
 
+class CachedSupply:
+    """Experts come and go."""
+
+    address = ""
+    degraded = ""
+
+    def __init__(self, name: str, cache: ExpertCache, timeline: Timeline) -> None:
+        self._name, self._cache, self._timeline = name, cache, timeline
+
+    def plane(self, half: AttentionHalf) -> CachedPlane:
+        return CachedPlane(self._name, half, self._cache, self._timeline, monotonic_s)
+
+    def bytes_moved(self) -> tuple[int, int]:
+        return 0, 0
+
+    def connect(self, addresses: dict[str, str]) -> None:
+        """There is nobody to join."""
+
+    def close(self) -> None:
+        self._cache.close()
+
+
 def expert_supply(
     spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype, timeline: Timeline
 ) -> ExpertSupply:
@@ -87,6 +115,8 @@ def expert_supply(
     layout = ExpertLayout(
         model, dtype, torch.device(spec.device), packed=spec.config.prefill.packed_experts
     )
+    if kind == "cached":
+        return CachedSupply(spec.name, expert_cache(spec, layout), timeline)
     if kind == "streamed":
         source = host_source(spec, layout)
         store = copying_store(spec, layout, source, stage=Stage.HOST_COPY, observe=timeline.add)
@@ -95,6 +125,22 @@ def expert_supply(
     _, layers = split_layers(model, spec.config.prefill.resident_layers)
     new_store = partial(copying_store, spec, layout, stage=Stage.GATHER, observe=timeline.add)
     return PeerSupply(spec, layout, timeline, layers=layers, host=host, new_store=new_store)
+
+
+def expert_cache(spec: WorkerSpec, layout: ExpertLayout) -> ExpertCache:
+    """As the section `experts` says. Raises CheckpointError, ResourceError, ConfigError."""
+    config, model = spec.config, layout.spec
+    slots = slots_for(config.experts, layout.num_bytes(1), model)
+    where = config.prefill.host_store
+    file = open_expert_file(
+        Path(spec.model_folder),
+        layout,
+        store=None if where is None else Path(where),
+        deadline_s=config.groups.ready_timeout_s,
+        direct=config.experts.direct,
+    )
+    order = eviction(config.experts.evict, slots, {})
+    return ExpertCache(file, layout, slots, order, pays, deadline_s=config.channel.deadline_s)
 
 
 def host_source(spec: WorkerSpec, layout: ExpertLayout) -> HostSource:

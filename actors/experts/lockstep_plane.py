@@ -55,7 +55,7 @@ class LockstepPlane:
         self._woken.set()
         self._all_to_all.wake()
 
-    def begin(self, key: TaskKey, routed: Routed, plan: Plan) -> LockstepPending:
+    def begin(self, key: TaskKey, hidden_TD: Tensor, routed: Routed, plan: Plan) -> LockstepPending:
         return LockstepPending(key.layer, routed)
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:

@@ -67,8 +67,9 @@ class ExpertPlane(Protocol[P]):
     def is_engaged(self) -> bool:
         """Whether it takes part in the computation of others, so that no batch may begin."""
 
-    def begin(self, key: TaskKey, routed: Routed, plan: Plan) -> P:
-        """At most one at a time of each micro-batch. Raises ChannelError."""
+    def begin(self, key: TaskKey, hidden_TD: Tensor, routed: Routed, plan: Plan) -> P:
+        """At most one at a time of each micro-batch. hidden_TD: the residual that the experts'
+        output is to be added to. Raises ChannelError."""
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         """Takes what has arrived, or waits for it; idle: not because a batch in flight needs it.

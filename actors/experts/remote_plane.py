@@ -88,7 +88,7 @@ class RemotePlane:
     def wake(self) -> None:
         self._endpoint.wake()
 
-    def begin(self, key: TaskKey, routed: Routed, plan: Plan) -> RemotePending:
+    def begin(self, key: TaskKey, hidden_TD: Tensor, routed: Routed, plan: Plan) -> RemotePending:
         """A2E: one packet per token group and expert rank that has work in it."""
         slices = plan_dispatch(
             routed.topk_ids_TK.cpu().numpy(),

@@ -69,7 +69,7 @@ class StoredPlane:
         self._woken.set()
         self._store.wake()
 
-    def begin(self, key: TaskKey, routed: Routed, plan: Plan) -> StoredPending:
+    def begin(self, key: TaskKey, hidden_TD: Tensor, routed: Routed, plan: Plan) -> StoredPending:
         pending = StoredPending(key, routed, self._store)
         self._pending.append(pending)
         return pending

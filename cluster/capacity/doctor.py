@@ -24,6 +24,7 @@ from contracts.config import TandemConfig
 from contracts.errors import TandemError
 from contracts.import_path import shadowing
 from models.decoder.kv_pool import kv_bytes_per_token
+from models.experts.slot_budget import slots_for
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
@@ -320,7 +321,11 @@ def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
         "streamed": resident + min(copied, 2),
         "hybrid": resident + min(copied, 2) + min(copied, prefill.shard_window) / workers,
         "all_to_all": layers / workers,
+        "cached": 0,
     }[prefill.experts]
+    if prefill.experts == "cached":
+        expert_bytes = layer_bytes // spec.num_experts
+        held = slots_for(config.experts, expert_bytes, spec) / spec.num_experts
     return total_bytes(layout.attention_half_tensors(spec), dtype) + round(held * layer_bytes)
 
 

@@ -22,12 +22,14 @@ from models.experts.moe import ExpertHalf
 
 
 class ExpertBuffer:
-    """Memory for all experts of one layer, which `layer` computes with as it stands there."""
+    """Memory for all experts of one layer, which `layer` computes with as it stands there; or for
+    some, of any layers."""
 
     layer: ExpertLayer
 
-    def __init__(self, layout: ExpertLayout) -> None:
-        self._layout, self._experts = layout, layout.spec.num_experts
+    def __init__(self, layout: ExpertLayout, experts: int | None = None) -> None:
+        """experts: None: as many as a layer has."""
+        self._layout, self._experts = layout, experts or layout.spec.num_experts
         self._tensors: list[Tensor | Sequence[Tensor]]
         if layout.packed:
             self._hold_packed()

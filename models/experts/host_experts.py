@@ -13,7 +13,6 @@ import hashlib
 import logging
 import mmap
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Protocol
@@ -27,7 +26,7 @@ from contracts.machine import free_bytes
 from models.experts.checkpoint_part import CheckpointParts
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertBuffer
-from models.experts.host_store import open_shared
+from models.experts.host_store import default_parent, open_shared
 from models.weights.checkpoint import Checkpoint, expert_wants
 
 log = logging.getLogger(f"tandem.{__name__}")
@@ -157,8 +156,8 @@ def _open_file(
     checkpoint: Checkpoint, layout: ExpertLayout, store: Path | None, deadline_s: float
 ) -> IO[bytes]:
     """The file of this checkpoint and layout."""
-    parent = store or Path(tempfile.gettempdir())
-    name, size = f"experts-{_fingerprint(checkpoint.folder, layout)}", _num_bytes(layout)
+    parent = store or default_parent()
+    name, size = f"experts-{fingerprint(checkpoint.folder, layout)}", _num_bytes(layout)
 
     def write(path: Path) -> None:
         _write(checkpoint, layout, path, size)
@@ -188,7 +187,7 @@ def _write(checkpoint: Checkpoint, layout: ExpertLayout, path: Path, size: int) 
         os.fsync(file.fileno())
 
 
-def _fingerprint(folder: Path, layout: ExpertLayout) -> str:
+def fingerprint(folder: Path, layout: ExpertLayout) -> str:
     """Changes with the checkpoint's files, and with how experts are laid out."""
     files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

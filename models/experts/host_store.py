@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,13 +29,19 @@ _WHOLE, _LOCK, _PARTIAL = ".bin", ".lock", ".partial"
 _PRIVATE = 0o700
 
 
+def default_parent() -> Path:
+    """The system's folder for temporary files."""
+    return Path(tempfile.gettempdir())
+
+
 def open_shared(
     parent: Path, name: str, size: int, write: Callable[[Path], None], *, deadline_s: float
 ) -> IO[bytes]:
     """The file NAME of `size` bytes, for reading and writing; made by `write(path)` if it is not
     there. Whoever comes first makes it, the others wait for at most deadline_s.
 
-    Map it and close it. Raises OSError, and ResourceError for a folder that others could write to.
+    Map it and close it, or keep it open: the lock goes with the last of both. Its `name` is its
+    path. Raises OSError, and ResourceError for a folder that others could write to.
     """
     folder = _private_folder(parent)
     with _locked(folder / f"{name}{_LOCK}", deadline_s):
@@ -46,9 +53,13 @@ def open_shared(
             partial.unlink(missing_ok=True)
             write(partial)
             partial.rename(path)
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b")
+        file = open(path, "r+b", opener=_open_no_link)  # noqa: SIM115  (an opener; it is returned)
         fcntl.flock(file, fcntl.LOCK_SH)  # nobody holds it otherwise but under NAME.lock
         return file
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def _private_folder(parent: Path) -> Path:

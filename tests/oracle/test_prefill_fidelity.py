@@ -36,7 +36,16 @@ MODES: list[dict[str, Any]] = [
     {"kv_free": True},
     {"experts": "streamed"},
     {"experts": "streamed", "resident_layers": 2, "kv_free": True},
+    *({"experts": "cached", "slots": slots} for slots in (4, 5, 12)),
+    {"experts": "cached", "slots": 7, "kv_free": True},
 ]
+
+
+def config_of(mode: dict[str, Any], store: Path) -> Any:
+    """slots: of the section `experts`."""
+    prefill = {name: value for name, value in mode.items() if name != "slots"}
+    experts = {"slots": mode["slots"]} if "slots" in mode else {}
+    return prefill_config(prefill={**prefill, "host_store": str(store)}, experts=experts)
 
 
 def logits_of(client: RankConnection, sequences: list[list[int]]) -> torch.Tensor:
@@ -58,7 +67,7 @@ def test_every_mode_gives_the_same_bits_and_the_logits_of_transformers(
         expected = torch.stack([oracle(torch.tensor([ids])).logits[0, -1] for ids in sequences])
     found = []
     for mode in MODES:
-        config = prefill_config(prefill={**mode, "host_store": str(tmp_path)})
+        config = config_of(mode, tmp_path)
         with PrefillThreads(folder, config) as group, group.client() as client:
             found.append(torch.cat([logits_of(client, [ids]) for ids in sequences]))
     torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=0)
@@ -92,17 +101,19 @@ def test_prefixes_that_are_cached_or_shared_in_the_batch_leave_logits_unchanged(
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_a_prefill_worker_generates_what_the_attention_expert_group_does(
-    tiny_checkpoint: Checkpoints, family: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, family: str
 ) -> None:
     folder = tiny_checkpoint(family)
     sequences = prompts(5, [5, 19, 130])
     with ThreadGroup(folder, group_config(1, 1)) as group, group.client() as client:
         ids = [client.submit(seq, sampling=greedy(24)) for seq in sequences]
         expected = [client.generated(request)[0] for request in ids]
-    config = prefill_config(prefill={"max_batch_tokens": 64})  # the last prompt in three chunks
-    with PrefillThreads(folder, config) as prefill, prefill.client() as client:
-        ids = [client.submit(seq, sampling=greedy(24)) for seq in sequences]
-        assert [client.generated(request)[0] for request in ids] == expected
+    for mode in ({}, {"experts": "cached", "slots": 4}, {"experts": "cached", "slots": 9}):
+        # the last prompt in three chunks
+        config = config_of({**mode, "max_batch_tokens": 64}, tmp_path)
+        with PrefillThreads(folder, config) as prefill, prefill.client() as client:
+            ids = [client.submit(seq, sampling=greedy(24)) for seq in sequences]
+            assert [client.generated(request)[0] for request in ids] == expected, mode
     config = prefill_config(prefill={"max_batch_tokens": 64, "kv_free": True})
     with PrefillThreads(folder, config) as prefill, prefill.client() as client:
         ids = [client.submit(seq, sampling=greedy(1)) for seq in sequences]

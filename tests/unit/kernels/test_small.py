@@ -176,7 +176,7 @@ def test_chunking_changes_only_rounding(monkeypatch: pytest.MonkeyPatch) -> None
     rows, weights_N, counts = group_by_expert(ids, weights, local_index([3, 0, 1, 6], 7), 4)
     whole = experts.grouped_experts(x, gate_up, down, rows, weights_N, counts)
     for pairs in (1, 20, 30):
-        monkeypatch.setattr(experts, "_CHUNK_PAIRS", pairs)
+        monkeypatch.setattr(experts, "RUN_PAIRS", pairs)
         chunked = experts.grouped_experts(x, gate_up, down, rows, weights_N, counts)
         torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-5)
 
