@@ -259,6 +259,12 @@ class ExpertsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     evict: Literal["lru", "lfu", "walk"] = "lru"
     """Which expert leaves first. "lru": the least recently used. "lfu": the least often used, of
     late. "walk": of the layer that comes again last."""
+    hints: Literal["off", "router", "quasi", "fitted"] | None = None
+    """By what the experts of the next layer are foretold, to be read ahead. "router": its router on
+    this layer's state. "quasi": with what this layer's experts give on average. "fitted": by least
+    squares. null: at each layer what the profile says is best; without one, "router"."""
+    profile: InputPath | None = None
+    """A file of `tandem profile --routing`. null: the bundled model has one, others none."""
     direct: bool | None = None
     """Whether experts are read past the page cache. null: where their file is larger than free
     memory."""
@@ -267,6 +273,11 @@ class ExpertsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.slots is not None and self.bytes is not None:
             raise ValueError(
                 f"experts.slots={self.slots} and experts.bytes={self.bytes}: give one of them"
+            )
+        if self.hints in ("quasi", "fitted") and self.profile is None:
+            raise ValueError(
+                f"experts.hints={self.hints}: needs experts.profile, a file of "
+                "`tandem profile --routing`"
             )
 
 

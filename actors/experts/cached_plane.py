@@ -28,6 +28,9 @@ from models.decoder.decoder import AttentionHalf
 from models.experts.expert_cache import ExpertCache, Taken, Want
 from models.experts.expert_loading import clamped_gate
 from models.experts.router import Routed
+from models.foresight.foresight import Foresight
+
+Whose = tuple[int, int]  # batch, micro-batch
 
 _LOOK_S = 0.05  # for experts, where a task is gone on with although none is there
 
@@ -75,8 +78,17 @@ class CachedPlane:
     yields = overtakes = True
 
     def __init__(
-        self, name: str, half: AttentionHalf, cache: ExpertCache, timeline: Timeline, clock: Clock
+        self,
+        name: str,
+        half: AttentionHalf,
+        cache: ExpertCache,
+        timeline: Timeline,
+        clock: Clock,
+        foresight: Foresight | None = None,
     ) -> None:
+        """foresight: None: nothing is read ahead."""
+        self._foresight = foresight
+        self._foretold: dict[Whose, tuple[int, Tensor]] = {}  # (layer, [T, K]) expected next
         self._name = name
         self._cache = cache
         self._timeline = timeline
@@ -94,11 +106,26 @@ class CachedPlane:
 
     def begin(self, key: TaskKey, hidden_TD: Tensor, routed: Routed, plan: Plan) -> CachedPending:
         pending = CachedPending(key, routed, self._identity_E)
-        pending.want = self._cache.want(
-            key.layer, list(pending.pairs), key.priority, (key.batch, key.micro_batch)
-        )
+        whose = key.batch, key.micro_batch
+        pending.want = self._cache.want(key.layer, list(pending.pairs), key.priority, whose)
         self._pending.append(pending)
+        if self._foresight is not None:
+            self._look_ahead(whose, key.layer, hidden_TD, routed, self._foresight)
         return pending
+
+    def _look_ahead(
+        self, whose: Whose, layer: int, hidden_TD: Tensor, routed: Routed, foresight: Foresight
+    ) -> None:
+        """Has the likely experts of the next layer read while nothing that is wanted is missing."""
+        expected = self._foretold.pop(whose, None)
+        if expected is not None and expected[0] == layer:
+            foresight.learn(layer, expected[1], routed.topk_ids_TK)
+        following = foresight.next_layer(layer)
+        if following is None:
+            return
+        ids_TK = foresight.route(layer, hidden_TD, routed)
+        self._foretold[whose] = following, ids_TK
+        self._cache.hint(whose, following, foresight.guesses(following, ids_TK))
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if timeout_s <= 0.0:
@@ -137,7 +164,9 @@ class CachedPlane:
     def drop(self, pending: CachedPending) -> None:
         self._pending.remove(pending)
         self._cache.drop(pending.want)
-        self._cache.forget_hints((pending.key.batch, pending.key.micro_batch))
+        whose = pending.key.batch, pending.key.micro_batch
+        self._foretold.pop(whose, None)
+        self._cache.forget_hints(whose)
 
     def _run(self, pending: CachedPending, taken: list[Taken]) -> None:
         first, counts = pending.first_of[taken[0].expert], [pending.pairs[e] for e, _ in taken]

@@ -27,7 +27,10 @@ from models.experts.expert_store import ExpertSource, ExpertStore, ResidentStore
 from models.experts.host_experts import HostSource, open_host_source
 from models.experts.moe import ExpertHalf
 from models.experts.slot_budget import slots_for
+from models.foresight.foresight import Foresight
+from models.foresight.routing_profile import RoutingProfile
 from models.spec.model import ModelSpec
+from models.spec.stored_names import ROUTING
 from models.weights.checkpoint import Checkpoint
 from models.weights.loading import progress_line
 from planner.policies.eviction import eviction
@@ -85,11 +88,12 @@ class CachedSupply:
     address = ""
     degraded = ""
 
-    def __init__(self, name: str, cache: ExpertCache, timeline: Timeline) -> None:
-        self._name, self._cache, self._timeline = name, cache, timeline
+    def __init__(self, spec: WorkerSpec, cache: ExpertCache, timeline: Timeline) -> None:
+        self._spec, self._cache, self._timeline = spec, cache, timeline
 
     def plane(self, half: AttentionHalf) -> CachedPlane:
-        return CachedPlane(self._name, half, self._cache, self._timeline, monotonic_s)
+        ahead = foresight(self._spec, half)
+        return CachedPlane(self._spec.name, half, self._cache, self._timeline, monotonic_s, ahead)
 
     def bytes_moved(self) -> tuple[int, int]:
         return 0, 0
@@ -116,7 +120,7 @@ def expert_supply(
         model, dtype, torch.device(spec.device), packed=spec.config.prefill.packed_experts
     )
     if kind == "cached":
-        return CachedSupply(spec.name, expert_cache(spec, layout), timeline)
+        return CachedSupply(spec, expert_cache(spec, layout), timeline)
     if kind == "streamed":
         source = host_source(spec, layout)
         store = copying_store(spec, layout, source, stage=Stage.HOST_COPY, observe=timeline.add)
@@ -141,6 +145,17 @@ def expert_cache(spec: WorkerSpec, layout: ExpertLayout) -> ExpertCache:
     )
     order = eviction(config.experts.evict, slots, {})
     return ExpertCache(file, layout, slots, order, pays, deadline_s=config.channel.deadline_s)
+
+
+def foresight(spec: WorkerSpec, half: AttentionHalf) -> Foresight | None:
+    """None: nothing is to be read ahead. Raises CheckpointError."""
+    config, folder = spec.config.experts, Path(spec.model_folder)
+    if config.hints == "off":
+        return None
+    own = folder / ROUTING
+    path = Path(config.profile) if config.profile else own if own.is_file() else None
+    profile = None if path is None else RoutingProfile.read(path, folder, half.spec)
+    return Foresight(half, profile, config.hints)
 
 
 def host_source(spec: WorkerSpec, layout: ExpertLayout) -> HostSource:

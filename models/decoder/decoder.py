@@ -160,6 +160,15 @@ class AttentionHalf:
             return Attended(hidden_TD, weights.mlp(x_TD))
         return Attended(hidden_TD.add_(weights.mlp(x_TD)), None)
 
+    def router(self, layer: int) -> Router | None:
+        """Of a layer with routed experts."""
+        mlp = self._layers[layer].mlp
+        return mlp if isinstance(mlp, Router) else None
+
+    def mlp_input(self, layer: int, hidden_TD: Tensor) -> Tensor:
+        """What the router and the experts of `layer` would see of that residual."""
+        return self._norm(hidden_TD, self._layers[layer].mlp_norm)
+
     def has_shared(self, layer: int) -> bool:
         """Whether `layer` has a shared expert."""
         return self._layers[layer].shared is not None

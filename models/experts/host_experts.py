@@ -27,6 +27,7 @@ from models.experts.checkpoint_part import CheckpointParts
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertBuffer
 from models.experts.host_store import default_parent, open_shared
+from models.spec.stored_names import ROUTING
 from models.weights.checkpoint import Checkpoint, expert_wants
 
 log = logging.getLogger(f"tandem.{__name__}")
@@ -189,7 +190,8 @@ def _write(checkpoint: Checkpoint, layout: ExpertLayout, path: Path, size: int) 
 
 def fingerprint(folder: Path, layout: ExpertLayout) -> str:
     """Changes with the checkpoint's files, and with how experts are laid out."""
-    files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
+    weights = set(folder.glob("*.safetensors")) - {folder / ROUTING}
+    files = sorted([*weights, folder / "config.json"])
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     text = repr((_FORMAT, str(folder.resolve()), str(layout.dtype), layout.digest, stats))
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

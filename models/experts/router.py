@@ -40,8 +40,15 @@ class Router:
         self._rounds = spec.family.rounds_topk_weights
 
     def __call__(self, x_TD: Tensor) -> Routed:
+        return self.choose(x_TD, self.logits(x_TD))
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """[T, E]"""
+        return self._scores(x_TD.to(self._dtype))
+
+    def choose(self, x_TD: Tensor, logits_TE: Tensor) -> Routed:
+        """The experts of x_TD and their weights, by the family's rule."""
         routing = self._routing
-        logits_TE = self._scores(x_TD.to(self._dtype))
         if self._plain:
             round_to = logits_TE.dtype if self._rounds else None
             ids_TK, weights_TK = softmax_top_k(

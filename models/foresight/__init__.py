@@ -1,0 +1,1 @@
+"""What foretells which experts come next: a profile, and guesses made of it."""
