@@ -28,7 +28,7 @@ from models.decoder.decoder import AttentionHalf
 from models.experts.expert_cache import ExpertCache, Taken, Want
 from models.experts.expert_loading import clamped_gate
 from models.experts.router import Routed
-from models.foresight.foresight import Foresight
+from models.foresight.foresight import Foresight, Ids
 
 Whose = tuple[int, int]  # batch, micro-batch
 
@@ -88,7 +88,7 @@ class CachedPlane:
     ) -> None:
         """foresight: None: nothing is read ahead."""
         self._foresight = foresight
-        self._foretold: dict[Whose, tuple[int, Tensor]] = {}  # (layer, [T, K]) expected next
+        self._foretold: dict[Whose, tuple[int, Ids]] = {}  # the next layer, and what it may want
         self._name = name
         self._cache = cache
         self._timeline = timeline
@@ -119,13 +119,13 @@ class CachedPlane:
         """Has the likely experts of the next layer read while nothing that is wanted is missing."""
         expected = self._foretold.pop(whose, None)
         if expected is not None and expected[0] == layer:
-            foresight.learn(layer, expected[1], routed.topk_ids_TK)
+            foresight.learn(layer, expected[1], routed.topk_ids_TK.tolist())
         following = foresight.next_layer(layer)
         if following is None:
             return
-        ids_TK = foresight.route(layer, hidden_TD, routed)
-        self._foretold[whose] = following, ids_TK
-        self._cache.hint(whose, following, foresight.guesses(following, ids_TK))
+        foretold = foresight.route(layer, hidden_TD, routed)
+        self._foretold[whose] = following, foretold
+        self._cache.hint(whose, following, foresight.guesses(following, foretold))
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if timeout_s <= 0.0:

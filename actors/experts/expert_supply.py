@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from actors.experts.cached_plane import CachedPlane
+from actors.experts.file_tier import FileTier
 from actors.experts.peer_supply import LockstepSupply, PeerSupply
 from actors.experts.plane import ExpertPlane
 from actors.experts.stored_plane import StoredPlane
@@ -144,7 +145,9 @@ def expert_cache(spec: WorkerSpec, layout: ExpertLayout) -> ExpertCache:
         direct=config.experts.direct,
     )
     order = eviction(config.experts.evict, slots, {})
-    return ExpertCache(file, layout, slots, order, pays, deadline_s=config.channel.deadline_s)
+    return ExpertCache(
+        FileTier(file), layout, slots, order, pays, deadline_s=config.channel.deadline_s
+    )
 
 
 def foresight(spec: WorkerSpec, half: AttentionHalf) -> Foresight | None:

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Final, NamedTuple
 
-import numpy as np
 import torch
 
-from contracts.errors import ChannelError, ResourceError
+from contracts.errors import ResourceError
 from contracts.logs import event
 from contracts.machine import available_bytes, free_bytes
 from models.experts.checkpoint_part import CheckpointParts
@@ -33,10 +32,17 @@ from models.weights.checkpoint import Checkpoint
 log = logging.getLogger(f"tandem.{__name__}")
 
 ALIGNED: Final = 4096
-PART_BYTES: Final = 256 << 10  # from there on a disk is at its rate, with two under way
+PART_BYTES: Final = 1 << 20  # from there on a disk is at its rate, with two under way
 
-SlotMemory = Sequence[np.ndarray]
-"""The bytes of one expert's tensors, uint8 each."""
+SlotMemory = Sequence[memoryview]
+"""The bytes of one expert's tensors."""
+
+
+class Place(NamedTuple):
+    """In a file, in bytes."""
+
+    offset: int
+    size: int
 
 
 class _Range(NamedTuple):
@@ -49,18 +55,16 @@ class _Range(NamedTuple):
 
 
 class ExpertFile:
-    """Read by several threads, each with a `reader` of its own."""
+    """Where each part of each expert stands in the file, and what of it belongs where. `descriptor`
+    reads it; past the page cache if it `is_direct`: in whole multiples of ALIGNED bytes, then."""
 
-    def __init__(
-        self, file: IO[bytes], layout: ExpertLayout, *, direct: bool, times: int = 1
-    ) -> None:
-        """file: open for as long as this is. times: as if experts were so many times as large: so
-        many bytes are read of the same file (to measure what larger ones would take)."""
+    def __init__(self, file: IO[bytes], layout: ExpertLayout, *, direct: bool) -> None:
+        """file: open for as long as this is."""
         self._file, self.path = file, Path(file.name)
         self._first_of = {layer: at for at, layer in enumerate(layout.spec.moe_layers)}
         self._experts = layout.spec.num_experts
-        sizes = [piece.nbytes for piece in slot_memory(ExpertBuffer(layout, 1), 0)]
-        self.expert_bytes, self._times = sum(sizes), times
+        sizes = list(map(len, slot_memory(ExpertBuffer(layout, 1), 0)))
+        self.expert_bytes = sum(sizes)
         self.record_bytes = _aligned(self.expert_bytes)
         self._ranges = [
             _ranges(sizes, first, min(first + PART_BYTES, self.record_bytes))
@@ -68,22 +72,34 @@ class ExpertFile:
         ]
         self._direct = self._open_direct() if direct else None
 
+    def __str__(self) -> str:
+        return str(self.path)
+
     @property
     def parts(self) -> int:
         """In which an expert is read."""
-        return len(self._ranges) * self._times
+        return len(self._ranges)
 
     @property
     def is_direct(self) -> bool:
         """Whether it is read past the page cache."""
         return self._direct is not None
 
-    def __str__(self) -> str:
-        return str(self.path)
+    @property
+    def descriptor(self) -> int:
+        return self._file.fileno() if self._direct is None else self._direct
 
-    def reader(self) -> Reader:
-        """For one thread."""
-        return Reader(self)
+    def place(self, layer: int, expert: int, part: int) -> Place:
+        """Of a part in the file."""
+        record = self._first_of[layer] * self._experts + expert
+        first = part * PART_BYTES
+        size = min(PART_BYTES, self.record_bytes - first)
+        return Place(record * self.record_bytes + first, size)
+
+    def scatter(self, part: int, read: memoryview, into: SlotMemory) -> None:
+        """Copies what was read of that part to where it is computed with."""
+        for tensor, first, last, at in self._ranges[part]:
+            into[tensor][first:last] = read[at : at + last - first]
 
     def close(self) -> None:
         """Nobody reads any more."""
@@ -111,49 +127,12 @@ class ExpertFile:
             return None
         return opened
 
-    def read(self, layer: int, expert: int, part: int, into: SlotMemory, bounce: mmap.mmap) -> None:
-        """That part of an expert. Raises ChannelError."""
-        part %= len(self._ranges)
-        offset = (self._first_of[layer] * self._experts + expert) * self.record_bytes
-        offset += part * PART_BYTES
-        ranges = self._ranges[part]
-        wanted = min(PART_BYTES, self.record_bytes - part * PART_BYTES)
-        try:
-            if self._direct is not None:
-                got = os.preadv(self._direct, [memoryview(bounce)[:wanted]], offset)
-                whole = np.frombuffer(bounce, np.uint8)
-                for each in ranges:
-                    size = each.last - each.first
-                    into[each.tensor][each.first : each.last] = whole[each.at : each.at + size]
-            else:
-                views = [into[each.tensor][each.first : each.last].data for each in ranges]
-                wanted = sum(each.last - each.first for each in ranges)
-                got = os.preadv(self._file.fileno(), views, offset)
-        except OSError as error:
-            raise ChannelError(
-                f"{self.path}: expert {expert} of layer {layer} cannot be read: {error.strerror}"
-            ) from None
-        if got < wanted:
-            raise ChannelError(
-                f"{self.path}: expert {expert} of layer {layer}: {got} of {wanted} bytes at "
-                f"{offset}; the file was cut: remove it, and it is made again at the next start"
-            )
 
-
-class Reader:
-    """With a buffer of its own, which direct reads need."""
-
-    def __init__(self, file: ExpertFile) -> None:
-        self._file, self._bounce = file, mmap.mmap(-1, PART_BYTES)
-
-    def read(self, layer: int, expert: int, part: int, into: SlotMemory) -> None:
-        """As `ExpertFile.read`."""
-        self._file.read(layer, expert, part, into, self._bounce)
-
-
-def slot_memory(buffer: ExpertBuffer, slot: int) -> list[np.ndarray]:
+def slot_memory(buffer: ExpertBuffer, slot: int) -> list[memoryview]:
     """The bytes of what stands in a slot, in the order of the file: no copies."""
-    return [piece.reshape(-1).view(torch.uint8).numpy() for piece in buffer.part(slot, slot + 1)]
+    return [
+        piece.reshape(-1).view(torch.uint8).numpy().data for piece in buffer.part(slot, slot + 1)
+    ]
 
 
 def open_expert_file(
@@ -163,7 +142,6 @@ def open_expert_file(
     store: Path | None,
     deadline_s: float,
     direct: bool | None = None,
-    times: int = 1,
 ) -> ExpertFile:
     """Of the checkpoint in `folder`; made if it is not there. store: the folder where it stands
     (None: the system's for temporary files). deadline_s: for another process to make it. direct:
@@ -188,7 +166,7 @@ def open_expert_file(
             f"{parent}: {error.strerror}; set prefill.host_store to a folder with {size} free bytes"
         ) from None
     past = size > available if direct is None else direct
-    return ExpertFile(file, layout, direct=past, times=times)
+    return ExpertFile(file, layout, direct=past)
 
 
 def _write(checkpoint: Checkpoint, layout: ExpertLayout, path: Path, size: int) -> None:
@@ -206,7 +184,7 @@ def _write(checkpoint: Checkpoint, layout: ExpertLayout, path: Path, size: int) 
             for expert in range(layout.spec.num_experts):
                 parts.copy_part(layer, expert, expert + 1, buffer.pieces)
                 for piece in memory:
-                    file.write(piece.data)
+                    file.write(piece)
                 file.write(rest)
         file.flush()
         os.fsync(file.fileno())

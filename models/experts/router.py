@@ -34,6 +34,7 @@ class Router:
         self._dtype = router.dtype
         self._scores = Linear(router, loader.load(wants["bias"]) if "bias" in wants else None)
         self._correction = loader.load(wants["correction"]) if "correction" in wants else None
+        self.experts = spec.num_experts
         self._top_k = spec.top_k
         self._routing = spec.routing
         self._plain = spec.family.routing == "plain"

@@ -5,7 +5,8 @@
 
     "router"   router_{l+1}(x_l)          the paper's baseline
     "quasi"    router_{l+1}(q_l)          the paper's Router-PF
-    "fitted"   W_l [q_l, 1]               least squares on the next router's logits (ours)
+    "fitted"   W_l [x_l, s_l, 1]          least squares on the next router's logits (ours); s_l: the
+                                          weight of each expert of this layer, 0 if not chosen
 
 Where a profile knows how precise each is, each layer has the best of them (Section 6.3's hybrid).
 """
@@ -13,6 +14,7 @@ Where a profile knows how precise each is, each layer has the best of them (Sect
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Final, Literal, get_args
 
 import torch
@@ -23,6 +25,9 @@ from models.experts.expert_cache import Guess
 from models.experts.router import Routed
 from models.foresight.routing_profile import RoutingProfile
 
+Ids = list[list[int]]
+"""[T][K] experts of each token."""
+
 Kind = Literal["router", "quasi", "fitted"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 FIRST_PRECISION: Final = 0.5  # until something is known
@@ -30,7 +35,7 @@ _NEWEST: Final = 0.02  # of what was right, in a running mean
 
 
 class Foresight:
-    """Owned by the thread that computes. precision_LK: of the guess of rank k for layer L, from the
+    """Owned by the thread that computes. precision: of the guess of each rank, by layer; from the
     profile at first, then as it turns out."""
 
     def __init__(
@@ -43,36 +48,41 @@ class Foresight:
         self._kind_of = {
             following: kind or _best(profile, following) for following in self._next_of.values()
         }
-        self.precision_LK = torch.full((spec.num_layers, spec.top_k), FIRST_PRECISION)
+        self.precision: dict[int, list[float]] = {}
         for layer, chosen in self._kind_of.items():
-            if profile is not None and chosen in profile.precision:
-                self.precision_LK[layer] = profile.precision[chosen][layer]
+            known = None if profile is None else profile.precision.get(chosen)
+            even = [FIRST_PRECISION] * spec.top_k
+            self.precision[layer] = even if known is None else known[layer].tolist()
 
     def next_layer(self, layer: int) -> int | None:
         """That has experts."""
         return self._next_of.get(layer)
 
-    def route(self, layer: int, hidden_TD: Tensor, routed: Routed) -> Tensor:
-        """[T, K] experts of the layer after `layer`, likely ones, the best guess first."""
+    def route(self, layer: int, hidden_TD: Tensor, routed: Routed) -> Ids:
+        """For each token, experts of the layer after `layer`, the most likely one first."""
         following = self._next_of[layer]
-        return foretold(
-            self._half, self._profile, self._kind_of[following], layer, following, hidden_TD, routed
-        ).topk_ids_TK
+        kind = self._kind_of[following]
+        found = foretold(self._half, self._profile, kind, layer, following, hidden_TD, routed)
+        ids: Ids = found.topk_ids_TK.tolist()
+        return ids
 
-    def guesses(self, layer: int, ids_TK: Tensor) -> list[Guess]:
-        """What to read for that layer: an expert's confidence is that some token wants it."""
+    def guesses(self, layer: int, foretold: Ids) -> list[Guess]:
+        """What to read for that layer, the best guess first. An expert's confidence is that some
+        token wants it."""
         doubts: dict[int, float] = {}
-        ranks = self.precision_LK[layer].tolist()
-        for ids in ids_TK.tolist():
-            for expert, precision in zip(ids, ranks, strict=True):
+        for ids in foretold:
+            for expert, precision in zip(ids, self.precision[layer], strict=True):
                 doubts[expert] = doubts.get(expert, 1.0) * (1.0 - precision)
-        return [Guess(expert, 1.0 - doubt) for expert, doubt in doubts.items()]
+        return [Guess(e, 1.0 - doubt) for e, doubt in sorted(doubts.items(), key=itemgetter(1))]
 
-    def learn(self, layer: int, foretold_TK: Tensor, ids_TK: Tensor) -> None:
+    def learn(self, layer: int, foretold: Ids, came: Ids) -> None:
         """What the layer did want."""
-        self.precision_LK[layer] += _NEWEST * (
-            hits_by_rank(foretold_TK, ids_TK).mean(0) - self.precision_LK[layer]
-        )
+        means = self.precision[layer]
+        for rank in range(len(means)):
+            right = sum(
+                guess[rank] in ids for guess, ids in zip(foretold, came, strict=True)
+            ) / len(came)
+            means[rank] += _NEWEST * (right - means[rank])
 
 
 def foretold(
@@ -89,19 +99,27 @@ def foretold(
     assert router is not None
     if kind == "router" or profile is None:
         return router(routed.x_TD)
-    q_TD = half.mlp_input(following, quasi_hidden(profile, layer, hidden_TD, routed))
     if kind == "quasi":
-        return router(q_TD)
-    map_ED = profile.maps[layer]
-    logits_TE = torch.addmm(map_ED[:, -1], q_TD.float(), map_ED[:, :-1].T)
-    return router.choose(q_TD, logits_TE)
+        return router(half.mlp_input(following, quasi_hidden(profile, layer, hidden_TD, routed)))
+    return router.choose(routed.x_TD, features(routed, router.experts) @ profile.maps[layer])
+
+
+def features(routed: Routed, experts: int) -> Tensor:
+    """[T, D + E + 1] float32: x, the weight of each expert, 1."""
+    x_TD, weights_TK = routed.x_TD, routed.topk_weights_TK
+    T, D = x_TD.shape
+    found = torch.zeros(T, D + experts + 1)
+    found[:, :D] = x_TD
+    found.scatter_(1, routed.topk_ids_TK + D, weights_TK)
+    found[:, -1] = 1.0
+    return found
 
 
 def quasi_hidden(profile: RoutingProfile, layer: int, hidden_TD: Tensor, routed: Routed) -> Tensor:
     """r_l + d_l: with what the chosen experts give on average, in their weights (Eq. 2)."""
     means_TKD = profile.means[layer][routed.topk_ids_TK]
-    default_TD = torch.einsum("tk,tkd->td", routed.topk_weights_TK, means_TKD)
-    return (hidden_TD.float() + default_TD).to(hidden_TD.dtype)
+    default_T1D = torch.bmm(routed.topk_weights_TK.unsqueeze(1), means_TKD)
+    return (hidden_TD.float() + default_T1D.squeeze(1)).to(hidden_TD.dtype)
 
 
 def hits_by_rank(foretold_TK: Tensor, ids_TK: Tensor) -> Tensor:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -19,7 +20,7 @@ from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
 from models.experts.expert_store import ExpertStore
 from models.experts.router import Routed
-from models.foresight.foresight import KINDS, Kind, foretold, hits_by_rank, quasi_hidden
+from models.foresight.foresight import KINDS, Kind, features, foretold, hits_by_rank
 from models.foresight.routing_profile import RoutingProfile
 
 BATCH_TOKENS: Final = 2048
@@ -54,9 +55,8 @@ class Collection:
         """Raises as the store's `fetch`."""
         with torch.inference_mode():
             means, frequencies = self._means()
-            found = RoutingProfile(means, frequencies, {}, {})
-            found = RoutingProfile(means, frequencies, self._maps(found), {})
-            return RoutingProfile(means, frequencies, found.maps, self._precision(found))
+            found = RoutingProfile(means, frequencies, self._maps(), {})
+            return dataclasses.replace(found, precision=self._precision(found))
 
     def _means(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         spec = self._half.spec
@@ -75,28 +75,24 @@ class Collection:
         tokens = {layer: max(1.0, float(each.sum()) / spec.top_k) for layer, each in uses.items()}
         return means, {layer: (each / tokens[layer]).float() for layer, each in uses.items()}
 
-    def _maps(self, known: RoutingProfile) -> dict[int, Tensor]:
-        """W with [q, 1] W^T nearest to the next router's logits."""
+    def _maps(self) -> dict[int, Tensor]:
+        """W with features W nearest to the next router's logits."""
         spec, half = self._half.spec, self._half
-        D1 = spec.hidden_size + 1
-        grams = {layer: torch.zeros(D1, D1, dtype=torch.float64) for layer in spec.moe_layers[:-1]}
-        moments = {layer: torch.zeros(D1, spec.num_experts, dtype=torch.float64) for layer in grams}
-        before: list[tuple[int, Tensor]] = []  # the layer before in this batch, and its [q, 1]
-        following = dict(zip(spec.moe_layers, spec.moe_layers[1:], strict=False))
+        size = spec.hidden_size + spec.num_experts + 1
+        layers, double = spec.moe_layers[:-1], torch.float64
+        grams = {layer: torch.zeros(size, size, dtype=double) for layer in layers}
+        moments = {layer: torch.zeros(size, spec.num_experts, dtype=double) for layer in layers}
+        before: list[tuple[int, Tensor]] = []  # the layer before in this batch, and its features
 
         def visit(layer: int, hidden_TD: Tensor, routed: Routed, y_ND: Tensor) -> None:
             router = half.router(layer)
             assert router is not None
             if before:
-                earlier, q1_TD = before.pop()
-                grams[earlier] += q1_TD.T @ q1_TD
-                moments[earlier] += q1_TD.T @ router.logits(routed.x_TD).double()
-            if layer in following:
-                q_TD = half.mlp_input(
-                    following[layer], quasi_hidden(known, layer, hidden_TD, routed)
-                )
-                ones_T1 = torch.ones(len(q_TD), 1, dtype=torch.float64)
-                before.append((layer, torch.cat([q_TD.double(), ones_T1], 1)))
+                earlier, known = before.pop()
+                grams[earlier] += known.T @ known
+                moments[earlier] += known.T @ router.logits(routed.x_TD).double()
+            if layer in grams:
+                before.append((layer, features(routed, spec.num_experts).double()))
 
         self._run(self._kept, visit)
         return {layer: _solved(grams[layer], moments[layer]) for layer in grams}
@@ -187,7 +183,7 @@ def _batches(rows: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
 
 
 def _solved(gram: Tensor, moment: Tensor) -> Tensor:
-    """[E, D + 1] float32."""
+    """[features, E] float32."""
     ridge = _RIDGE * float(gram.diagonal().mean()) + 1e-9
-    map_DE: Tensor = torch.linalg.solve(gram + ridge * torch.eye(len(gram)), moment)
-    return map_DE.T.float().contiguous()
+    found: Tensor = torch.linalg.solve(gram + ridge * torch.eye(len(gram)), moment)
+    return found.float().contiguous()

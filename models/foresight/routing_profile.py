@@ -2,8 +2,8 @@
 
     mean.L          [E, D] float32   mean output of each expert, not weighted ("default vectors")
     frequency.L     [E] float32      part of the tokens that go to it
-    map.L           [E, D + 1]       to the logits of the next layer's router, from the quasi-hidden
-                                     state behind layer L (least squares; last column: constant)
+    map.L           [D + E + 1, E]   to the logits of the next layer's router, from x, the weights
+                                     of the experts of layer L, and 1 (least squares)
     precision.KIND  [L, K]           of the guess of rank k for layer L, on texts held out
 
 Source: Speculating Experts, Sections 3.1 to 3.3; the map is ours (docs/deviations.md).
@@ -75,7 +75,7 @@ class RoutingProfile:
         return RoutingProfile(
             by_layer("mean", spec.moe_layers, experts, hidden),
             by_layer("frequency", spec.moe_layers, experts),
-            by_layer("map", spec.moe_layers[:-1], experts, hidden + 1),
+            by_layer("map", spec.moe_layers[:-1], hidden + experts + 1, experts),
             {name.partition(".")[2]: _tensor(file, name, shape) for name in kinds},
         )
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
 from contracts.requests import Priority
-from models.experts.expert_cache import ExpertCache, Guess, Want
+from models.experts.expert_cache import HINT_PARTS, ExpertCache, Guess, PartRead, Want
 from models.experts.expert_file import SlotMemory
 from models.experts.expert_layout import ExpertLayout
 from models.spec.model import ModelSpec
@@ -24,56 +23,86 @@ from planner.policies.eviction import Kind, eviction
 from planner.policies.read_ahead import pays
 
 Checkpoints = Callable[..., Path]
-LAYERS, EXPERTS, PARTS, DEADLINE_S = 3, 4, 2, 20.0
+LAYERS, EXPERTS, PARTS, ROOM, DEADLINE_S = 3, 4, 2, 8, 20.0
 LS, BE = Priority
 
 
 class FakeTier:
-    """Fills a part of an expert with its number. `read`: parts so far; gate: opened for each."""
+    """Fills a part of an expert with its number, the most urgent first, when it is let: `allowed`
+    parts. log: (layer, expert, part) in the order in which they were read."""
 
     parts, expert_bytes = PARTS, 100
 
-    def __init__(self) -> None:
-        self.read: list[tuple[int, int, int]] = []
-        self.gate: threading.Semaphore | None = None
+    def __init__(self, allowed: int = 1_000_000) -> None:
+        self.allowed = allowed
+        self.log: list[tuple[int, int, int]] = []
         self.broken: set[tuple[int, int]] = set()
-        self.closed = False
-        self._changed = threading.Condition()
-
-    def reader(self) -> FakeReader:
-        return FakeReader(self)
-
-    def close(self) -> None:
-        self.closed = True
+        self.closed = self.woken = False
+        self._asked: dict[int, tuple[int, int, int, int]] = {}  # ticket -> urgency, what
+        self._skipped: set[int] = set()
+        self._ended: dict[int, tuple[int, int, int]] = {}
+        self._tickets = 0
 
     def __str__(self) -> str:
         return "the disk"
 
-    def fill(self, layer: int, expert: int, part: int, into: SlotMemory) -> None:
-        if self.gate is not None:
-            assert self.gate.acquire(timeout=DEADLINE_S)
-        if (layer, expert) in self.broken:
-            raise ChannelError(f"expert {expert} of layer {layer} is broken")
+    @property
+    def room(self) -> int:
+        return ROOM - len(self._asked) - len(self._ended)
+
+    def read(self, layer: int, expert: int, part: int, urgency: int) -> int:
+        assert self.room > 0
+        self._tickets += 1
+        self._asked[self._tickets] = urgency, layer, expert, part
+        return self._tickets
+
+    def hurry(self, ticket: int, urgency: int) -> None:
+        if ticket in self._asked:
+            self._asked[ticket] = urgency, *self._asked[ticket][1:]
+
+    def skip(self, ticket: int) -> None:
+        self._skipped.add(ticket)
+
+    def ended(self) -> list[PartRead]:
+        found = []
+        while self._asked and self.allowed:
+            ticket = min(self._asked, key=lambda each: (self._asked[each][0], each))
+            _, layer, expert, part = self._asked.pop(ticket)
+            self._ended[ticket] = layer, expert, part
+            if ticket in self._skipped:
+                found.append(PartRead(ticket, 0.0))
+                continue
+            self.allowed -= 1
+            broken = (layer, expert) in self.broken
+            found.append(PartRead(ticket, 0.001, "it is broken" if broken else ""))
+            if not broken:
+                self.log.append((layer, expert, part))
+        return found
+
+    def copy(self, ticket: int, into: SlotMemory) -> None:
+        layer, expert, part = self._ended[ticket]
         for tensor in into:
             half = len(tensor) // PARTS
-            tensor[part * half : (part + 1) * half] = number_of(layer, expert)
-        with self._changed:
-            self.read.append((layer, expert, part))
-            self._changed.notify_all()
+            tensor[part * half : (part + 1) * half] = bytes([number_of(layer, expert)]) * half
 
-    def experts_read(self, count: int) -> list[tuple[int, int]]:
-        """The first so many, in the order in which their last part was read."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.read) >= count * PARTS, DEADLINE_S)
-        return [(layer, expert) for layer, expert, part in self.read if part == PARTS - 1][:count]
+    def free(self, ticket: int) -> None:
+        del self._ended[ticket]
 
+    def wait(self, timeout_s: float) -> None:
+        if not self.woken:
+            time.sleep(timeout_s if not self.allowed else 0.0)
+        self.woken = False
 
-class FakeReader:
-    def __init__(self, tier: FakeTier) -> None:
-        self._tier = tier
+    def wake(self) -> None:
+        self.woken = True
 
-    def read(self, layer: int, expert: int, part: int, into: SlotMemory) -> None:
-        self._tier.fill(layer, expert, part, into)
+    def close(self) -> None:
+        self.closed = True
+
+    @property
+    def experts(self) -> list[tuple[int, int]]:
+        """In the order in which their last part was read."""
+        return [(layer, expert) for layer, expert, part in self.log if part == PARTS - 1]
 
 
 def number_of(layer: int, expert: int) -> int:
@@ -86,7 +115,6 @@ def layout(tiny_checkpoint: Checkpoints) -> ExpertLayout:
     return ExpertLayout(model, torch.float32, torch.device("cpu"))
 
 
-@contextmanager
 def opened(
     layout: ExpertLayout,
     slots: int,
@@ -94,28 +122,20 @@ def opened(
     *,
     kind: Kind = "lru",
     deadline_s: float = DEADLINE_S,
-) -> Iterator[ExpertCache]:
+) -> ExpertCache:
     order = eviction(kind, slots, {})
-    cache = ExpertCache(tier, layout, slots, order, pays, deadline_s=deadline_s)
-    try:
-        yield cache
-        cache.check()
-    finally:
-        if tier.gate is not None:
-            tier.gate.release(1000)
-        cache.close()
+    return ExpertCache(tier, layout, slots, order, pays, deadline_s=deadline_s)
 
 
 def compute(cache: ExpertCache, want: Want, most: int = 1) -> list[int]:
     """The experts of a want, in the order in which they were computed with; each is what it
     should be."""
     order: list[int] = []
-    pairs = dict.fromkeys(range(EXPERTS), 1)
     while want.left:
-        taken = cache.take(want, pairs, most)
+        taken = cache.take(want, PAIRS, most)
         for expert, slot in taken:
             memory = cache._memory[slot]
-            assert all((tensor == number_of(want.layer, expert)).all() for tensor in memory)
+            assert all(set(tensor) == {number_of(want.layer, expert)} for tensor in memory)
             order.append(expert)
         if taken:
             cache.done(want, taken)
@@ -124,117 +144,155 @@ def compute(cache: ExpertCache, want: Want, most: int = 1) -> list[int]:
     return order
 
 
+PAIRS = dict.fromkeys(range(EXPERTS), 1)
+
+
 @pytest.mark.parametrize("kind", ["lru", "lfu", "walk", "pinned"])
 def test_a_layer_that_wants_more_than_there_are_slots_comes_in_waves(
     layout: ExpertLayout, kind: Kind
 ) -> None:
-    with opened(layout, 2, FakeTier(), kind=kind) as cache:
-        for layer in (0, 1, 2, 0):
-            want = cache.want(layer, range(EXPERTS), LS)
-            assert sorted(compute(cache, want)) == list(range(EXPERTS))
+    cache = opened(layout, 2, FakeTier(), kind=kind)
+    for layer in (0, 1, 2, 0):
+        want = cache.want(layer, range(EXPERTS), LS)
+        assert sorted(compute(cache, want)) == list(range(EXPERTS))
+        cache.check()
 
 
 def test_what_is_there_is_not_read_again_and_counts_as_a_hit(layout: ExpertLayout) -> None:
     tier = FakeTier()
-    with opened(layout, 4, tier) as cache:
-        for _ in range(3):
-            compute(cache, cache.want(1, [0, 3], LS))
-        assert len(tier.read) == 2 * PARTS
-        traffic = cache.traffic
-        assert (traffic.hits[1], traffic.wanted[1]) == (4, 6)
-        assert traffic.demand_bytes == 2 * tier.expert_bytes
+    cache = opened(layout, 4, tier)
+    for _ in range(3):
+        compute(cache, cache.want(1, [0, 3], LS))
+    assert tier.experts == [(1, 0), (1, 3)]
+    traffic = cache.traffic
+    assert (traffic.hits[1], traffic.wanted[1]) == (4, 6)
+    assert traffic.demand_bytes == 2 * tier.expert_bytes
 
 
 def test_what_has_come_is_computed_with_while_the_rest_is_read(layout: ExpertLayout) -> None:
     tier = FakeTier()
-    with opened(layout, 4, tier) as cache:
-        compute(cache, cache.want(0, [1], LS))
-        tier.gate = threading.Semaphore(0)
-        want = cache.want(0, [0, 1, 2], LS)
-        assert want.can_go_on
-        taken = cache.take(want, dict.fromkeys(range(EXPERTS), 1), 9)
-        assert [expert for expert, _ in taken] == [1]
-        cache.done(want, taken)
-        assert not want.can_go_on
-        tier.gate.release(2 * PARTS)
-        assert sorted(compute(cache, want)) == [0, 2]
+    cache = opened(layout, 4, tier)
+    compute(cache, cache.want(0, [1], LS))
+    tier.allowed = 0
+    want = cache.want(0, [0, 1, 2], LS)
+    assert want.can_go_on
+    taken = cache.take(want, PAIRS, 9)
+    assert [expert for expert, _ in taken] == [1]
+    cache.done(want, taken)
+    assert not want.can_go_on
+    tier.allowed = 2 * PARTS
+    assert sorted(compute(cache, want)) == [0, 2]
 
 
 def test_what_is_taken_at_once_stands_side_by_side_in_what_was_wanted(
     layout: ExpertLayout,
 ) -> None:
-    tier, pairs = FakeTier(), dict.fromkeys(range(EXPERTS), 1)
-    with opened(layout, 4, tier) as cache:
-        compute(cache, cache.want(0, [1, 3], LS))
-        tier.gate = threading.Semaphore(0)
-        want = cache.want(0, range(EXPERTS), LS)
-        first = cache.take(want, pairs, 9)
-        assert [expert for expert, _ in first] == [1]
-        cache.done(want, first)
-        tier.gate.release(1000)
-        tier.experts_read(4)
-        while len(want.ready) < 3:
-            cache.wait(0.01)
-        runs = []
-        while want.left:
-            runs.append(cache.take(want, pairs, 9))
-            cache.done(want, runs[-1])
-        assert [[expert for expert, _ in run] for run in runs] == [[0], [2, 3]]
+    tier = FakeTier()
+    cache = opened(layout, 4, tier)
+    compute(cache, cache.want(0, [1, 3], LS))
+    tier.allowed = 0
+    want = cache.want(0, range(EXPERTS), LS)
+    first = cache.take(want, PAIRS, 9)
+    assert [expert for expert, _ in first] == [1]
+    cache.done(want, first)
+    tier.allowed = 1000
+    cache.wait(0.0)
+    runs = []
+    while want.left:
+        runs.append(cache.take(want, PAIRS, 9))
+        cache.done(want, runs[-1])
+    assert [[expert for expert, _ in run] for run in runs] == [[0], [2, 3]]
 
 
 def test_ls_is_read_before_be_and_takes_its_slots(layout: ExpertLayout) -> None:
-    tier = FakeTier()
-    tier.gate = threading.Semaphore(0)
-    with opened(layout, 2, tier) as cache:
-        be = cache.want(0, [0, 1], BE)
-        ls = cache.want(1, [2, 3], LS)
-        tier.gate.release(1000)
-        assert sorted(compute(cache, ls)) == [2, 3]
-        assert sorted(compute(cache, be)) == [0, 1]
+    tier = FakeTier(allowed=0)
+    cache = opened(layout, 2, tier)
+    be = cache.want(0, [0, 1], BE)
+    ls = cache.want(1, [2, 3], LS)
+    tier.allowed = 1000
+    assert sorted(compute(cache, ls)) == [2, 3]
+    assert sorted(compute(cache, be)) == [0, 1]
+    assert tier.experts[:2] == [(1, 2), (1, 3)], "what had been asked for was skipped"
 
 
 def test_hints_are_read_best_guess_first_and_only_after_what_is_wanted(
     layout: ExpertLayout,
 ) -> None:
-    tier = FakeTier()
-    tier.gate = threading.Semaphore(0)
-    with opened(layout, 6, tier) as cache:
-        cache.want(0, [0], LS)
-        cache.hint("me", 1, [Guess(1, 0.2), Guess(2, 0.9), Guess(3, 0.5)])
-        tier.gate.release(1000)
-        read = tier.experts_read(4)
-        assert read[0] == (0, 0)
-        assert read.index((1, 2)) < read.index((1, 1))
+    tier = FakeTier(allowed=0)
+    cache = opened(layout, 6, tier)
+    cache.want(0, [0], LS)
+    cache.hint("me", 1, [Guess(1, 0.2), Guess(2, 0.9), Guess(3, 0.5)])
+    tier.allowed = 1000
+    for _ in range(8):
+        cache.wait(0.0)
+    assert tier.experts == [(0, 0), (1, 2), (1, 3), (1, 1)]
+
+
+def test_few_parts_of_hints_are_under_way_at_once(layout: ExpertLayout) -> None:
+    tier = FakeTier(allowed=0)
+    cache = opened(layout, 6, tier)
+    cache.hint("me", 1, [Guess(expert, 0.9) for expert in range(EXPERTS)])
+    assert tier.room == ROOM - HINT_PARTS
 
 
 def test_a_hint_that_came_true_is_there_and_one_that_did_not_is_given_up(
     layout: ExpertLayout,
 ) -> None:
     tier = FakeTier()
-    with opened(layout, 6, tier) as cache:
-        cache.hint("me", 1, [Guess(2, 0.9)])
-        tier.experts_read(1)
-        tier.gate = threading.Semaphore(0)
-        cache.hint("me", 2, [Guess(0, 0.9), Guess(1, 0.8)])
-        want = cache.want(1, [2], LS, "me")
-        assert compute(cache, want) == [2]
-        assert cache.traffic.used_hint_bytes == tier.expert_bytes
-        other = cache.want(2, [3], LS, "me")
-        tier.gate.release(1000)
-        assert compute(cache, other) == [3]
-        assert not cache.holds(2, 0)
-        assert not cache.holds(2, 1)
+    cache = opened(layout, 6, tier)
+    cache.hint("me", 1, [Guess(2, 0.9)])
+    cache.wait(0.0)
+    cache.wait(0.0)
+    tier.allowed = 0
+    cache.hint("me", 2, [Guess(0, 0.9), Guess(1, 0.8)])
+    assert compute(cache, cache.want(1, [2], LS, "me")) == [2]
+    assert cache.traffic.used_hint_bytes == tier.expert_bytes
+    other = cache.want(2, [3], LS, "me")
+    tier.allowed = 1000
+    assert compute(cache, other) == [3]
+    assert not cache.holds(2, 0)
+    assert not cache.holds(2, 1)
+    cache.check()
+
+
+def test_a_hint_that_is_wanted_while_it_is_read_is_hurried(layout: ExpertLayout) -> None:
+    tier = FakeTier(allowed=0)
+    cache = opened(layout, 6, tier)
+    cache.hint("me", 1, [Guess(2, 0.9)])
+    cache.want(0, [1], BE)
+    want = cache.want(1, [2], LS, "me")
+    tier.allowed = PARTS
+    assert compute(cache, want) == [2]
 
 
 def test_a_hint_evicts_nothing_that_is_wanted_or_hinted(layout: ExpertLayout) -> None:
     tier = FakeTier()
-    with opened(layout, 2, tier) as cache:
-        want = cache.want(0, [0, 1], LS)
-        tier.experts_read(2)
-        cache.hint("me", 1, [Guess(2, 1.0)])
-        assert len(tier.read) == 2 * PARTS
-        assert sorted(compute(cache, want)) == [0, 1]
-        assert tier.experts_read(3)[2] == (1, 2), "now there is a slot"
+    cache = opened(layout, 2, tier)
+    want = cache.want(0, [0, 1], LS)
+    cache.wait(0.0)
+    cache.hint("me", 1, [Guess(2, 1.0)])
+    cache.wait(0.0)
+    assert tier.experts == [(0, 0), (0, 1)]
+    assert sorted(compute(cache, want)) == [0, 1]
+    assert not cache.wait(0.0)
+    assert tier.experts[2:] == [(1, 2)], "now there is a slot"
+
+
+def test_a_guess_that_would_not_pay_is_not_read(layout: ExpertLayout) -> None:
+    tier = FakeTier()
+    order = eviction("lru", 6, {})
+    cache = ExpertCache(
+        tier, layout, 6, order, lambda p, hidden_s, wait_s: p > 0.5, deadline_s=DEADLINE_S
+    )
+    for owner in ("one", "two"):  # after the first its times are known
+        cache.hint(owner, 1, [Guess(0, 0.9)])
+        cache.wait(0.0)
+        compute(cache, cache.want(1, [0], LS, owner))
+    cache.hint("three", 2, [Guess(1, 0.6), Guess(2, 0.4)])
+    for _ in range(4):
+        cache.wait(0.0)
+    assert cache.holds(2, 1)
+    assert not cache.holds(2, 2)
 
 
 def test_what_cannot_be_read_is_an_error_for_those_who_want_it_alone(
@@ -242,50 +300,43 @@ def test_what_cannot_be_read_is_an_error_for_those_who_want_it_alone(
 ) -> None:
     tier = FakeTier()
     tier.broken = {(0, 1)}
-    with opened(layout, 3, tier) as cache:
-        cache.hint("me", 0, [Guess(1, 1.0)])
-        bad, good = cache.want(0, [0, 1], LS), cache.want(2, [1], LS)
-        with pytest.raises(ChannelError, match="expert 1 of layer 0 is broken"):
-            compute(cache, bad)
-        cache.drop(bad)
-        assert compute(cache, good) == [1]
+    cache = opened(layout, 3, tier)
+    cache.hint("me", 0, [Guess(1, 1.0)])
+    bad, good = cache.want(0, [0, 1], LS), cache.want(2, [1], LS)
+    with pytest.raises(ChannelError, match="expert 1 of layer 0: it is broken"):
+        compute(cache, bad)
+    cache.drop(bad)
+    assert compute(cache, good) == [1]
+    tier.broken.clear()
+    assert compute(cache, cache.want(0, [1], LS)) == [1], "it is tried again for the next one"
+    cache.check()
 
 
 def test_a_tier_that_gives_nothing_for_the_deadline_is_named(layout: ExpertLayout) -> None:
-    tier = FakeTier()
-    tier.gate = threading.Semaphore(0)
-    with opened(layout, 3, tier, deadline_s=0.2) as cache:
-        want, start_s = cache.want(1, [2, 3], LS), monotonic_s()
-        with pytest.raises(ChannelError, match=r"experts \[2, 3\] of layer 1 .* from the disk"):
-            compute(cache, want)
-        assert monotonic_s() - start_s < 2.0
-        cache.drop(want)
-        tier.gate.release(1000)
-
-
-def test_a_wait_ends_when_it_is_woken(layout: ExpertLayout) -> None:
-    tier = FakeTier()
-    tier.gate = threading.Semaphore(0)
-    with opened(layout, 3, tier) as cache:
-        want = cache.want(1, [2], LS)
-        waker = threading.Timer(0.05, cache.wake)
-        waker.start()
-        assert cache.wait(DEADLINE_S)
-        assert not want.ready
+    tier = FakeTier(allowed=0)
+    cache = opened(layout, 3, tier, deadline_s=0.1)
+    want, start_s = cache.want(1, [2, 3], LS), monotonic_s()
+    with pytest.raises(ChannelError, match=r"experts \[2, 3\] of layer 1 .* from the disk"):
+        compute(cache, want)
+    assert monotonic_s() - start_s < 2.0
+    cache.drop(want)
+    tier.allowed = 1000
+    cache.wait(0.0)
+    cache.check()
 
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["want", "compute", "drop", "hint", "forget"]),
+        st.sampled_from(["want", "compute", "drop", "hint", "forget", "read"]),
         st.integers(0, LAYERS - 1),
         st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS, unique=True),
         st.sampled_from([LS, BE]),
     ),
-    max_size=30,
+    max_size=40,
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=200)
 @given(slots=st.integers(2, 12), kind=st.sampled_from(["lru", "lfu", "walk"]), events=EVENTS)
 def test_any_hints_wants_and_drops_end_with_what_was_wanted(
     layout: ExpertLayout,
@@ -293,25 +344,32 @@ def test_any_hints_wants_and_drops_end_with_what_was_wanted(
     kind: Kind,
     events: Sequence[tuple[str, int, list[int], Priority]],
 ) -> None:
-    with opened(layout, slots, FakeTier(), kind=kind) as cache:
-        wants: list[Want] = []
-        for number, (what, layer, experts, priority) in enumerate(events):
-            owner = number % 3
-            if what == "want":
-                wants.append(cache.want(layer, sorted(experts), priority, owner))
-            elif what == "hint":
-                cache.hint(owner, layer, [Guess(e, 1 / (1 + e)) for e in experts])
-            elif what == "forget":
-                cache.forget_hints(owner)
-            elif wants and what == "drop":
-                cache.drop(wants.pop(layer % len(wants)))
-            elif wants:
-                want = wants[layer % len(wants)]
-                taken = cache.take(want, dict.fromkeys(range(EXPERTS), 1), 1)
-                cache.done(want, taken)
-            cache.check()
-        while any(want.left for want in wants):  # whoever can go on does, as in the executor
-            assert cache.wait(DEADLINE_S)
-            for want in wants:
-                taken = cache.take(want, dict.fromkeys(range(EXPERTS), 1), 2)
-                cache.done(want, taken)
+    tier = FakeTier(allowed=0)
+    cache = opened(layout, slots, tier, kind=kind)
+    wants: list[Want] = []
+    for number, (what, layer, experts, priority) in enumerate(events):
+        owner = number % 3
+        if what == "want":
+            wants.append(cache.want(layer, sorted(experts), priority, owner))
+        elif what == "hint":
+            cache.hint(owner, layer, [Guess(e, 1 / (1 + e)) for e in experts])
+        elif what == "forget":
+            cache.forget_hints(owner)
+        elif what == "read":
+            tier.allowed += len(experts)
+            cache.wait(0.0)
+        elif wants and what == "drop":
+            cache.drop(wants.pop(layer % len(wants)))
+        elif wants:
+            want = wants[layer % len(wants)]
+            cache.done(want, cache.take(want, PAIRS, 1))
+        cache.check()
+    tier.allowed = 1_000_000
+    for _ in range(1000):  # whoever can go on does, as in the executor
+        if not any(want.left for want in wants):
+            break
+        cache.wait(0.0)
+        for want in wants:
+            cache.done(want, cache.take(want, PAIRS, 2))
+        cache.check()
+    assert not any(want.left for want in wants)

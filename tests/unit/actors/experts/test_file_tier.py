@@ -1,0 +1,179 @@
+"""Experts read from a real file by a real process beside the worker."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.experts.file_tier import ENTRIES, FileTier
+from contracts.clock import monotonic_s
+from contracts.errors import ChannelError, ConfigError
+from contracts.loading import load_config
+from contracts.requests import Priority
+from models.experts.expert_cache import ExpertCache
+from models.experts.expert_file import PART_BYTES, open_expert_file, slot_memory
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_store import ExpertBuffer
+from models.experts.host_experts import open_host_source
+from models.experts.slot_budget import slots_for
+from models.weights.checkpoint import check_checkpoint
+from planner.policies.eviction import eviction
+from planner.policies.read_ahead import pays
+
+Checkpoints = Callable[..., Path]
+DEADLINE_S = 20.0
+
+
+class Rig:
+    def __init__(self, folder: Path, store: Path, *, slots: int, direct: bool, times: int) -> None:
+        self.model = check_checkpoint(folder)
+        self.layout = ExpertLayout(self.model, torch.float32, torch.device("cpu"))
+        self.file = open_expert_file(
+            folder, self.layout, store=store, deadline_s=DEADLINE_S, direct=direct
+        )
+        self.tier = FileTier(self.file, times=times)
+        order = eviction("lru", slots, {})
+        self.cache = ExpertCache(self.tier, self.layout, slots, order, pays, deadline_s=DEADLINE_S)
+
+    def compute(self, layer: int, experts: list[int]) -> dict[int, list[bytes]]:
+        """What stood in each expert's slot."""
+        want = self.cache.want(layer, experts, Priority.LS)
+        found: dict[int, list[bytes]] = {}
+        while want.left:
+            taken = self.cache.take(want, dict.fromkeys(experts, 1), 1)
+            for expert, slot in taken:
+                found[expert] = list(map(bytes, self.cache._memory[slot]))
+            self.cache.done(want, taken)
+            if not taken:
+                self.cache.wait(0.05)
+        return found
+
+
+@pytest.fixture
+def folder(tiny_checkpoint: Checkpoints) -> Path:
+    return tiny_checkpoint("qwen3_moe", num_hidden_layers=3)
+
+
+@pytest.fixture
+def opened(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def make(*, slots: int = 4, direct: bool = False, times: int = 1) -> Rig:
+        rigs.append(Rig(folder, tmp_path, slots=slots, direct=direct, times=times))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.cache.close()
+        rig.cache.close()
+
+
+@pytest.mark.parametrize(("direct", "times"), [(False, 1), (True, 1), (True, 3)])
+def test_slots_hold_what_the_checkpoint_says(
+    folder: Path, opened: Callable[..., Rig], direct: bool, times: int
+) -> None:
+    rig = opened(direct=direct, times=times)
+    assert rig.tier.parts == times
+    source = open_host_source(folder, rig.layout, store=None, deadline_s=DEADLINE_S)
+    whole = ExpertBuffer(rig.layout)
+    for layer in rig.model.moe_layers:
+        source.copy(layer, whole)
+        experts = list(range(rig.model.num_experts))
+        found = rig.compute(layer, experts)
+        for expert in experts:
+            assert found[expert] == list(map(bytes, slot_memory(whole, expert)))
+        rig.cache.check()
+    source.close()
+
+
+def test_an_expert_of_several_parts_is_whole(
+    opened: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("models.experts.expert_file", "actors.experts.file_tier"):
+        monkeypatch.setattr(f"{module}.PART_BYTES", 4096)
+    rig = opened(direct=True, slots=8)
+    assert rig.tier.parts == -(-rig.file.record_bytes // 4096) > 1
+    one = rig.compute(1, [3])
+    monkeypatch.undo()
+    assert opened(slots=8).compute(1, [3]) == one
+
+
+def test_a_file_that_was_cut_is_named_with_what_to_do(opened: Callable[..., Rig]) -> None:
+    rig = opened()
+    os.truncate(rig.file.path, rig.file.record_bytes)
+    assert rig.compute(0, [0])
+    with pytest.raises(ChannelError, match=r"records-.*\.bin: \d+ bytes at \d+: it was cut"):
+        rig.compute(2, [1])
+
+
+def test_a_reader_that_dies_is_an_error_within_two_seconds(opened: Callable[..., Rig]) -> None:
+    rig = opened()
+    rig.tier._process.kill()
+    rig.tier._process.wait()
+    start_s = monotonic_s()
+    with pytest.raises(ChannelError, match=r"records-.*the process that reads it has ended"):
+        rig.compute(0, [1])
+    assert monotonic_s() - start_s < 2.0
+
+
+def test_a_reader_ends_with_its_worker_and_leaves_no_descriptor(
+    opened: Callable[..., Rig],
+) -> None:
+    opened().compute(0, [1])
+    before = len(os.listdir("/proc/self/fd"))
+    rig = opened()
+    rig.compute(0, [1])
+    process = rig.tier._process
+    rig.cache.close()
+    assert process.poll() is not None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_more_is_asked_for_than_can_be_under_way(opened: Callable[..., Rig]) -> None:
+    rig = opened(slots=21, times=2)
+    wants = [
+        rig.cache.want(layer, list(range(rig.model.num_experts)), Priority.LS)
+        for layer in rig.model.moe_layers
+    ]
+    assert rig.tier.room == 0
+    assert sum(len(want.left) for want in wants) * 2 > ENTRIES
+    deadline_s = monotonic_s() + DEADLINE_S
+    while any(len(want.ready) < len(want.left) for want in wants):
+        assert monotonic_s() < deadline_s
+        rig.cache._advance()
+        time.sleep(0.001)
+
+
+def test_part_bytes_are_whole_pages() -> None:
+    assert PART_BYTES % 4096 == 0
+
+
+@pytest.mark.parametrize(
+    ("experts", "slots"),
+    [({"slots": 9}, 9), ({"slots": 10_000}, 21), ({"bytes": 5_000_000}, 21)],
+)
+def test_a_budget_is_a_number_of_experts(folder: Path, experts: dict[str, int], slots: int) -> None:
+    model = check_checkpoint(folder)
+    config = load_config(None, [f"experts.{key}={value}" for key, value in experts.items()])
+    assert slots_for(config.experts, 20_000, model) == slots
+
+
+@pytest.mark.parametrize(
+    ("experts", "error"),
+    [
+        ([], r"say how many experts to keep: experts.slots \(of 21\) or experts.bytes"),
+        (["slots=1"], r"experts.slots=1: room for 1 experts.*at least experts.slots=3"),
+        (["bytes=40000"], r"experts.bytes=40000: room for 2 experts.*experts.bytes=60000"),
+    ],
+)
+def test_a_budget_that_is_too_small_says_what_is_needed(
+    folder: Path, experts: list[str], error: str
+) -> None:
+    config = load_config(None, [f"experts.{each}" for each in experts])
+    with pytest.raises(ConfigError, match=error):
+        slots_for(config.experts, 20_000, check_checkpoint(folder))
