@@ -76,7 +76,10 @@ class Foresight:
         return [Guess(e, 1.0 - doubt) for e, doubt in sorted(doubts.items(), key=itemgetter(1))]
 
     def learn(self, layer: int, foretold: Ids, came: Ids) -> None:
-        """What the layer did want."""
+        """What the layer did want. Where it was computed for some of the rows only, nothing is
+        learned."""
+        if len(came) != len(foretold):
+            return
         means = self.precision[layer]
         for rank in range(len(means)):
             right = sum(
