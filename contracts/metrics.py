@@ -215,7 +215,24 @@ LOCAL_ACTIVATION = _gauge(
     "tandem_local_activation_fraction", "Routed tokens whose expert is on their own rank."
 )
 PREFETCH_HIT = _gauge(
-    "tandem_prefetch_hit_fraction", "Expert weights that were there when needed.", ("layer",)
+    "tandem_prefetch_hit_fraction",
+    "Expert weights that were there when needed.",
+    ("layer",),
+    Panel("Experts that were there when needed", "percentunit", ("layer",)),
+)
+EXPERT_READ = _gauge(
+    "tandem_expert_read_bytes",
+    "Bytes of experts read so far, by cause: demand, used_hint, wasted_hint.",
+    ("rank", "cause"),
+    Panel("Experts read", "Bps", ("cause",), View.GROWTH),
+    unit="bytes",
+)
+EXPERT_WAIT = _gauge(
+    "tandem_expert_wait_seconds",
+    "Time so far in which nothing was computed because experts had not been read.",
+    ("rank",),
+    Panel("Waiting for experts to be read, seconds per second", "short", ("rank",), View.GROWTH),
+    unit="s",
 )
 GROUP_EPOCH = _gauge(
     "tandem_group_epoch",

@@ -15,7 +15,9 @@ from actors.experts.file_tier import FileTier
 from actors.experts.peer_supply import LockstepSupply, PeerSupply
 from actors.experts.plane import ExpertPlane
 from actors.experts.stored_plane import StoredPlane
+from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
+from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.events import Stage, TaskSpan
 from contracts.worker import WorkerSpec
@@ -89,8 +91,20 @@ class CachedSupply:
     address = ""
     degraded = ""
 
-    def __init__(self, spec: WorkerSpec, cache: ExpertCache, timeline: Timeline) -> None:
+    def __init__(
+        self, spec: WorkerSpec, cache: ExpertCache, timeline: Timeline, telemetry: Telemetry
+    ) -> None:
         self._spec, self._cache, self._timeline = spec, cache, timeline
+        traffic, name = cache.traffic, spec.name
+        telemetry.read(metrics.EXPERT_WAIT, name, of=lambda: traffic.waited_s)
+        for cause in traffic.read_bytes:
+            telemetry.read(
+                metrics.EXPERT_READ, name, cause, of=partial(traffic.read_bytes.__getitem__, cause)
+            )
+        for layer in cache.layers:
+            telemetry.read(
+                metrics.PREFETCH_HIT, str(layer), of=partial(traffic.hit_fraction, layer)
+            )
 
     def plane(self, half: AttentionHalf) -> CachedPlane:
         ahead = foresight(self._spec, half)
@@ -107,7 +121,11 @@ class CachedSupply:
 
 
 def expert_supply(
-    spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype, timeline: Timeline
+    spec: WorkerSpec,
+    model: ModelSpec,
+    dtype: torch.dtype,
+    timeline: Timeline,
+    telemetry: Telemetry,
 ) -> ExpertSupply:
     """As `spec.config.prefill.experts` says. timeline: hears of copies, on the store's thread.
     Raises CheckpointError, ResourceError."""
@@ -121,7 +139,7 @@ def expert_supply(
         model, dtype, torch.device(spec.device), packed=spec.config.prefill.packed_experts
     )
     if kind == "cached":
-        return CachedSupply(spec, expert_cache(spec, layout), timeline)
+        return CachedSupply(spec, expert_cache(spec, layout), timeline, telemetry)
     if kind == "streamed":
         source = host_source(spec, layout)
         store = copying_store(spec, layout, source, stage=Stage.HOST_COPY, observe=timeline.add)

@@ -54,7 +54,7 @@ class FileTier:
         ]
         self._free = list(range(ENTRIES))
         self._asked: dict[int, int] = {}  # entry -> part of the file's record
-        self._numbers = 0
+        self._numbers = self._unrung = 0
         bell, self._bell = os.pipe2(os.O_CLOEXEC)
         self._done, done = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._awake = done  # a byte there ends a `wait`
@@ -92,13 +92,18 @@ class FileTier:
         ENTRY.pack_into(self._view, at, FREE, urgency, 0, self._numbers, offset, size, 0, 0.0)
         self._view[at] = ASKED
         self._asked[entry] = part
+        self._unrung += 1
+        return entry
+
+    def begin(self) -> None:
+        """Raises ChannelError."""
+        rings, self._unrung = self._unrung, 0
         try:
-            os.write(self._bell, b"r")
+            os.write(self._bell, b"r" * rings)
         except BlockingIOError:
             pass  # it has enough to wake for
         except BrokenPipeError:
             raise self._lost() from None
-        return entry
 
     def hurry(self, ticket: int, urgency: int) -> None:
         self._view[ticket * ENTRY_BYTES + URGENCY_AT] = urgency

@@ -85,7 +85,7 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) ->
 
     watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s)
     recorded = recording(telemetry, config.trace.spans, lambda _: watch.moved())
-    supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline)
+    supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline, telemetry)
     recorded = recorded.following(supply.bytes_moved)
     plane = supply.plane(half)
     parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)

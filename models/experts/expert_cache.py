@@ -29,6 +29,7 @@ from models.experts.expert_store import ExpertBuffer
 
 HINT_PARTS: Final = 2  # under way at most
 HINT_URGENCY: Final = len(Priority)  # after all that is wanted
+DEMAND, USED_HINT, WASTED_HINT = "demand", "used_hint", "wasted_hint"  # why it was read
 _TRIES: Final = 2  # of an expert that cannot be read
 _NEWEST: Final = 0.1  # of a measured time, in its running mean
 
@@ -66,7 +67,10 @@ class Tier(Protocol):
     def room(self) -> int: ...
 
     def read(self, layer: int, expert: int, part: int, urgency: int) -> int:
-        """Begins to read; what is less urgent waits. Returns a ticket."""
+        """To be read from the next `begin` on; what is less urgent waits. Returns a ticket."""
+
+    def begin(self) -> None:
+        """What has been asked for so far is read."""
 
     def hurry(self, ticket: int, urgency: int) -> None:
         """It has become more urgent."""
@@ -113,14 +117,18 @@ class Want:
 
 
 class Traffic:
-    """What was read and why, so far; hits and wanted: experts, by layer. waited_s: in which nothing
-    was computed because experts were not there."""
+    """What was read, by cause, so far; hits and wanted: experts, by layer. waited_s: in which
+    nothing was computed because experts were not there."""
 
     def __init__(self) -> None:
         self.hits: Counter[int] = Counter()
         self.wanted: Counter[int] = Counter()
-        self.demand_bytes = self.used_hint_bytes = self.wasted_hint_bytes = 0
+        self.read_bytes = {DEMAND: 0, USED_HINT: 0, WASTED_HINT: 0}
         self.waited_s = 0.0
+
+    def hit_fraction(self, layer: int) -> float:
+        """Of the experts that the layer wanted so far; 0: none was."""
+        return self.hits[layer] / max(1, self.wanted[layer])
 
 
 class _Read:
@@ -150,7 +158,7 @@ class ExpertCache:
         clock: Clock = monotonic_s,
     ) -> None:
         """order: which leaves first. deadline_s: for the tier to move."""
-        self.slots = slots
+        self.slots, self.layers = slots, layout.spec.moe_layers
         self._tier, self._order, self._pays = tier, order, pays
         self._deadline_s, self._clock = deadline_s, clock
         self._buffer = ExpertBuffer(layout, slots)
@@ -170,6 +178,8 @@ class ExpertCache:
         self._part_s = 0.0  # to read one
         self._moved_s = clock()  # when the tier gave something last
         self._numbers = 0
+        self._is_settled = True  # nothing more can be asked for, until something changes
+        self._lacks_slots = False  # as the last time that something was asked for
         self.traffic = Traffic()
 
     @property
@@ -213,6 +223,7 @@ class ExpertCache:
         self._wants.sort(key=lambda each: (each.priority, each.number))
         self._give_up_hints()
         if len(want.ready) < len(want.left):
+            self._is_settled = False
             self._issue()
         return want
 
@@ -220,7 +231,8 @@ class ExpertCache:
         """Experts that are there and stand side by side in `want`, of no more than so many pairs
         (or one). They stay where they are until they are `done`. Raises ChannelError if one cannot
         be had."""
-        self._advance()
+        if not want.ready:
+            self._advance()
         if want.error:
             raise ChannelError(want.error)
         taken: list[Taken] = []
@@ -246,9 +258,10 @@ class ExpertCache:
             self._forget(want, key)
             if key in self._unused_hints:
                 self._unused_hints.remove(key)
-                self.traffic.used_hint_bytes += self._tier.expert_bytes
+                self._count(USED_HINT)
         if taken and not want.left:
             self._wants.remove(want)
+        self._is_settled = self._is_settled and not self._lacks_slots
         self._advance()
 
     def drop(self, want: Want) -> None:
@@ -259,6 +272,7 @@ class ExpertCache:
             self._forget(want, key)
         if want in self._wants:
             self._wants.remove(want)
+        self._is_settled = False
         self._give_up_hints()
 
     def hint(self, owner: Hashable, layer: int, guesses: Iterable[Guess]) -> None:
@@ -270,6 +284,7 @@ class ExpertCache:
         self._hinted_s.setdefault((owner, layer), self._clock())
         self._give_up_hints()
         if missing:
+            self._is_settled = False
             self._issue()
 
     def forget_hints(self, owner: Hashable) -> None:
@@ -320,7 +335,10 @@ class ExpertCache:
         self._issue()
 
     def _take_in(self, now_s: float) -> None:
+        if not self._read_of:
+            return
         for ended in self._tier.ended():
+            self._is_settled = False
             read = self._read_of.pop(ended.ticket)
             read.tickets.remove(ended.ticket)
             if ended.error:
@@ -338,20 +356,26 @@ class ExpertCache:
                 self._place(read)
 
     def _issue(self) -> None:
-        """As many parts as the tier takes: of what is wanted, then of what may be."""
+        """Has as many parts read as the tier takes: of what is wanted, then of what may be."""
+        if self._is_settled:
+            return
+        self._is_settled, self._lacks_slots = True, False
         room = self._tier.room
+        asked = 0
         for read, urgency in self._to_read():
-            if room == 0:
-                return
-            while room and read.next_part < self._tier.parts:
+            while asked < room and read.next_part < self._tier.parts:
                 if urgency == HINT_URGENCY and self._hints_under_way() >= HINT_PARTS:
-                    return
+                    break
                 key = read.key
                 ticket = self._tier.read(key.layer, key.expert, read.next_part, urgency)
                 read.tickets.add(ticket)
                 self._read_of[ticket] = read
                 read.next_part += 1
-                room -= 1
+                asked += 1
+            if read.next_part < self._tier.parts:
+                break
+        if asked:
+            self._tier.begin()
 
     def _to_read(self) -> Iterator[tuple[_Read, int]]:
         """Experts of which parts are still to be read, with their urgency, in this order."""
@@ -364,6 +388,7 @@ class ExpertCache:
                 is_missing = True
                 read = self._reads.get(key) or self._begin(key, want.priority)
                 if read is None:  # every slot holds what is wanted: some of it is computed first
+                    self._lacks_slots = True
                     self._make_room(want)
                     break
                 if not read.cancelled:
@@ -387,6 +412,7 @@ class ExpertCache:
                 if slot is None:
                     slot = self._evict(key.layer, lambda k: k in hinted or k in self._wants_of)
                 if slot is None:
+                    self._lacks_slots = True
                     return
                 read = self._reads[key] = _Read(key, slot, hinted=True)
             if not read.cancelled:
@@ -439,8 +465,13 @@ class ExpertCache:
             want.ready.discard(key.expert)
         if key in self._unused_hints:
             self._unused_hints.remove(key)
-            self.traffic.wasted_hint_bytes += self._tier.expert_bytes
+            self._count(WASTED_HINT)
         return self._slot_of.pop(key)
+
+    def _count(self, cause: str, parts: int | None = None) -> None:
+        """parts: of an expert; None: all."""
+        parts = self._tier.parts if parts is None else parts
+        self.traffic.read_bytes[cause] += self._tier.expert_bytes * parts // self._tier.parts
 
     def _check_deadline(self, now_s: float) -> None:
         for want in self._wants:
@@ -493,8 +524,7 @@ class ExpertCache:
         del self._reads[read.key]
         self._free.append(read.slot)
         if read.hinted:
-            expert_bytes, parts = self._tier.expert_bytes, self._tier.parts
-            self.traffic.wasted_hint_bytes += expert_bytes * read.done // parts
+            self._count(WASTED_HINT, read.done)
 
     def _failed(self, read: _Read, error: str) -> None:
         key = read.key
@@ -521,7 +551,7 @@ class ExpertCache:
         if read.hinted:
             self._unused_hints.add(key)
         else:
-            self.traffic.demand_bytes += self._tier.expert_bytes
+            self._count(DEMAND)
         for want in self._wants_of.get(key, ()):
             want.ready.add(key.expert)
 

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
 from contracts.requests import Priority
-from models.experts.expert_cache import HINT_PARTS, ExpertCache, Guess, PartRead, Want
+from models.experts.expert_cache import (
+    DEMAND,
+    HINT_PARTS,
+    USED_HINT,
+    ExpertCache,
+    Guess,
+    PartRead,
+    Want,
+)
 from models.experts.expert_file import SlotMemory
 from models.experts.expert_layout import ExpertLayout
 from models.spec.model import ModelSpec
@@ -55,6 +63,9 @@ class FakeTier:
         self._tickets += 1
         self._asked[self._tickets] = urgency, layer, expert, part
         return self._tickets
+
+    def begin(self) -> None:
+        """At once."""
 
     def hurry(self, ticket: int, urgency: int) -> None:
         if ticket in self._asked:
@@ -166,7 +177,8 @@ def test_what_is_there_is_not_read_again_and_counts_as_a_hit(layout: ExpertLayou
     assert tier.experts == [(1, 0), (1, 3)]
     traffic = cache.traffic
     assert (traffic.hits[1], traffic.wanted[1]) == (4, 6)
-    assert traffic.demand_bytes == 2 * tier.expert_bytes
+    assert traffic.read_bytes[DEMAND] == 2 * tier.expert_bytes
+    assert traffic.hit_fraction(1) == pytest.approx(4 / 6)
 
 
 def test_what_has_come_is_computed_with_while_the_rest_is_read(layout: ExpertLayout) -> None:
@@ -246,7 +258,7 @@ def test_a_hint_that_came_true_is_there_and_one_that_did_not_is_given_up(
     tier.allowed = 0
     cache.hint("me", 2, [Guess(0, 0.9), Guess(1, 0.8)])
     assert compute(cache, cache.want(1, [2], LS, "me")) == [2]
-    assert cache.traffic.used_hint_bytes == tier.expert_bytes
+    assert cache.traffic.read_bytes[USED_HINT] == tier.expert_bytes
     other = cache.want(2, [3], LS, "me")
     tier.allowed = 1000
     assert compute(cache, other) == [3]

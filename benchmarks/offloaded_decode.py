@@ -1,0 +1,279 @@
+"""Time per token of one stream whose experts do not all fit: they are read from a file, past the
+page cache, when they are wanted or a layer ahead.
+
+    python -m benchmarks.offloaded_decode                    (about 5 minutes)
+    python -m benchmarks.offloaded_decode --kept 0.5 --times 1 --rounds 4
+
+Variants in turns, each round on another text, tokens forced. Logits are held against resident
+experts bit for bit. times: how large experts are: a small model's are read several times over, so
+that a miss costs up to some layers of compute (reads and compute are real, their ratio is chosen).
+
+no cache: what a token needs and no more is kept. on demand: a cache and no hints. oracle: hints are
+what a first run wanted: the bound of reading ahead. wrong: hints are never wanted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.experts.cached_plane import CachedPlane
+from actors.experts.file_tier import FileTier
+from actors.experts.plane import TaskKey
+from actors.telemetry.timeline import Timeline
+from benchmarks.harness import record
+from contracts.clock import monotonic_s
+from contracts.plan import Plan
+from contracts.requests import Priority
+from kernels.routing import local_index
+from kernels.steps import run_through
+from models.decoder.batch import AttentionBatch, SequenceSlice
+from models.decoder.decoder import AttentionHalf
+from models.decoder.kv_pool import KvPool
+from models.experts.expert_cache import ExpertCache, Guess
+from models.experts.expert_file import ExpertFile, open_expert_file
+from models.experts.expert_layout import ExpertLayout
+from models.experts.moe import ExpertHalf, expert_sums
+from models.experts.router import Routed
+from models.foresight.foresight import Foresight, Ids
+from models.foresight.routing_profile import RoutingProfile
+from models.spec.stored_names import ROUTING
+from models.text.tokenizer import Tokenizer
+from models.weights.checkpoint import Checkpoint, check_checkpoint
+from planner.policies.eviction import eviction
+from planner.policies.read_ahead import pays
+
+BUNDLED = Path(__file__).resolve().parents[1] / "models" / "bundled"
+TEXTS = Path(__file__).resolve().parents[1] / "docs"
+PROMPT, BLOCK, BATCH = 16, 16, 0
+HINTS = ("router", "quasi", "fitted", "best", "oracle", "wrong")
+CACHES = ("lru", "lfu", "walk")
+ON_DEMAND, NO_CACHE, RESIDENT = "on demand, lru", "no cache", "resident"
+
+
+class Oracle(Foresight):
+    """Knows what the text wants: `wanted` by (token, layer). wrong: says what it does not want."""
+
+    def __init__(
+        self, half: AttentionHalf, wanted: dict[tuple[int, int], Ids], *, wrong: bool = False
+    ) -> None:
+        super().__init__(half, None)
+        self.wanted, self._wrong = wanted, wrong
+        self.step = 0
+
+    def route(self, layer: int, hidden_TD: Tensor, routed: Routed) -> Ids:
+        return self.wanted[self.step, layer + 1]
+
+    def guesses(self, layer: int, foretold: Ids) -> list[Guess]:
+        experts = {expert for ids in foretold for expert in ids}
+        if self._wrong:
+            others = [e for e in range(self._half.spec.num_experts) if e not in experts]
+            experts = set(others[: len(experts)])
+        return [Guess(expert, 0.95) for expert in sorted(experts)]
+
+
+class Model:
+    """The bundled model in float32 on one thread."""
+
+    def __init__(self) -> None:
+        checkpoint = Checkpoint(BUNDLED)
+        self.spec = check_checkpoint(BUNDLED)
+        self.half = AttentionHalf.load(checkpoint, self.spec, dtype=torch.float32)
+        everyone = range(self.spec.num_experts)
+        self.experts = ExpertHalf.load(checkpoint, self.spec, everyone, dtype=torch.float32)
+        self.identity_E = local_index(list(everyone), self.spec.num_experts)
+        self.layout = ExpertLayout(self.spec, torch.float32, torch.device("cpu"))
+        self.profile = RoutingProfile.read(BUNDLED / ROUTING, BUNDLED, self.spec)
+        self.tokenizer = Tokenizer.load(BUNDLED)
+
+    def run(
+        self,
+        ids: Sequence[int],
+        experts: Callable[[int, int, Tensor, Routed], None],
+    ) -> tuple[float, Tensor]:
+        """(mean milliseconds per token behind the prompt, the last logits). experts: adds them."""
+        half, last = self.half, -(-len(ids) // BLOCK)
+        kv = KvPool(self.spec, last, BLOCK, half.dtype, half.device)
+        bounds = [(0, PROMPT), *((p, p + 1) for p in range(PROMPT, len(ids)))]
+        start_s = logits = None
+        with torch.inference_mode():
+            for step, (first, stop) in enumerate(bounds):
+                if step == 1:
+                    start_s = time.perf_counter()
+                slices = [SequenceSlice(list(ids[first:stop]), first, range(last))]
+                inputs = AttentionBatch.build(slices, block_tokens=BLOCK, device=half.device)
+                hidden_TD = half.embed(inputs)
+                for layer in range(self.spec.num_layers):
+                    attended = half.attend(layer, hidden_TD, inputs, kv)
+                    hidden_TD = attended.hidden_TD
+                    assert attended.routed is not None
+                    experts(step, layer, hidden_TD, attended.routed)
+                logits = half.logits(hidden_TD[-1:])
+        assert start_s is not None
+        assert logits is not None
+        return 1e3 * (time.perf_counter() - start_s) / (len(bounds) - 1), logits
+
+    def resident(self, step: int, layer: int, hidden_TD: Tensor, routed: Routed) -> None:
+        hidden_TD.add_(expert_sums(routed, self.experts.held(layer), self.identity_E))
+
+
+class Offloaded:
+    """One variant, with a cache of its own that stays from text to text."""
+
+    def __init__(
+        self, model: Model, file: ExpertFile, slots: int, times: int, order: Any, hints: str
+    ) -> None:
+        self.hints, self.slots = hints, slots
+        self.cache = ExpertCache(
+            FileTier(file, times=times),
+            model.layout,
+            slots,
+            eviction(order, slots, {}),
+            pays,
+            deadline_s=30.0,
+        )
+        kind: Any = None if hints == "best" else hints
+        self.foresight: Foresight | None = None
+        if hints in ("oracle", "wrong"):
+            self.foresight = Oracle(model.half, {}, wrong=hints == "wrong")
+        elif hints:
+            self.foresight = Foresight(model.half, model.profile, kind)
+        timeline = Timeline(0)
+        self.plane = CachedPlane(
+            "bench", model.half, self.cache, timeline, monotonic_s, self.foresight
+        )
+
+    def run(
+        self, model: Model, ids: Sequence[int], wanted: dict[tuple[int, int], Ids]
+    ) -> tuple[float, Tensor]:
+        def experts(step: int, layer: int, hidden_TD: Tensor, routed: Routed) -> None:
+            if isinstance(self.foresight, Oracle):
+                self.foresight.step, self.foresight.wanted = step, wanted
+            key = TaskKey(BATCH, layer, 0, Priority.LS)
+            pending = self.plane.begin(key, hidden_TD, routed, Plan())
+            run_through(self.plane.steps(hidden_TD, pending, None))
+
+        return model.run(ids, experts)
+
+
+def texts(tokenizer: Tokenizer, rounds: int, tokens: int) -> list[list[int]]:
+    """Of the project's own documents."""
+    ids = [i for path in sorted(TEXTS.glob("*.md")) for i in tokenizer.encode(path.read_text())]
+    step = max(1, (len(ids) - tokens) // rounds)
+    return [ids[number * step : number * step + tokens] for number in range(rounds)]
+
+
+@contextmanager
+def variants(model: Model, folder: Path, kept: float, times: int) -> Iterator[dict[str, Offloaded]]:
+    whole = len(model.spec.moe_layers) * model.spec.num_experts
+    slots = max(model.spec.top_k, round(kept * whole))
+
+    def made(slots: int, order: str, hints: str) -> Offloaded:
+        file = open_expert_file(BUNDLED, model.layout, store=folder, deadline_s=60.0, direct=True)
+        return Offloaded(model, file, slots, times, order, hints)
+
+    found = {NO_CACHE: made(model.spec.top_k, "lru", "")}
+    found |= {f"on demand, {order}": made(slots, order, "") for order in CACHES}
+    found |= {f"ahead, {hints}": made(slots, "lru", hints) for hints in HINTS}
+    try:
+        yield found
+    finally:
+        for variant in found.values():
+            variant.cache.close()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    model, samples = Model(), dict[str, Any]()
+    rows = texts(model.tokenizer, options.rounds + 1, PROMPT + options.tokens)
+    with tempfile.TemporaryDirectory(prefix="tandem-", dir=options.folder) as folder:
+        for times in options.times:
+            for kept in options.kept:
+                with variants(model, Path(folder), kept, times) as found:
+                    samples[f"x{times}, {kept:.0%} kept"] = _measure(model, found, rows)
+    return samples
+
+
+def _measure(model: Model, found: dict[str, Offloaded], rows: list[list[int]]) -> dict[str, Any]:
+    times: dict[str, list[float]] = {name: [] for name in (RESIDENT, *found)}
+    for number, ids in enumerate(rows):  # the first one warms up
+        wanted: dict[tuple[int, int], Ids] = {}
+
+        def resident(step: int, layer: int, hidden_TD: Tensor, routed: Routed) -> None:
+            model.resident(step, layer, hidden_TD, routed)
+
+        def noted(step: int, layer: int, hidden_TD: Tensor, routed: Routed) -> None:
+            wanted[step, layer] = routed.topk_ids_TK.tolist()  # noqa: B023  (called at once)
+            model.resident(step, layer, hidden_TD, routed)
+
+        _, expected = model.run(ids, noted)
+        order = list(times)
+        for name in order if number % 2 else order[::-1]:
+            if name == RESIDENT:
+                spent_ms, logits = model.run(ids, resident)
+            else:
+                spent_ms, logits = found[name].run(model, ids, wanted)
+            if not torch.equal(logits, expected):
+                raise RuntimeError(f"{name}: other logits than with resident experts")
+            if number:
+                times[name].append(spent_ms)
+    return {name: {"tpot_ms": each, **_traffic(found.get(name))} for name, each in times.items()}
+
+
+def _traffic(variant: Offloaded | None) -> dict[str, Any]:
+    if variant is None:
+        return {}
+    traffic = variant.cache.traffic
+    wanted = sum(traffic.wanted.values())
+    return {
+        "hits": sum(traffic.hits.values()) / wanted,
+        "read_ms": 1e3 * variant.cache.read_s,
+        **{f"{cause}_bytes": count for cause, count in traffic.read_bytes.items()},
+    }
+
+
+def summary(samples: dict[str, Any]) -> dict[str, Any]:
+    """Medians; gain: on demand with the same cache over it, pair by pair."""
+    found = {}
+    for setting, by_variant in samples.items():
+        base = by_variant[ON_DEMAND]["tpot_ms"]
+        for name, measured in by_variant.items():
+            ratios = [a / b for a, b in zip(base, measured["tpot_ms"], strict=True)]
+            row = {
+                "tpot_ms": round(statistics.median(measured["tpot_ms"]), 2),
+                "gain": round(statistics.median(ratios), 2),
+            }
+            row |= {key: round(measured[key], 3) for key in ("hits", "read_ms") if key in measured}
+            found[f"{setting} | {name}"] = row
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=64, help="generated in a round")
+    parser.add_argument("--kept", type=float, nargs="+", default=[0.25, 0.5])
+    parser.add_argument("--times", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--folder", help="on the disk to read from (default: the system's)")
+    parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
+    options = parser.parse_args()
+    samples = run(options)
+    found = summary(samples)
+    for name, row in found.items():
+        print(f"{name:40} {row}")
+    record("offloaded_decode", options, samples, found)
+
+
+if __name__ == "__main__":
+    main()
