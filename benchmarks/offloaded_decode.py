@@ -55,7 +55,7 @@ from planner.policies.read_ahead import pays
 BUNDLED = Path(__file__).resolve().parents[1] / "models" / "bundled"
 TEXTS = Path(__file__).resolve().parents[1] / "docs"
 PROMPT, BLOCK, BATCH = 16, 16, 0
-HINTS = ("router", "quasi", "fitted", "best", "oracle", "wrong")
+HINTS = ("router", "quasi", "fitted", "oracle", "wrong")
 CACHES = ("lru", "lfu", "walk")
 ON_DEMAND, NO_CACHE, RESIDENT = "on demand, lru", "no cache", "resident"
 
@@ -71,14 +71,16 @@ class Oracle(Foresight):
         self.step = 0
 
     def route(self, layer: int, hidden_TD: Tensor, routed: Routed) -> Ids:
-        return self.wanted[self.step, layer + 1]
+        ids = self.wanted[self.step, layer + 1]
+        if not self._wrong:
+            return ids
+        experts = self._half.spec.num_experts
+        return [[e for e in range(experts) if e not in row][: len(row)] for row in ids]
 
     def guesses(self, layer: int, foretold: Ids) -> list[Guess]:
         experts = {expert for ids in foretold for expert in ids}
-        if self._wrong:
-            others = [e for e in range(self._half.spec.num_experts) if e not in experts]
-            experts = set(others[: len(experts)])
-        return [Guess(expert, 0.95) for expert in sorted(experts)]
+        confidence = statistics.mean(self.precision[layer])  # as it turned out
+        return [Guess(expert, confidence) for expert in sorted(experts)]
 
 
 class Model:
@@ -141,7 +143,7 @@ class Offloaded:
             pays,
             deadline_s=30.0,
         )
-        kind: Any = None if hints == "best" else hints
+        kind: Any = hints
         self.foresight: Foresight | None = None
         if hints in ("oracle", "wrong"):
             self.foresight = Oracle(model.half, {}, wrong=hints == "wrong")

@@ -27,7 +27,7 @@ from models.experts.expert_file import SlotMemory, slot_memory
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertBuffer
 
-HINT_PARTS: Final = 2  # under way at most
+HINT_PARTS: Final = 8  # asked for at most: the thread that computes asks for more when it can
 HINT_URGENCY: Final = len(Priority)  # after all that is wanted
 DEMAND, USED_HINT, WASTED_HINT = "demand", "used_hint", "wasted_hint"  # why it was read
 _TRIES: Final = 2  # of an expert that cannot be read
