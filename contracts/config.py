@@ -460,3 +460,10 @@ class TandemConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
     trace: TraceConfig = TraceConfig()
+
+    def __post_init__(self) -> None:
+        if self.prefill.experts == "cached" and not (self.experts.slots or self.experts.bytes):
+            raise ValueError(
+                "prefill.experts=cached: say how many experts a worker keeps, of all layers "
+                "together: experts.slots, or experts.bytes"
+            )

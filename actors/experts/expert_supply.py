@@ -19,6 +19,7 @@ from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
 from contracts import metrics
 from contracts.clock import monotonic_s
+from contracts.errors import ConfigError
 from contracts.events import Stage, TaskSpan
 from contracts.worker import WorkerSpec
 from models.decoder.decoder import AttentionHalf
@@ -153,6 +154,10 @@ def expert_supply(
 def expert_cache(spec: WorkerSpec, layout: ExpertLayout) -> ExpertCache:
     """As the section `experts` says. Raises CheckpointError, ResourceError, ConfigError."""
     config, model = spec.config, layout.spec
+    if layout.device.type != "cpu":
+        raise ConfigError(
+            f"prefill.experts=cached: not on {spec.device} yet: set it to resident or streamed"
+        )
     slots = slots_for(config.experts, layout.num_bytes(1), model)
     where = config.prefill.host_store
     file = open_expert_file(

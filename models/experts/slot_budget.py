@@ -8,14 +8,9 @@ from models.spec.model import ModelSpec
 
 
 def slots_for(config: ExpertsConfig, expert_bytes: int, model: ModelSpec) -> int:
-    """Experts that are kept, at most all. Raises ConfigError where a token could not be computed
-    with so few."""
+    """Experts that are kept, at most all; the configuration gives one of slots and bytes. Raises
+    ConfigError where a token could not be computed with so few."""
     all_experts = len(model.moe_layers) * model.num_experts
-    if config.slots is None and config.bytes is None:
-        raise ConfigError(
-            "prefill.experts=cached: say how many experts to keep: experts.slots (of "
-            f"{all_experts}) or experts.bytes (an expert takes {expert_bytes})"
-        )
     given, name = config.slots, f"experts.slots={config.slots}"
     if config.bytes is not None:
         given, name = config.bytes // expert_bytes, f"experts.bytes={config.bytes}"

@@ -166,7 +166,6 @@ def test_a_budget_is_a_number_of_experts(folder: Path, experts: dict[str, int], 
 @pytest.mark.parametrize(
     ("experts", "error"),
     [
-        ([], r"say how many experts to keep: experts.slots \(of 21\) or experts.bytes"),
         (["slots=1"], r"experts.slots=1: room for 1 experts.*at least experts.slots=3"),
         (["bytes=40000"], r"experts.bytes=40000: room for 2 experts.*experts.bytes=60000"),
     ],
