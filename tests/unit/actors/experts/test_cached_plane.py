@@ -33,6 +33,7 @@ from planner.policies.read_ahead import pays
 
 Checkpoints = Callable[..., Path]
 LS, BE = Priority
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
 
 
 class AnyGuess(Foresight):
@@ -81,14 +82,10 @@ class Rig:
         return expert_sums(routed, self.local.experts[0].held(layer), self._identity_E)
 
     def begin(
-        self,
-        plane: CachedPlane,
-        layer: int,
-        routed: Routed,
-        micro_batch: int = 0,
-        priority: int = 0,
+        self, plane: CachedPlane, layer: int, routed: Routed, number: int = 0
     ) -> CachedPending:
-        key = TaskKey(0, layer, micro_batch, Priority(priority))
+        """number: of the micro-batch; odd ones are BE."""
+        key = TaskKey(0, layer, number, BE if number % 2 else LS)
         return plane.begin(key, routed.x_TD, routed, Plan())
 
     def finish(self, plane: CachedPlane, pending: CachedPending) -> torch.Tensor:
@@ -112,9 +109,7 @@ def opened(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable[..
             plane._cache.close()
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("slots", [4, 6, 100])
 def test_every_family_has_the_bits_of_resident_experts(
     opened: Callable[..., Rig], family: str, slots: int
@@ -156,7 +151,7 @@ def test_micro_batches_of_both_classes_in_any_turns_have_the_same_bits(
             layer = layers[at[number]]
             routed = rig.routed(sizes[number], seed + number + layer)
             if number not in running:
-                pending = rig.begin(plane, layer, routed, number, number % 2)
+                pending = rig.begin(plane, layer, routed, number)
                 hidden_TD = torch.zeros_like(routed.x_TD)
                 running[number] = pending, hidden_TD, plane.steps(hidden_TD, pending, None)
             pending, hidden_TD, steps = running[number]

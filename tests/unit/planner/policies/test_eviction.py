@@ -8,7 +8,7 @@ import pytest
 
 from contracts.expert_slots import ExpertKey
 from planner.policies.eviction import AGE_USES, Kind, eviction
-from planner.policies.read_ahead import expected_active, pays
+from planner.policies.read_ahead import pays
 
 
 def key(layer: int, expert: int) -> ExpertKey:
@@ -78,7 +78,3 @@ def test_reading_ahead_pays_where_more_is_hidden_than_lost() -> None:
     assert not pays(0.4, 1.0, 1.0)
     assert pays(0.4, 1.0, 0.25), "pieces can be given up soon"
     assert not pays(1.0, 0.0, 1.0)
-
-
-def test_active_experts_of_even_routing() -> None:
-    assert [round(expected_active(128, 8, tokens)) for tokens in (1, 8, 16, 32)] == [8, 52, 82, 112]
