@@ -32,6 +32,7 @@ from models.foresight.foresight import Foresight, Ids
 
 Whose = tuple[int, int]  # batch, micro-batch
 
+_MOST_FORETOLD = 64
 _LOOK_S = 0.05  # for experts, where a task is gone on with although none is there
 
 
@@ -119,12 +120,14 @@ class CachedPlane:
         """Has the likely experts of the next layer read while nothing that is wanted is missing."""
         expected = self._foretold.pop(whose, None)
         if expected is not None and expected[0] == layer:
-            foresight.learn(layer, expected[1], routed.topk_ids_TK.tolist())
+            foresight.learn(layer, expected[1], routed.topk_ids_TK)
         following = foresight.next_layer(layer)
         if following is None:
             return
         foretold = foresight.route(layer, hidden_TD, routed)
         self._foretold[whose] = following, foretold
+        if len(self._foretold) > _MOST_FORETOLD:  # of batches that were dropped while they attended
+            self._forget(next(iter(self._foretold)))
         self._cache.hint(whose, following, foresight.guesses(following, foretold))
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
@@ -164,7 +167,9 @@ class CachedPlane:
     def drop(self, pending: CachedPending) -> None:
         self._pending.remove(pending)
         self._cache.drop(pending.want)
-        whose = pending.key.batch, pending.key.micro_batch
+        self._forget((pending.key.batch, pending.key.micro_batch))
+
+    def _forget(self, whose: Whose) -> None:
         self._foretold.pop(whose, None)
         self._cache.forget_hints(whose)
 

@@ -66,6 +66,7 @@ class FileTier:
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             cwd=_ROOT,
+            start_new_session=True,  # an interrupt at the terminal is the worker's to deal with
         )
         os.close(memory)
         os.close(bell)

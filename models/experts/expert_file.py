@@ -176,6 +176,7 @@ def _write(checkpoint: Checkpoint, layout: ExpertLayout, path: Path, size: int) 
             f"{path.parent}: {size} bytes are needed for the experts, {free} are free; set "
             "prefill.host_store to another folder"
         )
+    event(log, "expert_file_is_made", file=str(path), bytes=size)
     parts, buffer = CheckpointParts(checkpoint, layout), ExpertBuffer(layout, 1)
     memory = slot_memory(buffer, 0)
     rest = bytes(_aligned(layout.num_bytes(1)) - layout.num_bytes(1))

@@ -30,6 +30,7 @@ Ids = list[list[int]]
 
 Kind = Literal["router", "quasi", "fitted"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+MOST_ROWS: Final = 64  # of a batch are looked at: those of more want most experts anyway
 FIRST_PRECISION: Final = 0.5  # until something is known
 _NEWEST: Final = 0.02  # of what was right, in a running mean
 
@@ -59,9 +60,17 @@ class Foresight:
         return self._next_of.get(layer)
 
     def route(self, layer: int, hidden_TD: Tensor, routed: Routed) -> Ids:
-        """For each token, experts of the layer after `layer`, the most likely one first."""
+        """For each token (of many for some), experts of the layer after `layer`, the most likely
+        one first."""
         following = self._next_of[layer]
         kind = self._kind_of[following]
+        if len(hidden_TD) > MOST_ROWS:
+            hidden_TD, routed = (
+                _some(hidden_TD),
+                Routed(
+                    _some(routed.x_TD), _some(routed.topk_ids_TK), _some(routed.topk_weights_TK)
+                ),
+            )
         found = foretold(self._half, self._profile, kind, layer, following, hidden_TD, routed)
         ids: Ids = found.topk_ids_TK.tolist()
         return ids
@@ -75,9 +84,10 @@ class Foresight:
                 doubts[expert] = doubts.get(expert, 1.0) * (1.0 - precision)
         return [Guess(e, 1.0 - doubt) for e, doubt in sorted(doubts.items(), key=itemgetter(1))]
 
-    def learn(self, layer: int, foretold: Ids, came: Ids) -> None:
+    def learn(self, layer: int, foretold: Ids, ids_TK: Tensor) -> None:
         """What the layer did want. Where it was computed for some of the rows only, nothing is
         learned."""
+        came: Ids = _some(ids_TK).tolist()
         if len(came) != len(foretold):
             return
         means = self.precision[layer]
@@ -86,6 +96,11 @@ class Foresight:
                 guess[rank] in ids for guess, ids in zip(foretold, came, strict=True)
             ) / len(came)
             means[rank] += _NEWEST * (right - means[rank])
+
+
+def _some(rows_T: Tensor) -> Tensor:
+    """At most MOST_ROWS of them, evenly."""
+    return rows_T[:: -(-len(rows_T) // MOST_ROWS)] if len(rows_T) > MOST_ROWS else rows_T
 
 
 def foretold(

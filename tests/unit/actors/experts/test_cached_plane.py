@@ -203,3 +203,15 @@ def test_what_is_dropped_is_not_hinted_any_more(opened: Callable[..., Rig]) -> N
     assert not plane._foretold
     assert not plane._cache._hints
     assert not plane._pending
+
+
+def test_of_batches_that_are_dropped_while_they_attend_little_is_kept(
+    opened: Callable[..., Rig],
+) -> None:
+    rig = opened()
+    plane, layer = rig.plane(100, seed=2), rig.spec.moe_layers[0]
+    with torch.inference_mode():
+        for number in range(200):
+            rig.finish(plane, rig.begin(plane, layer, rig.routed(1, number), number))
+    assert len(plane._foretold) < 100
+    assert len(plane._cache._hints) < 100

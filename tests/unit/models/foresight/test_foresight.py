@@ -13,7 +13,7 @@ from contracts.errors import CheckpointError
 from models.decoder.decoder import AttentionHalf
 from models.decoder.local import LocalModel
 from models.experts.expert_store import ResidentStore
-from models.foresight.foresight import KINDS, Foresight, foretold, hits_by_rank
+from models.foresight.foresight import KINDS, MOST_ROWS, Foresight, foretold, hits_by_rank
 from models.foresight.routing_collection import Collection
 from models.foresight.routing_profile import RoutingProfile
 from models.weights.checkpoint import check_checkpoint
@@ -128,9 +128,23 @@ def test_precision_follows_what_comes(half: AttentionHalf) -> None:
     foresight = Foresight(half, None)
     before = list(foresight.precision[1])
     for _ in range(400):
-        foresight.learn(1, [[0, 1, 2]], [[0, 3, 4]])
+        foresight.learn(1, [[0, 1, 2]], torch.tensor([[0, 3, 4]]))
     assert foresight.precision[1] == pytest.approx([1.0, 0.0, 0.0], abs=0.01)
     assert foresight.precision[2] == before
+    foresight.learn(2, [[0, 1, 2]] * 3, torch.tensor([[0, 3, 4]]))
+    assert foresight.precision[2] == before, "of rows that were not computed nothing is learned"
+
+
+def test_of_a_long_prompt_some_rows_are_looked_at(half: AttentionHalf) -> None:
+    router = half.router(0)
+    assert router is not None
+    routed = router(torch.randn(1000, half.spec.hidden_size))
+    foresight = Foresight(half, None)
+    ids = foresight.route(0, routed.x_TD, routed)
+    assert MOST_ROWS // 2 < len(ids) <= MOST_ROWS
+    before = list(foresight.precision[1])
+    foresight.learn(1, ids, torch.zeros(1000, half.spec.top_k, dtype=torch.int64))
+    assert foresight.precision[1] != before
 
 
 def test_the_baseline_is_the_next_router_on_this_layers_state(half: AttentionHalf) -> None:
