@@ -296,7 +296,10 @@ def _prefill(config: TandemConfig) -> Finding:
     spec = _readable(config)
     if spec is None:
         return Finding("prefill", "warning", "not looked at: the model cannot be read")
-    each = prefill_weight_bytes(config, spec)
+    try:
+        each = prefill_weight_bytes(config, spec)
+    except TandemError as error:  # a budget of experts that a token does not fit into
+        return Finding("prefill", "error", error.message)
     found = f"{workers} worker(s), experts {kind}: {each / MIB:,.0f} MiB of weights each"
     if workers == 1 and kind in ("gathered", "hybrid", "all_to_all"):
         advice = "one worker has no others to fetch from: prefill.experts=resident or streamed"

@@ -73,6 +73,9 @@ def test_later_overrides_win_and_values_are_yaml() -> None:
         {"groups": {"ready_timeout_s": 0}},
         {"http": {"port": -1}},
         {"trace": {"spans": -1}},
+        {"prefill": {"experts": "cached"}},
+        {"experts": {"slots": 4, "bytes": 100}},
+        {"experts": {"hints": "fitted"}},
     ],
 )
 def test_bounds_and_rules_across_fields_are_errors_of_one_line(tree: dict[str, object]) -> None:

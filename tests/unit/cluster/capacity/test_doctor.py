@@ -121,3 +121,16 @@ def test_few_file_descriptors_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> 
     assert finding("descriptors", {}).level == "warning"
     monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))
     assert finding("descriptors", {}).level == "ok"
+
+
+def test_a_budget_of_experts_is_counted_and_one_that_is_too_small_is_an_error() -> None:
+    spec = read_spec(resolve_model_folder(BUNDLED))
+    settings = ["groups.prefill_ranks=1", "model.dtype=bfloat16", "prefill.experts=cached"]
+    few, more = (
+        prefill_weight_bytes(load_config(None, [*settings, f"experts.slots={slots}"]), spec)
+        for slots in (16, 32)
+    )
+    assert more - few == LAYER_BYTES
+    finding = found(*settings, "experts.slots=1")
+    assert finding.level == "error"
+    assert "give at least experts.slots=2" in finding.found
