@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +103,24 @@ def test_an_expert_of_several_parts_is_whole(
     one = rig.compute(1, [3])
     monkeypatch.undo()
     assert opened(slots=8).compute(1, [3]) == one
+
+
+def test_where_there_are_no_direct_reads_it_says_so_and_reads_through_the_cache(
+    opened: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_file = os.open
+
+    def refuses(path: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return open_file(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refuses)
+    rig = opened(direct=True)
+    assert not rig.file.is_direct
+    assert "experts_read_through_the_page_cache" in caplog.text
+    monkeypatch.undo()
+    assert rig.compute(0, [1]) == opened(direct=True).compute(0, [1])
 
 
 def test_a_file_that_was_cut_is_named_with_what_to_do(opened: Callable[..., Rig]) -> None:
