@@ -10,8 +10,6 @@ experts.
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import Tensor
 
@@ -98,11 +96,9 @@ class CachedPlane:
         experts = half.spec.num_experts
         self._identity_E = local_index(list(range(experts)), experts)
         self._pending: list[CachedPending] = []
-        self._woken = threading.Event()
         self.copy_s = 0.0  # of a whole layer: none is copied
 
     def wake(self) -> None:
-        self._woken.set()
         self._cache.wake()
 
     def begin(self, key: TaskKey, hidden_TD: Tensor, routed: Routed, plan: Plan) -> CachedPending:
@@ -133,11 +129,7 @@ class CachedPlane:
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if timeout_s <= 0.0:
             return False  # what has come is complete without
-        if not self._pending:
-            self._woken.wait(timeout_s)
-            self._woken.clear()
-            return False
-        return self._wait(timeout_s)
+        return self._wait(timeout_s) if self._pending else self._cache.wait(timeout_s)
 
     def _wait(self, timeout_s: float) -> bool:
         start_s, before_s = self._clock(), self._cache.traffic.waited_s

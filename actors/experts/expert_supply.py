@@ -70,46 +70,13 @@ class OwnSupply:
     address = ""
     degraded = ""
 
-    def __init__(self, name: str, store: ExpertStore, timeline: Timeline) -> None:
-        self._name, self._store, self._timeline = name, store, timeline
-
-    def plane(self, half: AttentionHalf) -> StoredPlane:
-        return StoredPlane(self._name, half, self._store, self._timeline, monotonic_s)
-
-    def bytes_moved(self) -> tuple[int, int]:
-        return 0, 0
-
-    def connect(self, addresses: dict[str, str]) -> None:
-        """There is nobody to join."""
-
-    def close(self) -> None:
-        self._store.close()
-
-
-class CachedSupply:
-    """Experts come and go."""
-
-    address = ""
-    degraded = ""
-
     def __init__(
-        self, spec: WorkerSpec, cache: ExpertCache, timeline: Timeline, telemetry: Telemetry
+        self, new_plane: Callable[[AttentionHalf], ExpertPlane[Any]], close: Callable[[], None]
     ) -> None:
-        self._spec, self._cache, self._timeline = spec, cache, timeline
-        traffic, name = cache.traffic, spec.name
-        telemetry.read(metrics.EXPERT_WAIT, name, of=lambda: traffic.waited_s)
-        for cause in traffic.read_bytes:
-            telemetry.read(
-                metrics.EXPERT_READ, name, cause, of=partial(traffic.read_bytes.__getitem__, cause)
-            )
-        for layer in cache.layers:
-            telemetry.read(
-                metrics.PREFETCH_HIT, str(layer), of=partial(traffic.hit_fraction, layer)
-            )
+        self._new_plane, self._close = new_plane, close
 
-    def plane(self, half: AttentionHalf) -> CachedPlane:
-        ahead = foresight(self._spec, half)
-        return CachedPlane(self._spec.name, half, self._cache, self._timeline, monotonic_s, ahead)
+    def plane(self, half: AttentionHalf) -> ExpertPlane[Any]:
+        return self._new_plane(half)
 
     def bytes_moved(self) -> tuple[int, int]:
         return 0, 0
@@ -118,7 +85,32 @@ class CachedSupply:
         """There is nobody to join."""
 
     def close(self) -> None:
-        self._cache.close()
+        self._close()
+
+
+def stored_supply(name: str, store: ExpertStore, timeline: Timeline) -> OwnSupply:
+    """Experts of whole layers."""
+    return OwnSupply(
+        lambda half: StoredPlane(name, half, store, timeline, monotonic_s), store.close
+    )
+
+
+def cached_supply(
+    spec: WorkerSpec, cache: ExpertCache, timeline: Timeline, telemetry: Telemetry
+) -> OwnSupply:
+    """Experts that come and go, and how often they were there."""
+    traffic, name = cache.traffic, spec.name
+    telemetry.read(metrics.EXPERT_WAIT, name, of=lambda: traffic.waited_s)
+    for cause in traffic.read_bytes:
+        of = partial(traffic.read_bytes.__getitem__, cause)
+        telemetry.read(metrics.EXPERT_READ, name, cause, of=of)
+    for layer in cache.layers:
+        telemetry.read(metrics.PREFETCH_HIT, str(layer), of=partial(traffic.hit_fraction, layer))
+
+    def new_plane(half: AttentionHalf) -> CachedPlane:
+        return CachedPlane(name, half, cache, timeline, monotonic_s, foresight(spec, half))
+
+    return OwnSupply(new_plane, cache.close)
 
 
 def expert_supply(
@@ -133,18 +125,18 @@ def expert_supply(
     kind = spec.config.prefill.experts
     if kind == "resident":
         store: ExpertStore = ResidentStore(_load(spec, model, dtype, model.moe_layers))
-        return OwnSupply(spec.name, store, timeline)
+        return stored_supply(spec.name, store, timeline)
     if kind == "all_to_all":
         return LockstepSupply(spec, model, dtype, timeline)
     layout = ExpertLayout(
         model, dtype, torch.device(spec.device), packed=spec.config.prefill.packed_experts
     )
     if kind == "cached":
-        return CachedSupply(spec, expert_cache(spec, layout), timeline, telemetry)
+        return cached_supply(spec, expert_cache(spec, layout), timeline, telemetry)
     if kind == "streamed":
         source = host_source(spec, layout)
         store = copying_store(spec, layout, source, stage=Stage.HOST_COPY, observe=timeline.add)
-        return OwnSupply(spec.name, store, timeline)
+        return stored_supply(spec.name, store, timeline)
     host = host_source(spec, layout) if kind == "hybrid" else None
     _, layers = split_layers(model, spec.config.prefill.resident_layers)
     new_store = partial(copying_store, spec, layout, stage=Stage.GATHER, observe=timeline.add)

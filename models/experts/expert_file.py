@@ -19,14 +19,12 @@ from typing import IO, Final, NamedTuple
 
 import torch
 
-from contracts.errors import ResourceError
 from contracts.logs import event
-from contracts.machine import available_bytes, free_bytes
+from contracts.machine import available_bytes
 from models.experts.checkpoint_part import CheckpointParts
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertBuffer
-from models.experts.host_experts import fingerprint
-from models.experts.host_store import default_parent, open_shared
+from models.experts.host_experts import fingerprint, open_expert_store
 from models.weights.checkpoint import Checkpoint
 
 log = logging.getLogger(f"tandem.{__name__}")
@@ -150,7 +148,6 @@ def open_expert_file(
     Raises CheckpointError, ResourceError.
     """
     checkpoint = Checkpoint(folder)
-    parent = store or default_parent()
     name = f"records-{fingerprint(folder, layout)}"
     record_bytes = _aligned(layout.num_bytes(1))
     size = len(layout.spec.moe_layers) * layout.spec.num_experts * record_bytes
@@ -159,23 +156,12 @@ def open_expert_file(
     def write(path: Path) -> None:
         _write(checkpoint, layout, path, size)
 
-    try:
-        file = open_shared(parent, name, size, write, deadline_s=deadline_s)
-    except OSError as error:
-        raise ResourceError(
-            f"{parent}: {error.strerror}; set prefill.host_store to a folder with {size} free bytes"
-        ) from None
+    file = open_expert_store(store, name, size, write, deadline_s=deadline_s)
     past = size > available if direct is None else direct
     return ExpertFile(file, layout, direct=past)
 
 
 def _write(checkpoint: Checkpoint, layout: ExpertLayout, path: Path, size: int) -> None:
-    free = free_bytes(path.parent)
-    if free < size:
-        raise ResourceError(
-            f"{path.parent}: {size} bytes are needed for the experts, {free} are free; set "
-            "prefill.host_store to another folder"
-        )
     event(log, "expert_file_is_made", file=str(path), bytes=size)
     parts, buffer = CheckpointParts(checkpoint, layout), ExpertBuffer(layout, 1)
     memory = slot_memory(buffer, 0)

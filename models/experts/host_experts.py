@@ -13,7 +13,8 @@ import hashlib
 import logging
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -26,7 +27,7 @@ from contracts.machine import free_bytes
 from models.experts.checkpoint_part import CheckpointParts
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertBuffer
-from models.experts.host_store import default_parent, open_shared
+from models.experts.host_store import open_shared
 from models.spec.stored_names import ROUTING
 from models.weights.checkpoint import Checkpoint, expert_wants
 
@@ -157,14 +158,37 @@ def _open_file(
     checkpoint: Checkpoint, layout: ExpertLayout, store: Path | None, deadline_s: float
 ) -> IO[bytes]:
     """The file of this checkpoint and layout."""
-    parent = store or default_parent()
     name, size = f"experts-{fingerprint(checkpoint.folder, layout)}", _num_bytes(layout)
 
     def write(path: Path) -> None:
         _write(checkpoint, layout, path, size)
 
+    return open_expert_store(store, name, size, write, deadline_s=deadline_s)
+
+
+def open_expert_store(
+    store: Path | None,
+    name: str,
+    size: int,
+    write: Callable[[Path], None],
+    *,
+    deadline_s: float,
+) -> IO[bytes]:
+    """As `open_shared`, in `store` (None: the system's folder for temporary files). Raises
+    ResourceError, also where there is no room to make it."""
+    parent = store or Path(tempfile.gettempdir())
+
+    def write_if_it_fits(path: Path) -> None:
+        free = free_bytes(path.parent)
+        if free < size:
+            raise ResourceError(
+                f"{path.parent}: {size} bytes are needed for the experts, {free} are free; set "
+                "prefill.host_store to another folder"
+            )
+        write(path)
+
     try:
-        return open_shared(parent, name, size, write, deadline_s=deadline_s)
+        return open_shared(parent, name, size, write_if_it_fits, deadline_s=deadline_s)
     except OSError as error:
         raise ResourceError(
             f"{parent}: {error.strerror}; set prefill.host_store to a folder with {size} free bytes"
@@ -172,12 +196,6 @@ def _open_file(
 
 
 def _write(checkpoint: Checkpoint, layout: ExpertLayout, path: Path, size: int) -> None:
-    free = free_bytes(path.parent)
-    if free < size:
-        raise ResourceError(
-            f"{path.parent}: {size} bytes are needed for the experts, {free} are free; set "
-            "prefill.host_store to another folder"
-        )
     parts = CheckpointParts(checkpoint, layout)
     experts = layout.spec.num_experts
     with path.open("x+b") as file:

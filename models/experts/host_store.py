@@ -15,7 +15,6 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,11 +26,6 @@ from contracts.errors import ResourceError
 _POLL_S = 0.1
 _WHOLE, _LOCK, _PARTIAL = ".bin", ".lock", ".partial"
 _PRIVATE = 0o700
-
-
-def default_parent() -> Path:
-    """The system's folder for temporary files."""
-    return Path(tempfile.gettempdir())
 
 
 def open_shared(
