@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.channels import line_depth
 from actors.channels.base import Packet, Part
 from actors.channels.line_depth import FIRST_BYTES
 from actors.channels.link import Joint
@@ -119,7 +120,10 @@ def test_an_ls_packet_overtakes_a_be_packet_that_is_under_way(link: Link) -> Non
     assert [batch for _, batch, is_whole in reader.until_whole(3) if is_whole] == [4, 1, 3]
 
 
-def test_while_ls_fills_the_line_every_eighth_piece_is_of_be(link: Link) -> None:
+def test_while_ls_fills_the_line_every_eighth_piece_is_of_be(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_depth, "HELD_S", 1e-6)  # pieces of LEAST_BYTES, on a fast line too
     reader = Reader(link.far)
     link.send(1, BE, 8 << 20)
     link.send(2, LS, 24 << 20)
