@@ -91,8 +91,8 @@ def refused(server: subprocess.Popen[str]) -> str:
     assert server.returncode == 2, err
     own = [line for line in err.splitlines() if not line.startswith("(")]  # Ray's are of actors
     assert len(own) == 1, err
-    assert err.startswith("tandem serve: ")
-    return err
+    assert own[0].startswith("tandem serve: ")
+    return own[0]
 
 
 def answers(port: int) -> bool:
