@@ -31,11 +31,23 @@ def softmax_top_k(
     """
     probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
     weights_TK, ids_TK = torch.topk(probs_TE, top_k, dim=-1)
+    return ids_TK, _weighted(weights_TK, normalize=normalize, round_to=round_to)
+
+
+def softmax_weights(
+    logits_TE: Tensor, ids_TK: Tensor, *, normalize: bool, round_to: torch.dtype | None = None
+) -> Tensor:
+    """[T, K] float32: as `softmax_top_k`, of those experts."""
+    probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+    return _weighted(probs_TE.gather(1, ids_TK), normalize=normalize, round_to=round_to)
+
+
+def _weighted(probs_TK: Tensor, *, normalize: bool, round_to: torch.dtype | None) -> Tensor:
     if normalize:
-        weights_TK /= weights_TK.sum(dim=-1, keepdim=True)
+        probs_TK /= probs_TK.sum(dim=-1, keepdim=True)
     if round_to is not None and round_to is not torch.float32:
-        weights_TK = weights_TK.to(round_to).float()
-    return ids_TK, weights_TK
+        probs_TK = probs_TK.to(round_to).float()
+    return probs_TK
 
 
 def limited_top_k(
@@ -54,10 +66,15 @@ def limited_top_k(
         dropped_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(1, kept_TG, False)
         choice_TE = choice_TGe.masked_fill(dropped_TG.unsqueeze(-1), float("-inf")).flatten(1)
     ids_TK = torch.topk(choice_TE, top_k, dim=-1).indices
+    return ids_TK, score_weights(scores_TE, ids_TK, normalize=normalize)
+
+
+def score_weights(scores_TE: Tensor, ids_TK: Tensor, *, normalize: bool) -> Tensor:
+    """[T, K] float32: as `limited_top_k`, of those experts."""
     weights_TK = scores_TE.gather(1, ids_TK)
     if normalize:
         weights_TK /= weights_TK.sum(dim=-1, keepdim=True) + 1e-20
-    return ids_TK, weights_TK
+    return weights_TK
 
 
 def group_by_expert(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Final, NamedTuple, Protocol
 
 from contracts.clock import Clock, monotonic_s
@@ -71,6 +72,9 @@ class Tier(Protocol):
 
     def begin(self) -> None:
         """What has been asked for so far is read."""
+
+    def fileno(self) -> int:
+        """A descriptor that can be read while a `wait` would return at once."""
 
     def hurry(self, ticket: int, urgency: int) -> None:
         """It has become more urgent."""
@@ -227,6 +231,20 @@ class ExpertCache:
             self._issue()
         return want
 
+    def merge(self, wants: Sequence[Want], experts: Sequence[int]) -> Want:
+        """What several want of one layer, in one class, as one want: for those `experts`, in that
+        order. Nothing of them has been taken yet."""
+        first = min(wants, key=attrgetter("number"))
+        merged = Want(first.layer, experts, first.priority, first.number, first.begun_s)
+        merged.ready = set().union(*(want.ready for want in wants))
+        merged.error = next((want.error for want in wants if want.error), "")
+        for expert in experts:
+            self._wants_of[ExpertKey(merged.layer, expert)].append(merged)
+        self._wants[self._wants.index(first)] = merged
+        for want in wants:
+            self.drop(want)
+        return merged
+
     def take(self, want: Want, pairs: Mapping[int, int], most_pairs: int) -> list[Taken]:
         """Experts that are there and stand side by side in `want`, of no more than so many pairs
         (or one). They stay where they are until they are `done`. Raises ChannelError if one cannot
@@ -312,6 +330,10 @@ class ExpertCache:
 
     def wake(self) -> None:
         self._tier.wake()
+
+    def fileno(self) -> int:
+        """A descriptor that can be read once a `wait` would return at once."""
+        return self._tier.fileno()
 
     def check(self) -> None:
         """Raises AssertionError unless each slot is free, being filled, or some expert's."""

@@ -79,6 +79,11 @@ class ExpertFile:
         return len(self._ranges)
 
     @property
+    def size(self) -> int:
+        """In bytes."""
+        return len(self._first_of) * self._experts * self.record_bytes
+
+    @property
     def is_direct(self) -> bool:
         """Whether it is read past the page cache."""
         return self._direct is not None

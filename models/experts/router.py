@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from kernels.linear import Linear
-from kernels.routing import GroupLimit, limited_top_k, softmax_top_k
+from kernels.routing import (
+    GroupLimit,
+    limited_top_k,
+    score_weights,
+    softmax_top_k,
+    softmax_weights,
+)
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.loading import Loader
@@ -51,14 +58,38 @@ class Router:
         """The experts of x_TD and their weights, by the family's rule."""
         routing = self._routing
         if self._plain:
-            round_to = logits_TE.dtype if self._rounds else None
             ids_TK, weights_TK = softmax_top_k(
-                logits_TE, self._top_k, normalize=routing.normalize, round_to=round_to
+                logits_TE,
+                self._top_k,
+                normalize=routing.normalize,
+                round_to=self._round_to(logits_TE),
             )
             return Routed(x_TD, ids_TK, weights_TK)
-        scores_TE = logits_TE.sigmoid() if routing.score == "sigmoid" else logits_TE.softmax(-1)
         limit = GroupLimit(routing.groups, routing.kept_groups, routing.best_of_group)
         ids_TK, weights_TK = limited_top_k(
-            scores_TE, self._top_k, limit, bias_E=self._correction, normalize=routing.normalize
+            self._scored(logits_TE),
+            self._top_k,
+            limit,
+            bias_E=self._correction,
+            normalize=routing.normalize,
         )
         return Routed(x_TD, ids_TK, weights_TK.mul_(routing.scale))
+
+    def weigh(self, x_TD: Tensor, ids_TK: Tensor) -> Routed:
+        """Those experts, whoever chose them, with the weights that they have for x_TD."""
+        logits_TE, routing = self.logits(x_TD), self._routing
+        if self._plain:
+            weights_TK = softmax_weights(
+                logits_TE, ids_TK, normalize=routing.normalize, round_to=self._round_to(logits_TE)
+            )
+            return Routed(x_TD, ids_TK, weights_TK)
+        scores_TE = self._scored(logits_TE)
+        weights_TK = score_weights(scores_TE, ids_TK, normalize=routing.normalize)
+        return Routed(x_TD, ids_TK, weights_TK.mul_(routing.scale))
+
+    def _scored(self, logits_TE: Tensor) -> Tensor:
+        is_sigmoid = self._routing.score == "sigmoid"
+        return logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
+
+    def _round_to(self, logits_TE: Tensor) -> torch.dtype | None:
+        return logits_TE.dtype if self._rounds else None

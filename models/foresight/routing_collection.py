@@ -1,14 +1,15 @@
 """Makes a routing profile: a model is run over texts, three times.
 
-1  mean outputs and frequencies of experts        2  least squares, by then with d_l known
+1  mean outputs and frequencies of experts, and the first layer's by token
+2  least squares, and samples of which a network is trained
 3  on rows that were held out: how precise each kind of guess is, by layer and rank
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +21,68 @@ from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
 from models.experts.expert_store import ExpertStore
 from models.experts.router import Routed
-from models.foresight.foresight import KINDS, Kind, features, foretold, hits_by_rank
+from models.foresight.estimator import Estimator, Samples, trained
 from models.foresight.routing_profile import RoutingProfile
+from models.foresight.signals import (
+    AFTER,
+    KINDS,
+    TOKEN,
+    features,
+    foretold,
+    foretold_after,
+    hits_by_rank,
+    quasi_hidden,
+)
 
 BATCH_TOKENS: Final = 2048
 HELD_OUT: Final = 4  # one row of so many
+SAMPLE_BYTES: Final = 512 << 20  # that a network is trained with
 _RIDGE: Final = 1e-3  # of the mean diagonal
 _BLOCK: Final = 16
 
-Visit = Callable[[int, Tensor, Routed, Tensor], None]
-"""(layer, residual before the experts, routing, pairs' outputs by expert) of a batch."""
+
+class Seen(NamedTuple):
+    """Of a batch at a layer. hidden_TD, after_TD: the residual before and after the experts; y_ND:
+    outputs of the pairs, by expert; shared_TD: of shared experts."""
+
+    layer: int
+    token_ids_T: Tensor
+    hidden_TD: Tensor
+    routed: Routed
+    y_ND: Tensor
+    after_TD: Tensor
+    shared_TD: Tensor | None
+
+
+Visit = Callable[[Seen], None]
+
+
+class _LeastSquares:
+    """W with x W nearest to y, over all rows."""
+
+    def __init__(self, size: int, outputs: int) -> None:
+        self._gram = torch.zeros(size, size, dtype=torch.float64)
+        self._moment = torch.zeros(size, outputs, dtype=torch.float64)
+
+    def add(self, x_TF: Tensor, y_TE: Tensor) -> None:
+        x_TF = x_TF.double()
+        self._gram += x_TF.T @ x_TF
+        self._moment += x_TF.T @ y_TE.double()
+
+    def solved(self) -> Tensor:
+        """[features, outputs] float32."""
+        gram = self._gram
+        ridge = _RIDGE * float(gram.diagonal().mean()) + 1e-9
+        found: Tensor = torch.linalg.solve(gram + ridge * torch.eye(len(gram)), self._moment)
+        return found.float().contiguous()
+
+
+class _Fitted(NamedTuple):
+    """By layer: least squares from before and after its experts, and samples."""
+
+    maps: dict[int, Tensor]
+    after: dict[int, Tensor]
+    samples: dict[int, Samples]
 
 
 class Collection:
@@ -48,81 +101,133 @@ class Collection:
         self._held_out = [row for number, row in enumerate(rows) if number % HELD_OUT == 0]
         spec = half.spec
         self._identity_E = local_index(list(range(spec.num_experts)), spec.num_experts)
-        whole = 2 * len(self._kept) + len(self._held_out)
+        self._following = dict(zip(spec.moe_layers, spec.moe_layers[1:], strict=False))
+        whole = 3 * len(self._kept) + len(self._held_out)  # training counts as a run
         self._done, self._whole = 0, max(1, whole)
 
     def profile(self) -> RoutingProfile:
         """Raises as the store's `fetch`."""
         with torch.inference_mode():
-            means, frequencies = self._means()
-            found = RoutingProfile(means, frequencies, self._maps(), {})
-            return dataclasses.replace(found, precision=self._precision(found))
+            means, frequencies, tokens_VK = self._means()
+            known = self._fitted(means)
+            estimator = self._trained(known.samples)
+            found = RoutingProfile(
+                means, frequencies, known.maps, known.after, estimator, tokens_VK, {}
+            )
+            return dataclasses.replace(found, precision=self.precision(found, self._held_out))
 
-    def _means(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    def _means(self) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor]:
+        """Of experts: outputs and frequencies, by layer; the first layer's likeliest, by token.
+        What shared experts give on average is spread over the outputs, by their weights."""
         spec = self._half.spec
         E, D = spec.num_experts, spec.hidden_size
         sums = {layer: torch.zeros(E, D, dtype=torch.float64) for layer in spec.moe_layers}
         uses = {layer: torch.zeros(E, dtype=torch.float64) for layer in spec.moe_layers}
+        shared = {layer: torch.zeros(D, dtype=torch.float64) for layer in spec.moe_layers}
+        weights = dict.fromkeys(spec.moe_layers, 1e-9)
+        of_token_VE = torch.zeros(spec.vocab_size, E)
 
-        def visit(layer: int, hidden_TD: Tensor, routed: Routed, y_ND: Tensor) -> None:
-            experts_N = routed.topk_ids_TK.flatten().sort(stable=True).values
-            sums[layer].index_add_(0, experts_N, y_ND.double())
-            uses[layer] += torch.bincount(experts_N, minlength=E)
+        def visit(seen: Seen) -> None:
+            ids_TK = seen.routed.topk_ids_TK
+            experts_N = ids_TK.flatten().sort(stable=True).values
+            sums[seen.layer].index_add_(0, experts_N, seen.y_ND.double())
+            uses[seen.layer] += torch.bincount(experts_N, minlength=E)
+            if seen.shared_TD is not None:
+                shared[seen.layer] += seen.shared_TD.double().sum(0)
+                weights[seen.layer] += float(seen.routed.topk_weights_TK.sum())
+            if seen.layer == spec.moe_layers[0]:
+                hot_TE = torch.zeros(len(ids_TK), E).scatter_(1, ids_TK, 1.0)
+                of_token_VE.index_add_(0, seen.token_ids_T, hot_TE)
 
         self._run(self._kept, visit)
-        means = {layer: (sums[layer] / uses[layer].clamp(min=1.0).unsqueeze(1)).float()
-                 for layer in sums}  # fmt: skip
+        means = {
+            layer: (
+                sums[layer] / uses[layer].clamp(min=1.0).unsqueeze(1)
+                + shared[layer] / weights[layer]
+            ).float()
+            for layer in sums
+        }
         tokens = {layer: max(1.0, float(each.sum()) / spec.top_k) for layer, each in uses.items()}
-        return means, {layer: (each / tokens[layer]).float() for layer, each in uses.items()}
+        frequencies = {layer: (each / tokens[layer]).float() for layer, each in uses.items()}
+        of_token_VE += 0.5 * frequencies[spec.moe_layers[0]]  # of tokens that were not seen
+        return means, frequencies, of_token_VE.topk(spec.top_k).indices.int()
 
-    def _maps(self) -> dict[int, Tensor]:
-        """W with features W nearest to the next router's logits."""
+    def _fitted(self, means: Mapping[int, Tensor]) -> _Fitted:
+        """Least squares to the next router's logits, and samples of what they were."""
         spec, half = self._half.spec, self._half
-        size = spec.hidden_size + spec.num_experts + 1
-        layers, double = spec.moe_layers[:-1], torch.float64
-        grams = {layer: torch.zeros(size, size, dtype=double) for layer in layers}
-        moments = {layer: torch.zeros(size, spec.num_experts, dtype=double) for layer in layers}
-        before: list[tuple[int, Tensor]] = []  # the layer before in this batch, and its features
+        E, D = spec.num_experts, spec.hidden_size
+        before = {layer: _LeastSquares(D + E + 1, E) for layer in self._following}
+        after = {layer: _LeastSquares(D + 1, E) for layer in self._following}
+        samples: dict[int, list[Samples]] = {layer: [] for layer in self._following}
+        tokens = max(1, sum(map(len, self._kept)))
+        stride = -(-tokens * len(self._following) * (D + E) * 4 // SAMPLE_BYTES)
+        kept: list[tuple[int, Tensor, Tensor, Tensor]] = []  # of the layer before in this batch
 
-        def visit(layer: int, hidden_TD: Tensor, routed: Routed, y_ND: Tensor) -> None:
+        def visit(seen: Seen) -> None:
+            layer, routed = seen.layer, seen.routed
             router = half.router(layer)
             assert router is not None
-            if before:
-                earlier, known = before.pop()
-                grams[earlier] += known.T @ known
-                moments[earlier] += known.T @ router.logits(routed.x_TD).double()
-            if layer in grams:
-                before.append((layer, features(routed, spec.num_experts).double()))
+            if kept:
+                logits_TE = router.logits(routed.x_TD).float()
+                earlier, known_TF, after_TD, q_TD = kept.pop()
+                before[earlier].add(known_TF, logits_TE)
+                after[earlier].add(_with_one(after_TD), logits_TE)
+                samples[earlier].append(
+                    Samples(q_TD[::stride].float().clone(), logits_TE[::stride].clone())
+                )
+            following = self._following.get(layer)
+            if following is not None:
+                q_TD = half.mlp_input(following, quasi_hidden(means[layer], seen.hidden_TD, routed))
+                after_TD = half.mlp_input(following, seen.after_TD)
+                kept.append((layer, features(routed, E), after_TD, q_TD))
 
         self._run(self._kept, visit)
-        return {layer: _solved(grams[layer], moments[layer]) for layer in grams}
+        return _Fitted(
+            {layer: each.solved() for layer, each in before.items()},
+            {layer: each.solved() for layer, each in after.items()},
+            {layer: Samples(*map(torch.cat, zip(*each, strict=True)))
+             for layer, each in samples.items()},
+        )  # fmt: skip
 
-    def _precision(self, known: RoutingProfile) -> dict[str, Tensor]:
+    def _trained(self, samples: Mapping[int, Samples]) -> Estimator:
+        spec, runs = self._half.spec, len(self._kept)
+
+        def progress(part: float) -> None:
+            self._progress((self._done + part * runs) / self._whole)
+
+        is_sigmoid = spec.routing.score == "sigmoid"
+        estimator = trained(samples, spec.num_layers, sigmoid=is_sigmoid, progress=progress)
+        self._done += runs
+        return estimator
+
+    def precision(self, known: RoutingProfile, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """[L, K] by kind of guess: how often that of a rank is right in these rows."""
         spec, half = self._half.spec, self._half
-        hits = {kind: torch.zeros(spec.num_layers, spec.top_k) for kind in KINDS}
+        kinds = (*KINDS, AFTER, TOKEN)
+        hits = {kind: torch.zeros(spec.num_layers, spec.top_k) for kind in kinds}
         tokens = 0
-        before: list[dict[Kind, Tensor]] = []
-        following = dict(zip(spec.moe_layers, spec.moe_layers[1:], strict=False))
+        guessed: dict[str, Tensor] = {}  # of the layer that comes next
 
-        def visit(layer: int, hidden_TD: Tensor, routed: Routed, y_ND: Tensor) -> None:
+        def visit(seen: Seen) -> None:
             nonlocal tokens
+            layer, routed = seen.layer, seen.routed
             if layer == spec.moe_layers[0]:
-                tokens += len(hidden_TD)
-            for kind, ids_TK in before.pop().items() if before else ():
+                tokens += len(seen.hidden_TD)
+                guessed[TOKEN] = known.tokens_VK[seen.token_ids_T]
+            for kind, ids_TK in guessed.items():
                 hits[kind][layer] += hits_by_rank(ids_TK, routed.topk_ids_TK).sum(0)
-            after = following.get(layer)
-            if after is not None:
-                before.append(
-                    {
-                        kind: foretold(
-                            half, known, kind, layer, after, hidden_TD, routed
-                        ).topk_ids_TK
-                        for kind in KINDS
-                    }
-                )
+            guessed.clear()
+            after = self._following.get(layer)
+            if after is None:
+                return
+            for kind in KINDS:
+                found = foretold(half, known, kind, layer, after, seen.hidden_TD, routed)
+                guessed[kind] = found.topk_ids_TK
+            found = foretold_after(half, known, layer, after, seen.after_TD)
+            guessed[AFTER] = found.topk_ids_TK
 
-        self._run(self._held_out, visit)
-        return {str(kind): each / max(1, tokens) for kind, each in hits.items()}
+        self._run(rows, visit)
+        return {kind: each / max(1, tokens) for kind, each in hits.items()}
 
     def _run(self, rows: Sequence[Sequence[int]], visit: Visit) -> None:
         for batch in _batches(rows):
@@ -140,13 +245,16 @@ class Collection:
         kv = KvPool(spec, first, _BLOCK, half.dtype, half.device)
         inputs = AttentionBatch.build(slices, block_tokens=_BLOCK, device=half.device)
         hidden_TD = half.embed(inputs)
+        ids_T = inputs.token_ids_T
         for layer in range(spec.num_layers):
             attended = half.attend(layer, hidden_TD, inputs, kv)
             hidden_TD, routed = attended.hidden_TD, attended.routed
             if routed is not None:
-                hidden_TD = self._experts(layer, hidden_TD, routed, visit)
+                hidden_TD = self._experts(layer, ids_T, hidden_TD, routed, visit)
 
-    def _experts(self, layer: int, hidden_TD: Tensor, routed: Routed, visit: Visit) -> Tensor:
+    def _experts(
+        self, layer: int, ids_T: Tensor, hidden_TD: Tensor, routed: Routed, visit: Visit
+    ) -> Tensor:
         ids_TK, weights_TK = routed.topk_ids_TK, routed.topk_weights_TK
         rows_N, weights_N, counts = group_by_expert(
             ids_TK, weights_TK, self._identity_E, len(self._identity_E)
@@ -161,12 +269,14 @@ class Collection:
             torch.ones_like(weights_N),
             held.clamped,
         )
-        visit(layer, hidden_TD, routed, y_ND)
         out_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32)
         out_TD.index_add_(0, rows_N, y_ND.float() * weights_N.unsqueeze(1))
-        hidden_TD.add_(out_TD)
+        after_TD = (hidden_TD + out_TD).to(hidden_TD.dtype)
         shared_TD = self._half.shared(layer, routed.x_TD)
-        return hidden_TD if shared_TD is None else hidden_TD.add_(shared_TD)
+        if shared_TD is not None:
+            after_TD.add_(shared_TD)
+        visit(Seen(layer, ids_T, hidden_TD, routed, y_ND, after_TD, shared_TD))
+        return after_TD
 
 
 def _batches(rows: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
@@ -182,8 +292,5 @@ def _batches(rows: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
         yield batch
 
 
-def _solved(gram: Tensor, moment: Tensor) -> Tensor:
-    """[features, E] float32."""
-    ridge = _RIDGE * float(gram.diagonal().mean()) + 1e-9
-    found: Tensor = torch.linalg.solve(gram + ridge * torch.eye(len(gram)), moment)
-    return found.float().contiguous()
+def _with_one(x_TD: Tensor) -> Tensor:
+    return torch.cat([x_TD.float(), torch.ones(len(x_TD), 1)], dim=1)

@@ -122,8 +122,9 @@ def _print_routing(report: RoutingReport) -> None:
     table = Table(title=f"precision on a fourth of {report.tokens} tokens, held out", box=None)
     for name in ("layer", *precision, "first guess"):
         table.add_column(name, justify="right")
-    for layer in report.spec.moe_layers[1:]:
+    for layer in report.spec.moe_layers:
         means = [float(each[layer].mean()) for each in precision.values()]
         first = max(float(each[layer][0]) for each in precision.values())
-        table.add_row(str(layer), *(f"{mean:.3f}" for mean in means), f"{first:.3f}")
+        shown = [f"{mean:.3f}" if mean else "–" for mean in means]
+        table.add_row(str(layer), *shown, f"{first:.3f}")
     Terminal().print(table)

@@ -104,6 +104,9 @@ class FakeTier:
             time.sleep(timeout_s if not self.allowed else 0.0)
         self.woken = False
 
+    def fileno(self) -> int:
+        return -1
+
     def wake(self) -> None:
         self.woken = True
 
@@ -238,6 +241,17 @@ def test_hints_are_read_best_guess_first_and_only_after_what_is_wanted(
     for _ in range(8):
         cache.wait(0.0)
     assert tier.experts == [(0, 0), (1, 2), (1, 3), (1, 1)]
+
+
+def test_nothing_is_read_ahead_while_something_that_is_wanted_is_missing(
+    layout: ExpertLayout,
+) -> None:
+    tier = FakeTier(allowed=0)
+    cache = opened(layout, 6, tier)
+    cache.want(0, [0], LS)
+    room = tier.room
+    cache.hint("me", 1, [Guess(2, 0.9)])
+    assert tier.room == room
 
 
 def test_few_parts_of_hints_are_under_way_at_once(layout: ExpertLayout) -> None:

@@ -13,9 +13,18 @@ from contracts.errors import CheckpointError
 from models.decoder.decoder import AttentionHalf
 from models.decoder.local import LocalModel
 from models.experts.expert_store import ResidentStore
-from models.foresight.foresight import KINDS, MOST_ROWS, Foresight, foretold, hits_by_rank
+from models.foresight.estimator import Samples, trained
+from models.foresight.foresight import MOST_ROWS, Foresight
 from models.foresight.routing_collection import Collection
 from models.foresight.routing_profile import RoutingProfile
+from models.foresight.signals import (
+    AFTER,
+    KINDS,
+    TOKEN,
+    foretold,
+    hits_by_rank,
+    quasi_hidden,
+)
 from models.weights.checkpoint import check_checkpoint
 from tests.support.tiny_models import prompts, set_config
 
@@ -39,10 +48,13 @@ def test_a_profile_is_read_as_it_was_written(
     path = tmp_path / "routing.safetensors"
     profile.write(path, folder)
     read = RoutingProfile.read(path, folder, check_checkpoint(folder))
-    for name in ("means", "frequencies", "maps", "precision"):
+    for name in ("means", "frequencies", "maps", "after", "precision"):
         made, found = getattr(profile, name), getattr(read, name)
         assert made.keys() == found.keys()
         assert all(torch.equal(made[key], found[key]) for key in made)
+    assert torch.equal(read.tokens_VK, profile.tokens_VK)
+    for name, tensor in profile.estimator.tensors().items():
+        assert torch.equal(getattr(read.estimator, name), tensor)
     top_k = check_checkpoint(folder).top_k
     for each in read.frequencies.values():
         assert float(each.sum()) == pytest.approx(top_k, rel=1e-5)
@@ -57,7 +69,7 @@ def test_least_squares_foretell_better_than_the_next_router_does(
     means = {kind: float(profile.precision[kind][1:].mean()) for kind in KINDS}
     assert means["fitted"] > means["router"] + 0.02, means
     foresight = Foresight(LocalModel.load(folder, dtype="float32").attention, profile)
-    assert foresight.precision[2] == profile.precision["fitted"][2].tolist()
+    assert foresight.before.of[2] == profile.precision["fitted"][2].tolist()
 
 
 def test_a_profile_of_another_checkpoint_or_none_is_refused(
@@ -114,8 +126,8 @@ def half(tiny_checkpoint: Checkpoints) -> AttentionHalf:
 
 def test_an_expert_that_several_tokens_may_want_is_surer(half: AttentionHalf) -> None:
     foresight = Foresight(half, None)
-    foresight.precision[1] = [0.8, 0.5, 0.1]
-    guesses = foresight.guesses(1, [[4, 2, 0], [2, 4, 1]])
+    foresight.before.of[1] = [0.8, 0.5, 0.1]
+    guesses = foresight.before.guesses(1, [[4, 2, 0], [2, 4, 1]])
     assert [(g.expert, round(g.confidence, 3)) for g in guesses] == [
         (4, 0.9),
         (2, 0.9),
@@ -126,13 +138,13 @@ def test_an_expert_that_several_tokens_may_want_is_surer(half: AttentionHalf) ->
 
 def test_precision_follows_what_comes(half: AttentionHalf) -> None:
     foresight = Foresight(half, None)
-    before = list(foresight.precision[1])
+    before = list(foresight.before.of[1])
     for _ in range(400):
-        foresight.learn(1, [[0, 1, 2]], torch.tensor([[0, 3, 4]]))
-    assert foresight.precision[1] == pytest.approx([1.0, 0.0, 0.0], abs=0.01)
-    assert foresight.precision[2] == before
-    foresight.learn(2, [[0, 1, 2]] * 3, torch.tensor([[0, 3, 4]]))
-    assert foresight.precision[2] == before, "of rows that were not computed nothing is learned"
+        foresight.before.learn(1, [[0, 1, 2]], torch.tensor([[0, 3, 4]]))
+    assert foresight.before.of[1] == pytest.approx([1.0, 0.0, 0.0], abs=0.01)
+    assert foresight.before.of[2] == before
+    foresight.before.learn(2, [[0, 1, 2]] * 3, torch.tensor([[0, 3, 4]]))
+    assert foresight.before.of[2] == before, "of rows that were not computed nothing is learned"
 
 
 def test_of_a_long_prompt_some_rows_are_looked_at(half: AttentionHalf) -> None:
@@ -140,11 +152,13 @@ def test_of_a_long_prompt_some_rows_are_looked_at(half: AttentionHalf) -> None:
     assert router is not None
     routed = router(torch.randn(1000, half.spec.hidden_size))
     foresight = Foresight(half, None)
-    ids = foresight.route(0, routed.x_TD, routed)
+    found = foresight.before_experts(0, routed.x_TD, routed)
+    assert found is not None
+    ids = found.ids
     assert MOST_ROWS // 2 < len(ids) <= MOST_ROWS
-    before = list(foresight.precision[1])
-    foresight.learn(1, ids, torch.zeros(1000, half.spec.top_k, dtype=torch.int64))
-    assert foresight.precision[1] != before
+    before = list(foresight.before.of[1])
+    foresight.before.learn(1, ids, torch.zeros(1000, half.spec.top_k, dtype=torch.int64))
+    assert foresight.before.of[1] != before
 
 
 def test_the_baseline_is_the_next_router_on_this_layers_state(half: AttentionHalf) -> None:
@@ -154,7 +168,66 @@ def test_the_baseline_is_the_next_router_on_this_layers_state(half: AttentionHal
     routed = router(torch.randn(5, half.spec.hidden_size))
     found = foretold(half, None, "router", 0, 1, routed.x_TD, routed)
     assert torch.equal(found.topk_ids_TK, following(routed.x_TD).topk_ids_TK)
-    assert Foresight(half, None).next_layer(LAYERS - 1) is None
+    foresight = Foresight(half, None)
+    assert foresight.before_experts(LAYERS - 1, routed.x_TD, routed) is None
+    assert foresight.after_experts(LAYERS - 1, routed.x_TD) is None
+
+
+def test_the_estimator_learns_what_least_squares_cannot() -> None:
+    """Logits that are no linear function of the state; another one for each layer."""
+    generator = torch.Generator().manual_seed(0)
+    samples = {}
+    for layer in (0, 1):
+        q_ND = torch.randn(10_000, 32, generator=generator)
+        map_DE = torch.randn(32, 4, generator=generator)
+        samples[layer] = Samples(q_ND, 3.0 * (q_ND @ map_DE).abs())
+    estimator = trained(samples, 2, sigmoid=False)
+    for layer, (q_ND, logits_NE) in samples.items():
+        best = logits_NE.argmax(-1)
+        alike = estimator.logits(layer, q_ND).argmax(-1) == best
+        ones_ND = torch.cat([q_ND, torch.ones(10_000, 1)], 1)
+        fitted = (ones_ND @ torch.linalg.lstsq(ones_ND, logits_NE).solution).argmax(-1) == best
+        found = float(alike.float().mean()), float(fitted.float().mean())
+        assert found[0] > found[1] + 0.3, found
+
+
+def test_tokens_that_were_seen_foretell_the_first_layer(tiny_checkpoint: Checkpoints) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    local, profile = collected(folder, rows=60)
+    foresight = Foresight(local.attention, profile)
+    found = foresight.of_tokens(torch.tensor([5, 9]))
+    assert found is not None
+    assert found.layer == local.spec.moe_layers[0]
+    assert found.ids == profile.tokens_VK[[5, 9]].tolist()
+    even = local.spec.top_k / local.spec.num_experts
+    assert float(profile.precision[TOKEN][0].mean()) > 1.5 * even
+    assert Foresight(local.attention, None).of_tokens(torch.tensor([5])) is None
+
+
+def test_the_guess_after_the_experts_is_the_better_one(tiny_checkpoint: Checkpoints) -> None:
+    folder = tiny_checkpoint("qwen3_moe", num_hidden_layers=LAYERS)
+    _, profile = collected(folder, rows=60)
+    after = float(profile.precision[AFTER][1:].mean())
+    assert after > max(float(profile.precision[kind][1:].mean()) for kind in KINDS)
+
+
+def test_shared_experts_count_with_what_they_give_on_average(
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their mean is in the outputs' means: in the sum of a token it counts once."""
+    folder = tiny_checkpoint("qwen3_moe")
+    local, without = collected(folder, rows=4)
+    monkeypatch.setattr(AttentionHalf, "shared", lambda *_: torch.full_like(_[2], 0.25))
+    _, profile = collected(folder, rows=4)
+    layer = local.spec.moe_layers[0]
+    router = local.attention.router(layer)
+    assert router is not None
+    routed = router(torch.randn(9, local.spec.hidden_size))
+    nothing_TD = torch.zeros_like(routed.x_TD)
+    more_TD = quasi_hidden(profile.means[layer], nothing_TD, routed) - quasi_hidden(
+        without.means[layer], nothing_TD, routed
+    )
+    torch.testing.assert_close(more_TD, torch.full_like(more_TD, 0.25))
 
 
 def test_hits_are_counted_by_rank() -> None:

@@ -1,0 +1,67 @@
+"""Weighted sums over experts that come one after the other, in whatever order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kernels.experts import RUN_PAIRS, ClampedGate, weighted_run
+from models.experts.expert_cache import ExpertCache, Taken, Want
+
+
+class CachedSum:
+    """What `kernels.experts.expert_steps` gives, bit for bit: outputs are added in the order of the
+    pairs, whatever order their experts came in.
+
+    Shapes: U tokens, D model dim, N (token, expert) pairs, sorted by expert.
+    """
+
+    def __init__(
+        self,
+        x_UD: Tensor,
+        rows_N: Tensor,
+        weights_N: Tensor,
+        pairs: Mapping[int, int],
+        clamped: ClampedGate | None,
+    ) -> None:
+        """pairs: how many each expert has, in the order in which they stand."""
+        self.out_UD = torch.zeros(x_UD.shape, dtype=torch.float32)
+        self.pairs = pairs
+        self._x_UD, self._rows_N, self._weights_N = x_UD, rows_N, weights_N
+        self._clamped = clamped
+        self._first_of: dict[int, int] = {}
+        first = 0
+        for expert, count in pairs.items():
+            self._first_of[expert] = first
+            first += count
+        self._came: dict[int, Tensor] = {}  # by first pair: what cannot be added yet
+        self._added = 0  # pairs
+
+    def go_on(self, cache: ExpertCache, want: Want) -> bool:
+        """Computes with a run of experts that are there. Returns whether any was. Raises
+        ChannelError if one cannot be had."""
+        taken = cache.take(want, self.pairs, RUN_PAIRS)
+        if not taken:
+            return False
+        self._run(cache, taken)
+        cache.done(want, taken)
+        return True
+
+    def _run(self, cache: ExpertCache, taken: list[Taken]) -> None:
+        first, counts = self._first_of[taken[0].expert], [self.pairs[e] for e, _ in taken]
+        pairs = slice(first, first + sum(counts))
+        products = [cache.products(slot) for _, slot in taken]
+        self._came[first] = weighted_run(
+            self._x_UD.index_select(0, self._rows_N[pairs]),
+            [gate_up for gate_up, _ in products],
+            [down for _, down in products],
+            counts,
+            self._weights_N[pairs],
+            self._clamped,
+        )
+        while (ready_ND := self._came.pop(self._added, None)) is not None:
+            last = self._added + len(ready_ND)
+            self.out_UD.index_add_(0, self._rows_N[self._added : last], ready_ND)
+            self._added = last
