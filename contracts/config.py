@@ -250,34 +250,59 @@ class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ExpertsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Experts that do not all fit into memory, with prefill.experts=cached."""
+    """Experts that do not all fit into memory: on expert ranks where `slots` or `bytes` is given,
+    and on prefill workers with prefill.experts=cached."""
 
     slots: Count | None = None
     """Experts that a worker keeps, of all layers together. null: as `bytes` says."""
     bytes: Count | None = None
-    """Bytes of experts that a worker keeps. null: as `slots` says."""
+    """Bytes of experts that a worker keeps. null: as `slots` says; with neither an expert rank
+    keeps all of its own."""
     evict: Literal["lru", "lfu", "walk"] = "lru"
     """Which expert leaves first. "lru": the least recently used. "lfu": the least often used, of
     late. "walk": of the layer that comes again last."""
-    hints: Literal["off", "router", "quasi", "fitted"] | None = None
+    hints: Literal["none", "router", "fitted", "quasi", "estimator"] | None = None
     """By what the experts of the next layer are foretold, to be read ahead. "router": its router on
-    this layer's state. "quasi": with what this layer's experts give on average. "fitted": by least
-    squares. null: at each layer what the profile says is best; without one, "router"."""
+    this layer's state. "fitted": by least squares. "quasi": its router, with what this layer's
+    experts give on average. "estimator": by a small network. null: at each layer what the profile
+    says is best; without one, "router"."""
+    hint_again: bool = False
+    """Whether that is foretold once more, and better, when this layer's experts have been added:
+    for experts that take long to read beside a layer's compute."""
+    execute: Literal["exact", "speculated"] = "exact"
+    """"speculated": a token that is generated is computed with the experts that were foretold, not
+    with those that its router chooses: another model, told in /v1/models. Prompts stay exact."""
+    speculated_layers: tuple[int, ...] | None = None
+    """Layers where that is so. null: all that another layer with experts comes before."""
+    speculated_weights: Literal["router", "foretold"] = "router"
+    """Weights of those experts. "router": what the layer's router gives them. "foretold": as they
+    were foretold, too (the paper's way)."""
     profile: InputPath | None = None
-    """A file of `tandem profile --routing`. null: the bundled model has one, others none."""
+    """A file of `tandem profile --routing`. null: routing.safetensors beside the checkpoint, if it
+    is there, as with the bundled model."""
     direct: bool | None = None
     """Whether experts are read past the page cache. null: where their file is larger than free
     memory."""
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether it says how many experts are kept."""
+        return self.slots is not None or self.bytes is not None
 
     def __post_init__(self) -> None:
         if self.slots is not None and self.bytes is not None:
             raise ValueError(
                 f"experts.slots={self.slots} and experts.bytes={self.bytes}: give one of them"
             )
-        if self.hints in ("quasi", "fitted") and self.profile is None:
+        if self.execute == "speculated" and not self.is_bounded:
             raise ValueError(
-                f"experts.hints={self.hints}: needs experts.profile, a file of "
-                "`tandem profile --routing`"
+                "experts.execute=speculated: where all experts are there nothing is foretold: set "
+                "experts.slots or experts.bytes, or execute to exact"
+            )
+        if self.execute == "speculated" and self.hints == "none":
+            raise ValueError(
+                "experts.execute=speculated: what is foretold is run, and experts.hints=none: set "
+                "hints to null"
             )
 
 
@@ -462,7 +487,7 @@ class TandemConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     trace: TraceConfig = TraceConfig()
 
     def __post_init__(self) -> None:
-        if self.prefill.experts == "cached" and not (self.experts.slots or self.experts.bytes):
+        if self.prefill.experts == "cached" and not self.experts.is_bounded:
             raise ValueError(
                 "prefill.experts=cached: say how many experts a worker keeps, of all layers "
                 "together: experts.slots, or experts.bytes"

@@ -36,6 +36,7 @@ Size = Annotated[int, msgspec.Meta(ge=0)]
 class Kind(enum.IntEnum):
     A2E = 0
     E2A = 1
+    HINT = 2  # what a later layer may want: local experts [n], and how likely each is [n]
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -201,6 +202,9 @@ class Endpoint(Protocol):
 
         Packets of an older epoch are dropped here. Never raises for a lost peer: tells `PeerLost`.
         """
+
+    def watch(self, descriptor: int) -> None:
+        """A `poll` that waits also returns while that can be read. Whoever owns it reads it."""
 
     def drop(self, peer: str, reason: str) -> None:
         """Ends the link to `peer`, who sees it; `poll` tells PeerLost with this reason."""

@@ -222,6 +222,9 @@ class BaseEndpoint(abc.ABC):
             self._tend(now_s, happenings)
         return happenings
 
+    def watch(self, descriptor: int) -> None:
+        self._epoll.register(descriptor, select.EPOLLIN)
+
     def _wait(self, timeout_s: float) -> list[tuple[int, int]]:
         """What epoll tells, after at most timeout_s. Soon after a payload it does not sleep."""
         events = self._epoll.poll(0)

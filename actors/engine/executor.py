@@ -274,6 +274,7 @@ class Executor:
             block_tokens=self._kv.block_tokens,
             device=self._kv.device,
         )
+        self._plane.starts(self._key(micro_batch, 0), inputs.token_ids_T)
         yield
         self._half.prepare(inputs)
         if not self._wanted_rows_only:
@@ -330,13 +331,18 @@ class Executor:
 
     def _begin_experts(self, micro_batch: MicroBatch, layer: int, routed: Routed) -> None:
         micro_batch.doing = Stage.SEND, layer
-        scheduled, plan = micro_batch.batch.scheduled, micro_batch.batch.plan
-        key = TaskKey(scheduled.number, layer, micro_batch.index, scheduled.priority)
-        assert micro_batch.hidden_TD is not None
-        micro_batch.pending = self._plane.begin(key, micro_batch.hidden_TD, routed, plan)
+        hidden_TD, plan = micro_batch.hidden_TD, micro_batch.batch.plan
+        assert hidden_TD is not None
+        key = self._key(micro_batch, layer)
+        micro_batch.pending = self._plane.begin(key, hidden_TD, routed, plan)
         if self._plane.stage is None:
             self._spans.note(micro_batch)
         micro_batch.sent_s = self._clock()
+
+    def _key(self, micro_batch: MicroBatch, layer: int) -> TaskKey:
+        scheduled = micro_batch.batch.scheduled
+        decodes = micro_batch.tokens == len(micro_batch.chunks)
+        return TaskKey(scheduled.number, layer, micro_batch.index, scheduled.priority, decodes)
 
     def _shared(self, micro_batch: MicroBatch) -> None:
         assert micro_batch.x_TD is not None

@@ -132,7 +132,7 @@ class AllToAll:
         """Our experts on the rows of all, in one call; answers the others, returns our own sums."""
         ordered = [packets[worker] for worker in self._workers]
         groups = merge(ordered)
-        y_UD = self._half.run(layer, groups.x_UD, groups.rows_N, groups.weights_N, groups.counts_e)
+        y_UD = self._half.run(layer, *groups.pairs)
         mine = y_UD[:0]
         for number, packet in enumerate(ordered):
             rows = y_UD[groups.first_row[number] : groups.first_row[number + 1]]

@@ -3,69 +3,51 @@
     attention │ wait │ experts that are there │ … those that have come │ attention
     tier       ══════ missing ════ missing ═══                    ══ hints for the next layer ══
 
-A micro-batch goes on with what is there, run by run, and is not ready while nothing is. Outputs are
-added in the order of the experts whatever order they came in: the bits are those of resident
-experts.
+A micro-batch goes on with what is there, run by run, and is not ready while nothing is.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from actors.experts.looking_ahead import LookingAhead
 from actors.experts.plane import TaskKey
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
-from kernels.experts import RUN_PAIRS, weighted_run
+from kernels.experts import ClampedGate
 from kernels.routing import group_by_expert, local_index
 from kernels.steps import Steps
 from models.decoder.decoder import AttentionHalf
-from models.experts.expert_cache import ExpertCache, Taken, Want
+from models.experts.cached_sum import CachedSum
+from models.experts.expert_cache import ExpertCache, Guess, Want
 from models.experts.expert_loading import clamped_gate
 from models.experts.router import Routed
-from models.foresight.foresight import Foresight, Ids
+from models.foresight.foresight import Foresight
 
-Whose = tuple[int, int]  # batch, micro-batch
-
-_MOST_FORETOLD = 64
 _LOOK_S = 0.05  # for experts, where a task is gone on with although none is there
 
 
 class CachedPending:
-    """Rows, sorted by expert, and what has been added up of them. rows_N, weights_N: of expert e
-    those from first_of[e] on."""
+    """A micro-batch's sum, as far as its experts have come."""
 
-    def __init__(self, key: TaskKey, routed: Routed, identity_E: Tensor) -> None:
-        self.key, self.x_TD = key, routed.x_TD
+    def __init__(
+        self, key: TaskKey, routed: Routed, identity_E: Tensor, clamped: ClampedGate | None
+    ) -> None:
+        self.key = key
         ids_TK, weights_TK = routed.topk_ids_TK, routed.topk_weights_TK
-        self.rows_N, self.weights_N, counts = group_by_expert(
-            ids_TK, weights_TK, identity_E, len(identity_E)
-        )
-        self.pairs = {expert: count for expert, count in enumerate(counts) if count}
-        self.first_of: dict[int, int] = {}
-        first = 0
-        for expert, count in self.pairs.items():
-            self.first_of[expert] = first
-            first += count
-        self.out_TD = torch.zeros(routed.x_TD.shape, dtype=torch.float32)
+        rows_N, weights_N, counts = group_by_expert(ids_TK, weights_TK, identity_E, len(identity_E))
+        pairs = {expert: count for expert, count in enumerate(counts) if count}
+        self.sum = CachedSum(routed.x_TD, rows_N, weights_N, pairs, clamped)
         self.want: Want
-        self._came: dict[int, Tensor] = {}  # by first pair: what cannot be added yet
-        self._added = 0  # pairs
 
     @property
     def is_complete(self) -> bool:
         return self.want.can_go_on
-
-    def add(self, first: int, weighted_ND: Tensor) -> None:
-        """What a run of experts gave, for the pairs from `first` on."""
-        self._came[first] = weighted_ND
-        while (ready_ND := self._came.pop(self._added, None)) is not None:
-            last = self._added + len(ready_ND)
-            self.out_TD.index_add_(0, self.rows_N[self._added : last], ready_ND)
-            self._added = last
 
 
 class CachedPlane:
@@ -86,8 +68,9 @@ class CachedPlane:
         foresight: Foresight | None = None,
     ) -> None:
         """foresight: None: nothing is read ahead."""
-        self._foresight = foresight
-        self._foretold: dict[Whose, tuple[int, Ids]] = {}  # the next layer, and what it may want
+        self._ahead: LookingAhead | None = None
+        if foresight is not None:
+            self._ahead = LookingAhead(foresight, self._hint, cache.forget_hints)
         self._name = name
         self._cache = cache
         self._timeline = timeline
@@ -101,30 +84,24 @@ class CachedPlane:
     def wake(self) -> None:
         self._cache.wake()
 
+    def starts(self, key: TaskKey, token_ids_T: Tensor) -> None:
+        if self._ahead is not None:
+            self._ahead.starts(key, token_ids_T)
+
     def begin(self, key: TaskKey, hidden_TD: Tensor, routed: Routed, plan: Plan) -> CachedPending:
-        pending = CachedPending(key, routed, self._identity_E)
-        whose = key.batch, key.micro_batch
-        pending.want = self._cache.want(key.layer, list(pending.pairs), key.priority, whose)
+        if self._ahead is not None:
+            routed = self._ahead.runs(key, routed)
+        pending = CachedPending(key, routed, self._identity_E, self._clamped)
+        experts = list(pending.sum.pairs)
+        pending.want = self._cache.want(key.layer, experts, key.priority, key.owner)
         self._pending.append(pending)
-        if self._foresight is not None:
-            self._look_ahead(whose, key.layer, hidden_TD, routed, self._foresight)
+        if self._ahead is not None:
+            self._ahead.begins(key, hidden_TD, routed)
         return pending
 
-    def _look_ahead(
-        self, whose: Whose, layer: int, hidden_TD: Tensor, routed: Routed, foresight: Foresight
-    ) -> None:
-        """Has the likely experts of the next layer read while nothing that is wanted is missing."""
-        expected = self._foretold.pop(whose, None)
-        if expected is not None and expected[0] == layer:
-            foresight.learn(layer, expected[1], routed.topk_ids_TK)
-        following = foresight.next_layer(layer)
-        if following is None:
-            return
-        foretold = foresight.route(layer, hidden_TD, routed)
-        self._foretold[whose] = following, foretold
-        if len(self._foretold) > _MOST_FORETOLD:  # of batches that were dropped while they attended
-            self._forget(next(iter(self._foretold)))
-        self._cache.hint(whose, following, foresight.guesses(following, foretold))
+    def _hint(self, key: TaskKey, layer: int, guesses: Sequence[Guess]) -> None:
+        """They are read while nothing that is wanted is missing."""
+        self._cache.hint(key.owner, layer, guesses)
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if timeout_s <= 0.0:
@@ -142,39 +119,19 @@ class CachedPlane:
     def steps(
         self, hidden_TD: Tensor, pending: CachedPending, shared_TD: Tensor | None
     ) -> Steps[None]:
-        want = pending.want
-        while want.left:
-            taken = self._cache.take(want, pending.pairs, RUN_PAIRS)
-            if taken:
-                self._run(pending, taken)
-                self._cache.done(want, taken)
-            else:
+        while pending.want.left:
+            if not pending.sum.go_on(self._cache, pending.want):
                 self._wait(_LOOK_S)
             yield
-        hidden_TD.add_(pending.out_TD)
+        hidden_TD.add_(pending.sum.out_UD)
         self._pending.remove(pending)
         if shared_TD is not None:
             hidden_TD.add_(shared_TD)
+        if self._ahead is not None:
+            self._ahead.ended(pending.key, hidden_TD)
 
     def drop(self, pending: CachedPending) -> None:
         self._pending.remove(pending)
         self._cache.drop(pending.want)
-        self._forget((pending.key.batch, pending.key.micro_batch))
-
-    def _forget(self, whose: Whose) -> None:
-        self._foretold.pop(whose, None)
-        self._cache.forget_hints(whose)
-
-    def _run(self, pending: CachedPending, taken: list[Taken]) -> None:
-        first, counts = pending.first_of[taken[0].expert], [pending.pairs[e] for e, _ in taken]
-        pairs = slice(first, first + sum(counts))
-        products = [self._cache.products(slot) for _, slot in taken]
-        weighted_ND = weighted_run(
-            pending.x_TD.index_select(0, pending.rows_N[pairs]),
-            [gate_up for gate_up, _ in products],
-            [down for _, down in products],
-            counts,
-            pending.weights_N[pairs],
-            self._clamped,
-        )
-        pending.add(first, weighted_ND)
+        if self._ahead is not None:
+            self._ahead.dropped(pending.key.owner)

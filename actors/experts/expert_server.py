@@ -2,8 +2,9 @@
 
 Token groups arrive from any attention rank. The rank picks a queue, merges everything that waits in
 it into one grouped GEMM, and answers each token group with one weighted sum per token. A call
-yields between runs of experts, where another class may go first. There is no barrier across
-attention ranks: an idle or dead one costs the others nothing.
+yields between runs of experts, where another class may go first; where experts are read as they are
+wanted, what misses none goes first in its class, and nothing waits in a read. There is no barrier
+across attention ranks: an idle or dead one costs the others nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -26,12 +28,12 @@ from actors.channels.base import (
     transfer_span,
     transfers,
 )
+from actors.experts.rank_experts import Pairs, RankExperts
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError
 from contracts.events import Stage, TaskSpan
 from contracts.logs import event
-from models.experts.moe import ExpertHalf
 from planner.findep.expert_queues import QueueHead, QueuePolicy, oldest_of_best_class
 from planner.policies.preemption import LOOK_S, Preemption
 from planner.policies.task_times import TaskTimes
@@ -40,13 +42,9 @@ log = logging.getLogger("tandem.expert")
 
 
 class MergedGroups(NamedTuple):
-    """Token groups of one layer as one call of `ExpertHalf.run`; group g owns rows
-    first_row[g] to first_row[g + 1]."""
+    """Token groups of one layer as one call; group g owns rows first_row[g] to first_row[g + 1]."""
 
-    x_UD: torch.Tensor
-    rows_N: torch.Tensor
-    weights_N: torch.Tensor
-    counts_e: torch.Tensor
+    pairs: Pairs
     first_row: list[int]
 
 
@@ -54,7 +52,7 @@ def merge(packets: list[Packet]) -> MergedGroups:
     """Concatenates token groups; pairs are sorted by local expert, ties in packet order."""
     if len(packets) == 1:
         x_UD, rows_N, weights_N, counts_e = packets[0].tensors
-        return MergedGroups(x_UD, rows_N, weights_N, counts_e, [0, x_UD.shape[0]])
+        return MergedGroups(Pairs(x_UD, rows_N, weights_N, counts_e), [0, x_UD.shape[0]])
     first_row = [0]
     rows, experts = [], []
     for packet in packets:
@@ -63,28 +61,26 @@ def merge(packets: list[Packet]) -> MergedGroups:
         experts.append(torch.arange(len(counts_e), device=x_UD.device).repeat_interleave(counts_e))
         first_row.append(first_row[-1] + x_UD.shape[0])
     order_N = torch.cat(experts).argsort(stable=True)
-    return MergedGroups(
+    pairs = Pairs(
         torch.cat([packet.tensors[0] for packet in packets]),
         torch.cat(rows)[order_N],
         torch.cat([packet.tensors[2] for packet in packets])[order_N],
         torch.stack([packet.tensors[3] for packet in packets]).sum(0),
-        first_row,
     )
+    return MergedGroups(pairs, first_row)
 
 
 class Call:
     """A merged call of experts, from its first slice to its answers."""
 
-    __slots__ = ("groups", "interrupted", "packets", "steps", "y_UD")
+    __slots__ = ("computation", "groups", "interrupted", "packets", "y_UD")
 
-    def __init__(self, packets: list[Packet], half: ExpertHalf) -> None:
+    def __init__(self, packets: list[Packet], experts: RankExperts) -> None:
         self.packets = packets
-        self.groups = groups = merge(packets)
+        self.groups = merge(packets)
         self.interrupted = False
         self.y_UD: torch.Tensor | None = None  # once it is through
-        self.steps = half.steps(
-            self.layer, groups.x_UD, groups.rows_N, groups.weights_N, groups.counts_e
-        )
+        self.computation = experts.begin(packets, self.groups.pairs)
 
     @property
     def layer(self) -> int:
@@ -99,11 +95,12 @@ class Call:
         return self.groups.first_row[-1]
 
     def run(self, until_s: float, clock: Clock) -> None:
-        """To its end, or to the first yield after that time."""
+        """To its end, to the first yield after that time, or until it lacks experts."""
+        steps = self.computation.steps
         try:
-            next(self.steps)
-            while clock() < until_s:
-                next(self.steps)
+            next(steps)
+            while clock() < until_s and self.computation.missing is not None:
+                next(steps)
         except StopIteration as done:
             self.y_UD = done.value
 
@@ -114,7 +111,7 @@ class ExpertServer:
     def __init__(
         self,
         endpoint: Endpoint,
-        half: ExpertHalf,
+        experts: RankExperts,
         *,
         timeline: Timeline,
         clock: Clock,
@@ -125,14 +122,16 @@ class ExpertServer:
         """policy: the choice among queues; choice: if there is one, it makes it instead, at every
         yield."""
         self._endpoint = endpoint
-        self._half = half
+        self._experts = experts
         self._timeline = timeline
         self._clock = clock
         self._policy = policy
         self._choice = choice
         self._max_merge_tokens = max_merge_tokens
         self._queues: defaultdict[tuple[int, int], list[Packet]] = defaultdict(list)
-        self._begun: dict[int, Call] = {}  # of each class, that which stands at a yield
+        self._begun: dict[int, Call] = {}  # stand at a yield, by number
+        self._numbers = 0
+        self._lacks_experts = False  # all that there is to do, as it was looked at last
         self._times = TaskTimes()
         self._last: Call | None = None  # what ran last, where it stands at a yield
         self._last_s = self._since_s = 0.0
@@ -141,48 +140,71 @@ class ExpertServer:
         """Takes what has arrived and runs a slice of a merged call, or waits for messages."""
         for happening in self._poll(timeout_s):
             if isinstance(happening, Packet):
-                self._enqueue(happening)
+                self._take(happening)
             elif isinstance(happening, PeerLost):
                 self._forget(happening)
+        self._experts.look()
         head = self._next()
         if head is not None:
-            self._run(head, self._begun.pop(head.priority) if head.begun else self._call(head))
+            key = head.priority, head.layer
+            self._run(head, self._begun.pop(head.number) if head.begun else self._call(key))
+
+    def close(self) -> None:
+        """Nothing of what it has is answered."""
+        for packets in [*(call.packets for call in self._begun.values()), *self._queues.values()]:
+            for packet in packets:
+                packet.release()
+        self._begun.clear()
+        self._queues.clear()
 
     def _poll(self, timeout_s: float) -> list[Happening]:
-        if self._queues or self._begun:
+        if (self._queues or self._begun) and not self._lacks_experts:
             return self._endpoint.poll(0.0)
         start_s = self._clock()
         happenings = self._endpoint.poll(timeout_s)
         end_s = self._clock()
-        if happenings:  # else nobody has asked for anything: idle, not waiting
+        if self._lacks_experts:
+            self._experts.waited(end_s - start_s)
+            self._timeline.exposed_s += end_s - start_s
+        if happenings or self._lacks_experts:  # else nobody has asked for anything: idle
             self._timeline.add(TaskSpan(self._endpoint.name, Stage.WAIT, start_s, end_s))
         self._timeline.waited(start_s, end_s, transfers(happenings))
         return happenings
 
-    def _enqueue(self, packet: Packet) -> None:
+    def _take(self, packet: Packet) -> None:
         header = packet.header
+        if header.kind is Kind.HINT:
+            self._experts.hinted(packet)
+            packet.release()
+            return
+        self._experts.arrived(packet)
         self._queues[int(header.priority), header.layer].append(packet)
         self._timeline.add(transfer_span(packet, self._endpoint.name))
 
     def _forget(self, lost: PeerLost) -> None:
         """Drops what a lost attention rank still waits for."""
         peer = lost.peer
+        self._experts.forget(peer)
         if self._choice is not None:
             self._choice.forget()
         event(
             log, "peer_lost", logging.WARNING, rank=self._endpoint.name, reason=lost.error.message
         )
-        for priority, call in list(self._begun.items()):
+        for number, call in list(self._begun.items()):
             if any(packet.peer == peer for packet in call.packets):
                 if call is self._last:
                     self._interrupt_last()
-                del self._begun[priority]
-                call.steps.close()
-                self._queues[priority, call.layer][:0] = call.packets  # the others' run again
+                del self._begun[number]
+                call.computation.close()
+                for packet in call.packets:
+                    self._experts.arrived(packet)
+                key = call.priority, call.layer
+                self._queues[key][:0] = call.packets  # the others' run again
         for key, packets in list(self._queues.items()):
             kept = [packet for packet in packets if packet.peer != peer]
             for packet in packets:
                 if packet.peer == peer:
+                    self._experts.dropped(packet)
                     packet.release()
             if kept:
                 self._queues[key] = kept
@@ -191,27 +213,46 @@ class ExpertServer:
 
     def _next(self) -> QueueHead | None:
         """What runs now; None: nothing."""
-        heads = [
-            QueueHead(priority, layer, packets[0].arrived_s, len(packets))
-            for (priority, layer), packets in self._queues.items()
-        ]
-        for call in self._begun.values():
-            slice_s = self._times.predict("slice", call.tokens)
-            first, groups = call.packets[0], len(call.packets)
-            heads.append(
-                QueueHead(
-                    call.priority, call.layer, first.arrived_s, groups, call.tokens, True, slice_s
-                )
-            )
+        heads = [*self._begun_heads(), *self._waiting_heads()]
+        self._lacks_experts = not heads and bool(self._queues or self._begun)
         if not heads:
             return None
         if self._choice is None:
             return self._policy(heads)
         return self._choice.pick(heads, (), self._clock())
 
-    def _call(self, head: QueueHead) -> Call:
+    def _begun_heads(self) -> Iterator[QueueHead]:
+        """Calls that can go on."""
+        for number, call in self._begun.items():
+            missing = call.computation.missing
+            if missing is None:
+                if call is self._last:
+                    self._interrupt_last()
+                continue
+            slice_s = self._times.predict("slice", call.tokens)
+            first, groups = call.packets[0].arrived_s, len(call.packets)
+            yield QueueHead(
+                call.priority,
+                call.layer,
+                first,
+                groups,
+                call.tokens,
+                True,
+                slice_s,
+                missing,
+                number,
+            )
+
+    def _waiting_heads(self) -> Iterator[QueueHead]:
+        """Queues of which a call can be begun."""
+        for (priority, layer), packets in self._queues.items():
+            missing = self._experts.missing(packets)
+            if missing is not None:
+                oldest_s = packets[0].arrived_s
+                yield QueueHead(priority, layer, oldest_s, len(packets), missing=missing)
+
+    def _call(self, key: tuple[int, int]) -> Call:
         """The token groups of a queue, as many as fit one merged call."""
-        key = (head.priority, head.layer)
         waiting = self._queues.pop(key)
         tokens, count = 0, 0
         for packet in waiting:
@@ -221,7 +262,7 @@ class ExpertServer:
             count += 1
         if count < len(waiting):
             self._queues[key] = waiting[count:]
-        return Call(waiting[:count], self._half)
+        return Call(waiting[:count], self._experts)
 
     def _run(self, head: QueueHead, call: Call) -> None:
         start_s = self._clock()
@@ -236,7 +277,8 @@ class ExpertServer:
             self._choice.ran(head, start_s, end_s)
             self._times.add("slice", call.tokens, end_s - start_s)
         if call.y_UD is None:
-            self._begun[call.priority] = self._last = call
+            self._numbers += 1
+            self._begun[self._numbers] = self._last = call
             self._last_s = end_s
         else:
             self._finish(call, call.y_UD, end_s)

@@ -11,34 +11,24 @@ from typing import Any, Protocol
 import torch
 
 from actors.experts.cached_plane import CachedPlane
-from actors.experts.file_tier import FileTier
+from actors.experts.caching import expert_cache, foresight
 from actors.experts.peer_supply import LockstepSupply, PeerSupply
 from actors.experts.plane import ExpertPlane
 from actors.experts.stored_plane import StoredPlane
 from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
-from contracts import metrics
 from contracts.clock import monotonic_s
-from contracts.errors import ConfigError
 from contracts.events import Stage, TaskSpan
 from contracts.worker import WorkerSpec
 from models.decoder.decoder import AttentionHalf
 from models.experts.copying_store import CopyingStore, split_layers
-from models.experts.expert_cache import ExpertCache
-from models.experts.expert_file import open_expert_file
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertSource, ExpertStore, ResidentStore
 from models.experts.host_experts import HostSource, open_host_source
 from models.experts.moe import ExpertHalf
-from models.experts.slot_budget import slots_for
-from models.foresight.foresight import Foresight
-from models.foresight.routing_profile import RoutingProfile
 from models.spec.model import ModelSpec
-from models.spec.stored_names import ROUTING
 from models.weights.checkpoint import Checkpoint
 from models.weights.loading import progress_line
-from planner.policies.eviction import eviction
-from planner.policies.read_ahead import pays
 
 
 class ExpertSupply(Protocol):
@@ -96,19 +86,14 @@ def stored_supply(name: str, store: ExpertStore, timeline: Timeline) -> OwnSuppl
 
 
 def cached_supply(
-    spec: WorkerSpec, cache: ExpertCache, timeline: Timeline, telemetry: Telemetry
+    spec: WorkerSpec, layout: ExpertLayout, timeline: Timeline, telemetry: Telemetry
 ) -> OwnSupply:
-    """Experts that come and go, and how often they were there."""
-    traffic, name = cache.traffic, spec.name
-    telemetry.read(metrics.EXPERT_WAIT, name, of=lambda: traffic.waited_s)
-    for cause in traffic.read_bytes:
-        of = partial(traffic.read_bytes.__getitem__, cause)
-        telemetry.read(metrics.EXPERT_READ, name, cause, of=of)
-    for layer in cache.layers:
-        telemetry.read(metrics.PREFETCH_HIT, str(layer), of=partial(traffic.hit_fraction, layer))
+    """Experts that come and go. Raises CheckpointError, ResourceError, ConfigError."""
+    cache = expert_cache(spec, layout, telemetry)
 
     def new_plane(half: AttentionHalf) -> CachedPlane:
-        return CachedPlane(name, half, cache, timeline, monotonic_s, foresight(spec, half))
+        ahead = foresight(spec, half)
+        return CachedPlane(spec.name, half, cache, timeline, monotonic_s, ahead)
 
     return OwnSupply(new_plane, cache.close)
 
@@ -132,7 +117,7 @@ def expert_supply(
         model, dtype, torch.device(spec.device), packed=spec.config.prefill.packed_experts
     )
     if kind == "cached":
-        return cached_supply(spec, expert_cache(spec, layout), timeline, telemetry)
+        return cached_supply(spec, layout, timeline, telemetry)
     if kind == "streamed":
         source = host_source(spec, layout)
         store = copying_store(spec, layout, source, stage=Stage.HOST_COPY, observe=timeline.add)
@@ -141,39 +126,6 @@ def expert_supply(
     _, layers = split_layers(model, spec.config.prefill.resident_layers)
     new_store = partial(copying_store, spec, layout, stage=Stage.GATHER, observe=timeline.add)
     return PeerSupply(spec, layout, timeline, layers=layers, host=host, new_store=new_store)
-
-
-def expert_cache(spec: WorkerSpec, layout: ExpertLayout) -> ExpertCache:
-    """As the section `experts` says. Raises CheckpointError, ResourceError, ConfigError."""
-    config, model = spec.config, layout.spec
-    if layout.device.type != "cpu":
-        raise ConfigError(
-            f"prefill.experts=cached: not on {spec.device} yet: set it to resident or streamed"
-        )
-    slots = slots_for(config.experts, layout.num_bytes(1), model)
-    where = config.prefill.host_store
-    file = open_expert_file(
-        Path(spec.model_folder),
-        layout,
-        store=None if where is None else Path(where),
-        deadline_s=config.groups.ready_timeout_s,
-        direct=config.experts.direct,
-    )
-    order = eviction(config.experts.evict, slots, {})
-    return ExpertCache(
-        FileTier(file), layout, slots, order, pays, deadline_s=config.channel.deadline_s
-    )
-
-
-def foresight(spec: WorkerSpec, half: AttentionHalf) -> Foresight | None:
-    """None: nothing is to be read ahead. Raises CheckpointError."""
-    config, folder = spec.config.experts, Path(spec.model_folder)
-    if config.hints == "off":
-        return None
-    own = folder / ROUTING
-    path = Path(config.profile) if config.profile else own if own.is_file() else None
-    profile = None if path is None else RoutingProfile.read(path, folder, half.spec)
-    return Foresight(half, profile, config.hints)
 
 
 def host_source(spec: WorkerSpec, layout: ExpertLayout) -> HostSource:

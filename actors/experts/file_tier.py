@@ -27,7 +27,7 @@ from actors.experts.tier_child import (
 )
 from contracts.errors import ChannelError
 from models.experts.expert_cache import PartRead
-from models.experts.expert_file import PART_BYTES, ExpertFile, SlotMemory
+from models.experts.expert_file import PART_BYTES, ExpertFile, Place, SlotMemory
 
 ENTRIES: Final = 16  # reads under way
 _END_S: Final = 2.0
@@ -35,13 +35,12 @@ _ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 class FileTier:
-    """A `Tier`. times: reads so many times what an expert takes, as if it were that large: to
-    measure what larger ones would cost."""
+    """A `Tier`. parts: in which an expert is read."""
 
-    def __init__(self, file: ExpertFile, *, times: int = 1) -> None:
-        self._file, self._times = file, times
+    def __init__(self, file: ExpertFile) -> None:
+        self._file, self.parts = file, file.parts
         self.expert_bytes = file.expert_bytes
-        self._part_bytes = min(PART_BYTES, file.record_bytes)
+        self._part_bytes = min(PART_BYTES, self._record_bytes)
         staging = staging_at(ENTRIES)
         size = staging + ENTRIES * self._part_bytes
         memory = os.memfd_create("tandem-experts", os.MFD_CLOEXEC)
@@ -77,8 +76,8 @@ class FileTier:
         return str(self._file)
 
     @property
-    def parts(self) -> int:
-        return self._file.parts * self._times
+    def _record_bytes(self) -> int:
+        return self._file.record_bytes
 
     @property
     def room(self) -> int:
@@ -86,8 +85,7 @@ class FileTier:
 
     def read(self, layer: int, expert: int, part: int, urgency: int) -> int:
         entry = self._free.pop()
-        part %= self._file.parts
-        offset, size = self._file.place(layer, expert, part)
+        offset, size = self._place(layer, expert, part)
         self._numbers = (self._numbers + 1) & 0xFFFFFFFF
         at = entry * ENTRY_BYTES
         ENTRY.pack_into(self._view, at, FREE, urgency, 0, self._numbers, offset, size, 0, 0.0)
@@ -95,6 +93,9 @@ class FileTier:
         self._asked[entry] = part
         self._unrung += 1
         return entry
+
+    def _place(self, layer: int, expert: int, part: int) -> Place:
+        return self._file.place(layer, expert, part)
 
     def begin(self) -> None:
         """Raises ChannelError."""
@@ -141,6 +142,9 @@ class FileTier:
             os.read(self._done, 4096)
         elif self._asked and self._process.poll() is not None:
             raise self._lost()
+
+    def fileno(self) -> int:
+        return self._done
 
     def wake(self) -> None:
         with suppress(OSError):  # it is awake, or closed

@@ -55,6 +55,9 @@ class LockstepPlane:
         self._woken.set()
         self._all_to_all.wake()
 
+    def starts(self, key: TaskKey, token_ids_T: Tensor) -> None:
+        """Nothing depends on which tokens they are."""
+
     def begin(self, key: TaskKey, hidden_TD: Tensor, routed: Routed, plan: Plan) -> LockstepPending:
         return LockstepPending(key.layer, routed)
 

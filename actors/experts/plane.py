@@ -21,12 +21,19 @@ from models.experts.router import Routed
 
 
 class TaskKey(NamedTuple):
-    """Whose experts: those of a layer of one micro-batch."""
+    """Whose experts: those of a layer of one micro-batch. decodes: it is new tokens only, one of
+    each sequence."""
 
     batch: int
     layer: int
     micro_batch: int
     priority: Priority
+    decodes: bool = False
+
+    @property
+    def owner(self) -> tuple[int, int]:
+        """Whose, at all layers."""
+        return self.batch, self.micro_batch
 
 
 class Pending(Protocol):
@@ -66,6 +73,10 @@ class ExpertPlane(Protocol[P]):
     @property
     def is_engaged(self) -> bool:
         """Whether it takes part in the computation of others, so that no batch may begin."""
+
+    def starts(self, key: TaskKey, token_ids_T: Tensor) -> None:
+        """A micro-batch of those tokens is about to run; key.layer: its first. Raises
+        ChannelError."""
 
     def begin(self, key: TaskKey, hidden_TD: Tensor, routed: Routed, plan: Plan) -> P:
         """At most one at a time of each micro-batch. hidden_TD: the residual that the experts'

@@ -7,9 +7,11 @@ Packets are written straight into the channel's memory: no copy of a row is made
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.channels.base import (
@@ -24,6 +26,7 @@ from actors.channels.base import (
     transfers,
 )
 from actors.experts.dispatch import RankSlice, plan_dispatch
+from actors.experts.looking_ahead import LookingAhead
 from actors.experts.plane import TaskKey
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
@@ -32,7 +35,9 @@ from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
 from kernels.steps import Steps
+from models.experts.expert_cache import Guess
 from models.experts.router import Routed
+from models.foresight.foresight import Foresight
 from planner.findep.split import token_group_bounds
 from planner.placement.slots import ExpertPlacement
 
@@ -72,9 +77,11 @@ class RemotePlane:
         clock: Clock,
         *,
         reply_s: float = ChannelConfig().reply_s,
+        foresight: Foresight | None = None,
     ) -> None:
         """expert_ranks: names, by rank number. reply_s: a rank that lives and answers nothing for
-        so long is given up."""
+        so long is given up. foresight: what it foretells is sent to the ranks that have those
+        experts (None: nothing is)."""
         self._endpoint = endpoint
         self._placement = placement
         self._expert_ranks = expert_ranks
@@ -84,19 +91,26 @@ class RemotePlane:
         self._reply_s = reply_s
         self._heard_s: dict[str, float] = {}  # when each expert rank's last answer came
         self._pending: dict[tuple[int, int], RemotePending] = {}  # by (batch, micro-batch)
+        self._ahead = None if foresight is None else LookingAhead(foresight, self._hint)
 
     def wake(self) -> None:
         self._endpoint.wake()
 
+    def starts(self, key: TaskKey, token_ids_T: Tensor) -> None:
+        if self._ahead is not None:
+            self._ahead.starts(key, token_ids_T)
+
     def begin(self, key: TaskKey, hidden_TD: Tensor, routed: Routed, plan: Plan) -> RemotePending:
         """A2E: one packet per token group and expert rank that has work in it."""
+        if self._ahead is not None:
+            routed = self._ahead.runs(key, routed)
         slices = plan_dispatch(
             routed.topk_ids_TK.cpu().numpy(),
             routed.topk_weights_TK.cpu().numpy(),
             token_group_bounds(routed.x_TD.shape[0], plan.r2),
             self._placement.layer(key.layer),
         )
-        pending = self._pending[key.batch, key.micro_batch] = RemotePending(key, slices)
+        pending = self._pending[key.owner] = RemotePending(key, slices)
         try:
             for piece in slices:
                 pending.sent_s = self._clock()
@@ -104,6 +118,8 @@ class RemotePlane:
         except ChannelError:
             self.drop(pending)
             raise
+        if self._ahead is not None:  # while they are computed
+            self._ahead.begins(key, hidden_TD, routed)
         return pending
 
     def _send(self, key: TaskKey, piece: RankSlice, x_TD: Tensor, sent_s: float) -> None:
@@ -134,6 +150,46 @@ class RemotePlane:
             piece.token_group,
             key.priority,
             sent_s,
+        )
+        self._endpoint.commit(reservation, header)
+
+    def _hint(self, key: TaskKey, layer: int, guesses: Sequence[Guess]) -> None:
+        """Tells each rank what that layer may want of its experts. One that cannot be told has
+        nothing to read ahead: if it is lost, `poll` says so."""
+        placed = self._placement.layer(layer)
+        slots_n = placed.slot_of_expert[[guess.expert for guess in guesses]]
+        confidence_n = np.array([guess.confidence for guess in guesses], np.float32)
+        for rank, (low, high) in enumerate(placed.bounds):
+            there_n = (slots_n >= low) & (slots_n < high)
+            if there_n.any():
+                local_n = (slots_n[there_n] - low).astype(np.int32)
+                with suppress(ChannelError):
+                    name = self._expert_ranks[rank]
+                    self._send_hint(key, layer, name, local_n, confidence_n[there_n])
+
+    def _send_hint(
+        self,
+        key: TaskKey,
+        layer: int,
+        rank: str,
+        local_n: NDArray[np.int32],
+        confidence_n: NDArray[np.float32],
+    ) -> None:
+        count = len(local_n)
+        reservation = self._endpoint.reserve(
+            rank, (Part("int32", (count,)), Part("float32", (count,)))
+        )
+        reservation.tensors[0].copy_(torch.from_numpy(local_n))
+        reservation.tensors[1].copy_(torch.from_numpy(confidence_n))
+        header = Header(
+            Kind.HINT,
+            self._endpoint.epoch,
+            key.batch,
+            layer,
+            key.micro_batch,
+            0,
+            key.priority,
+            self._clock(),
         )
         self._endpoint.commit(reservation, header)
 
@@ -214,14 +270,18 @@ class RemotePlane:
         if total_TD is not hidden_TD:
             hidden_TD += total_TD.to(hidden_TD.dtype)
         self._forget(pending)
+        if self._ahead is not None:
+            self._ahead.ended(pending.key, hidden_TD)
 
     def drop(self, pending: RemotePending) -> None:
         self._forget(pending)
+        if self._ahead is not None:
+            self._ahead.dropped(pending.key.owner)
         for packet in pending.replies.values():
             packet.release()
 
     def _forget(self, pending: RemotePending) -> None:
-        del self._pending[pending.key.batch, pending.key.micro_batch]
+        del self._pending[pending.key.owner]
 
 
 def _to(rows_U: np.ndarray, device: torch.device) -> Tensor:

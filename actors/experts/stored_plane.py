@@ -69,6 +69,9 @@ class StoredPlane:
         self._woken.set()
         self._store.wake()
 
+    def starts(self, key: TaskKey, token_ids_T: Tensor) -> None:
+        """Nothing depends on which tokens they are."""
+
     def begin(self, key: TaskKey, hidden_TD: Tensor, routed: Routed, plan: Plan) -> StoredPending:
         pending = StoredPending(key, routed, self._store)
         self._pending.append(pending)

@@ -17,6 +17,7 @@ import struct
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Final
 
 ENTRY: Final = struct.Struct("<BBBxIqIid")  # state, urgency, skip, number, offset, size, errno, s
@@ -50,7 +51,8 @@ class _Reader:
                     os._exit(0)  # the worker has gone
                 continue
             self._read(entry)
-            os.write(self._done, b"r")
+            with suppress(BlockingIOError):  # full: the worker has enough to wake for
+                os.write(self._done, b"r")
 
     def _next(self) -> int | None:
         """What is most urgent, then what was asked for first."""

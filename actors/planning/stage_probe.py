@@ -25,6 +25,7 @@ from actors.channels.factory import make_endpoint
 from actors.channels.handshake import new_token
 from actors.engine.executor import Executor, ExecutorParts
 from actors.experts.expert_server import ExpertServer
+from actors.experts.rank_experts import AllThere
 from actors.experts.remote_plane import RemotePlane
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock, monotonic_s
@@ -114,7 +115,9 @@ class StageProbe:
         )
         self._executor = Executor(parts, chunk_cost=lambda start, stop: float(stop - start))
         watched: Any = experts  # has all of an ExpertHalf that the server uses
-        self._server = ExpertServer(expert_end, watched, timeline=Timeline(0), clock=clock)
+        self._server = ExpertServer(
+            expert_end, AllThere(watched), timeline=Timeline(0), clock=clock
+        )
 
     def run(self, chunks: Sequence[tuple[int, int]], *, seed: int) -> PassTimes:
         """One pass of one micro-batch of (start, stop) chunks through all layers. What is cached is

@@ -17,6 +17,7 @@ from actors.channels.base import Endpoint
 from actors.channels.factory import rank_endpoint
 from actors.channels.loop_watch import LoopWatch
 from actors.engine.executor import Executor, ExecutorParts
+from actors.experts.caching import foresight
 from actors.experts.remote_plane import RemotePlane
 from actors.kv.block_manager import BlockManager
 from actors.planning.rank_planning import RankPlanning
@@ -72,7 +73,7 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     spans = config.trace.spans
     recorded = recording(telemetry, spans, lambda _: watch.moved(), planning.observe)
     recorded = recorded.following(endpoint.bytes_moved)
-    plane = _plane(spec, endpoint, recorded.timeline)
+    plane = _plane(spec, half, endpoint, recorded.timeline)
     parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)
 
     priorities = Priorities(config.priority, telemetry, spec.name)
@@ -127,7 +128,10 @@ def _pool(spec: WorkerSpec, half: AttentionHalf) -> tuple[KvPool, BlockManager]:
     )
 
 
-def _plane(spec: WorkerSpec, endpoint: Endpoint, timeline: Timeline) -> RemotePlane:
+def _plane(
+    spec: WorkerSpec, half: AttentionHalf, endpoint: Endpoint, timeline: Timeline
+) -> RemotePlane:
+    are_cached = spec.config.experts.is_bounded
     return RemotePlane(
         endpoint,
         ExpertPlacement(spec.placement),
@@ -135,6 +139,7 @@ def _plane(spec: WorkerSpec, endpoint: Endpoint, timeline: Timeline) -> RemotePl
         timeline,
         monotonic_s,
         reply_s=spec.config.channel.reply_s,
+        foresight=foresight(spec, half) if are_cached else None,
     )
 
 

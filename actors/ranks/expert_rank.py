@@ -12,7 +12,9 @@ import torch
 from actors.channels.base import Endpoint
 from actors.channels.factory import rank_endpoint
 from actors.channels.handshake import Identity
+from actors.experts.caching import expert_cache
 from actors.experts.expert_server import ExpertServer
+from actors.experts.rank_experts import AllThere, RankExperts, SomeThere
 from actors.planning.planner_link import PlannerLink
 from actors.planning.stage_report import ExpertRecorder
 from actors.ranks.priorities import Priorities
@@ -22,7 +24,10 @@ from actors.telemetry.rank_metrics import RankMetrics
 from contracts.clock import monotonic_s
 from contracts.events import TaskSpan
 from contracts.worker import RankReady, WorkerSpec
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_loading import clamped_gate
 from models.experts.moe import ExpertHalf
+from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
 from planner.findep.expert_queues import oldest_of_best_class
@@ -39,23 +44,16 @@ def expert_rank(spec: WorkerSpec) -> Rank:
     device, folder = torch.device(spec.device), Path(spec.model_folder)
     model = check_checkpoint(folder)
     check_fits(spec.placement, spec.expert_ranks, model.num_experts, model.moe_layers)
-    half = ExpertHalf.load(
-        Checkpoint(folder),
-        model,
-        spec.own_experts,
-        dtype=resolve_dtype(model, spec.config.model.dtype),
-        device=device,
-        progress=progress_line(spec.name, sys.stderr),
-    )
+    telemetry = RankMetrics(spec, monotonic_s)
     reports = ExpertReports(spec)
     endpoint = rank_endpoint(spec, device, monotonic_s)
-    telemetry = RankMetrics(spec, monotonic_s)
+    experts = _experts(spec, model, endpoint, telemetry)
     recorded = recording(telemetry, spec.config.trace.spans, reports.observe)
     recorded = recorded.following(endpoint.bytes_moved)
     priorities = Priorities(spec.config.priority, telemetry, spec.name)
     choice = priorities.preemption(oldest_of_best_class, priorities.user.serve)
     server = ExpertServer(
-        endpoint, half, timeline=recorded.timeline, clock=monotonic_s, choice=choice
+        endpoint, experts, timeline=recorded.timeline, clock=monotonic_s, choice=choice
     )
     ready = RankReady(
         name=spec.name,
@@ -63,8 +61,25 @@ def expert_rank(spec: WorkerSpec) -> Rank:
         channel_address=endpoint.listen(spec.host),
         load_s=monotonic_s() - started_s,
     )
-    loop = ExpertLoop(endpoint, server, reports)
+    loop = ExpertLoop(endpoint, server, experts, reports)
     return Rank(spec, ready, loop, telemetry, recorded, Links(join_planner=reports.join))
+
+
+def _experts(
+    spec: WorkerSpec, model: ModelSpec, endpoint: Endpoint, telemetry: RankMetrics
+) -> RankExperts:
+    """All of its own, or as many as the section `experts` says."""
+    dtype = resolve_dtype(model, spec.config.model.dtype)
+    device, own = torch.device(spec.device), spec.own_experts
+    if not spec.config.experts.is_bounded:
+        progress = progress_line(spec.name, sys.stderr)
+        checkpoint = Checkpoint(Path(spec.model_folder))
+        return AllThere(
+            ExpertHalf.load(checkpoint, model, own, dtype=dtype, device=device, progress=progress)
+        )
+    cache = expert_cache(spec, ExpertLayout(model, dtype, device), telemetry, own=own)
+    endpoint.watch(cache.fileno())
+    return SomeThere(cache, own, clamped_gate(model))
 
 
 class ExpertReports:
@@ -97,9 +112,15 @@ class ExpertReports:
 class ExpertLoop:
     """A `Loop` of a `Rank`."""
 
-    def __init__(self, endpoint: Endpoint, server: ExpertServer, reports: ExpertReports) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        server: ExpertServer,
+        experts: RankExperts,
+        reports: ExpertReports,
+    ) -> None:
         self.server = server
-        self._endpoint, self._reports = endpoint, reports
+        self._endpoint, self._experts, self._reports = endpoint, experts, reports
 
     @property
     def problem(self) -> str:
@@ -119,6 +140,8 @@ class ExpertLoop:
     def close(self) -> None:
         try:
             self._reports.close()
+            self.server.close()
+            self._experts.close()
         finally:
             self._endpoint.close()
 

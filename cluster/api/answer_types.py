@@ -190,13 +190,15 @@ class Scoring(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelCard(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A served model. max_model_len: tokens of prompt and answer together."""
+    """A served model. max_model_len: tokens of prompt and answer together. expert_execution:
+    whether tokens are computed with the experts that routers choose, or with foretold ones."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    expert_execution: Literal["exact", "speculated"]
 
 
 class ModelList(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):

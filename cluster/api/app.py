@@ -278,4 +278,5 @@ def _model_card(model: ServedModel) -> answer_types.ModelCard:
         created=model.created,
         owned_by="tandem",
         max_model_len=model.max_context_tokens,
+        expert_execution=model.expert_execution,
     )

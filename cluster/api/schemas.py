@@ -241,3 +241,4 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     created: int = 0
+    expert_execution: Literal["exact", "speculated"] = "exact"

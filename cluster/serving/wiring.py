@@ -53,6 +53,7 @@ def served_model(config: TandemConfig) -> tuple[ServedModel, Tokenizer]:
         vocab_size=spec.vocab_size,
         eos_token_ids=tuple(spec.eos_token_ids),
         created=int(time.time()),
+        expert_execution=config.experts.execute,
     )
     return model, Tokenizer.load(folder)
 

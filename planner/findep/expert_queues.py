@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 class QueueHead(NamedTuple):
     """A non-empty queue of token groups of one class at one layer; or a call of that class that
-    stands at a yield (`begun`)."""
+    stands at a yield (`begun`). missing: experts that it needs and that are still to be read.
+    number: of what has begun."""
 
     priority: int
     layer: int
@@ -17,11 +18,18 @@ class QueueHead(NamedTuple):
     tokens: int = 0
     begun: bool = False
     slice_s: float = 0.0  # to its next yield, predicted; 0: not known
+    missing: int = 0
+    number: int = 0
 
 
 QueuePolicy = Callable[[Sequence[QueueHead]], QueueHead]
 
 
 def oldest_of_best_class(heads: Sequence[QueueHead]) -> QueueHead:
-    """LS before BE; within a class, what has begun, then the queue that has waited longest."""
-    return min(heads, key=lambda head: (head.priority, not head.begun, head.oldest_arrival_s))
+    """LS before BE; within a class, what misses no expert, then what has begun, then the queue that
+    has waited longest."""
+    return min(heads, key=_turn)
+
+
+def _turn(head: QueueHead) -> tuple[int, bool, bool, float]:
+    return head.priority, head.missing > 0, not head.begun, head.oldest_arrival_s

@@ -21,10 +21,14 @@ import torch
 
 from actors.channels.handshake import Identity, initiate
 from actors.channels.listener import dial
+from actors.experts.file_tier import FileTier
+from actors.experts.rank_experts import SomeThere
+from actors.ranks.expert_rank import ExpertLoop
 from actors.ranks.local_group import LocalGroup
 from actors.ranks.process import RankProcess
+from actors.ranks.rank import Rank
 from actors.ranks.rendezvous import Formation, Seat, contiguous_placements, form_group, make_specs
-from contracts.config import ChannelConfig
+from contracts.config import ChannelConfig, TandemConfig
 from contracts.errors import (
     ChannelError,
     CheckpointError,
@@ -36,6 +40,7 @@ from contracts.messages import Failed, Tokens
 from contracts.worker import RankStatus
 from kernels.steps import Steps
 from models.decoder.local import LocalModel
+from models.experts.expert_cache import ExpertCache
 from models.experts.moe import ExpertHalf
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.group_harness import (
@@ -395,6 +400,68 @@ def test_a_proven_client_that_sends_garbage_is_cut_off_alone(deep: Path) -> None
         read_to_the_end(mad)
         mad.close()
         assert len(client.generated(request)[0]) == 30
+
+
+# --- experts that are read
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_expert_rank_whose_reader_dies_or_stalls_ends_by_name_and_names_the_file(
+    deep: Path, tmp_path: Path, fault: signal.Signals
+) -> None:
+    config = cached_config(tmp_path, channel={"deadline_s": 1.0})
+    with ThreadGroup(deep, config) as group, group.client() as client:
+        assert len(client.generated(client.submit(tokens(1, 9), sampling=greedy(2)))[0]) == 2
+        reader = tier_of(group.experts[0])._process
+        reader.send_signal(fault)
+        start_s = time.monotonic()
+        failed = client.failed(client.submit(tokens(2, 60), sampling=greedy(40)))
+        assert time.monotonic() - start_s < 1.0 + LIMIT_S
+        assert failed.status == 503
+        assert "expert-0" in failed.message
+        assert "records-" in group.experts[0].status().reason
+        reader.kill()
+
+
+def test_the_other_attention_rank_goes_on_when_one_dies_whose_experts_are_being_read(
+    deep: Path, tmp_path: Path
+) -> None:
+    """Slots that it held are free again: the other needs them."""
+    local = LocalModel.load(deep, dtype="float32")
+    with ThreadGroup(deep, cached_config(tmp_path)) as group:
+        with group.client(0) as first, group.client(1) as second:
+            ids = tokens(3, 30)
+            dying = [first.submit(tokens(n, 60), sampling=greedy(400)) for n in range(4)]
+            first.wait_begun(dying[0])
+            living = second.submit(ids, sampling=greedy(12))
+            group.attention[0].stop()
+            found, _ = second.generated(living)
+            assert found == local.greedy(ids, 12)
+        cache = cache_of(group.experts[0])
+        until(lambda: not cache._wants)
+        group.experts[0].stop()
+        cache.check()
+        assert not cache._hints
+
+
+def cached_config(store: Path, **sections: Any) -> TandemConfig:
+    """One expert rank that keeps few experts."""
+    prefill = {"host_store": str(store)}
+    return group_config(2, 1, experts={"slots": 5}, prefill=prefill, **sections)
+
+
+def cache_of(rank: Rank) -> ExpertCache:
+    assert isinstance(rank.loop, ExpertLoop)
+    experts = rank.loop.server._experts
+    assert isinstance(experts, SomeThere)
+    return experts._cache
+
+
+def tier_of(rank: Rank) -> FileTier:
+    tier = cache_of(rank)._tier
+    assert isinstance(tier, FileTier)
+    return tier
 
 
 # --- starts that fail

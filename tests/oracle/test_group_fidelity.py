@@ -12,6 +12,7 @@ import torch
 
 from actors.ranks.attention_rank import WARM_UP_IDS
 from contracts.events import Stage
+from contracts.messages import Cancel
 from contracts.plan import Order, Plan
 from models.decoder.local import LocalModel
 from tests.oracle.greedy_choices import greedy_choices
@@ -283,3 +284,36 @@ def test_log_probabilities_of_prompt_tokens_equal_the_single_process_path(
             expected = [float(logprobs[p - 1, seq[p]]) for p in range(len(shared), len(seq))]
             found = client.scored(request).token_logprobs
             assert found == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"]
+)
+def test_expert_ranks_that_keep_few_experts_give_the_bits_of_those_that_keep_all(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, family: str, backend: str
+) -> None:
+    """Under several plans, with prefixes that are shared, on two attention ranks at once."""
+    folder = tiny_checkpoint(family)
+    head = prompts(3, [20])[0]
+    sequences = [head + tail for tail in prompts(4, [3, 1, 40, 6])]
+    found = []
+    for experts in ({}, {"slots": 3}, {"slots": 5, "hints": "none"}, {"slots": 9}):
+        config = group_config(2, 2, experts=experts, prefill={"host_store": str(tmp_path)})
+        with ThreadGroup(folder, config, backend=backend) as group:
+            clients = [group.client(rank) for rank in range(2)]
+            answers: list[Any] = []
+            for plan in (Plan(order=Order.NAIVE), Plan(r1=2, r2=2), Plan(r1=3, order=Order.AASS)):
+                group.pin(plan)
+                ids = [(c, c.submit(s, candidates=VOCABULARY)) for s in sequences for c in clients]
+                for client, _ in ids[:2]:
+                    client.send(Cancel(client.submit(sequences[0], sampling=greedy(9))))
+                answers += [client.scored(request).candidate_logits for client, request in ids]
+                ids = [(c, c.submit(s, sampling=greedy(6))) for s in sequences for c in clients]
+                answers += [client.generated(request)[0] for client, request in ids]
+            found.append(answers)
+            for client in clients:
+                client.close()
+    for answers in found[1:]:
+        for answer, expected in zip(answers, found[0], strict=True):
+            assert answer == pytest.approx(expected, abs=1e-5)

@@ -18,6 +18,7 @@ import msgspec
 
 from actors.batching.finisher import Finisher
 from actors.channels.handshake import Identity, initiate
+from actors.experts.rank_experts import AllThere
 from actors.ranks.attention_rank import attention_rank
 from actors.ranks.expert_rank import ExpertLoop, expert_rank
 from actors.ranks.prefill_rank import prefill_rank
@@ -166,7 +167,9 @@ def loop_of(worker: Rank) -> ServingLoop:
 def experts_of(worker: Rank) -> ExpertHalf:
     """Of an expert rank."""
     assert isinstance(worker.loop, ExpertLoop)
-    return worker.loop.server._half
+    experts = worker.loop.server._experts
+    assert isinstance(experts, AllThere)
+    return experts._half
 
 
 def half_of(worker: Rank) -> AttentionHalf:

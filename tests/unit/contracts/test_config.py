@@ -75,7 +75,8 @@ def test_later_overrides_win_and_values_are_yaml() -> None:
         {"trace": {"spans": -1}},
         {"prefill": {"experts": "cached"}},
         {"experts": {"slots": 4, "bytes": 100}},
-        {"experts": {"hints": "fitted"}},
+        {"experts": {"execute": "speculated"}},
+        {"experts": {"execute": "speculated", "slots": 9, "hints": "none"}},
     ],
 )
 def test_bounds_and_rules_across_fields_are_errors_of_one_line(tree: dict[str, object]) -> None:

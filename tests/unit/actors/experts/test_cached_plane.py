@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ from models.experts.expert_cache import ExpertCache, Guess
 from models.experts.expert_file import open_expert_file
 from models.experts.expert_layout import ExpertLayout
 from models.experts.moe import expert_sums
-from models.experts.router import Routed
-from models.foresight.foresight import Foresight, Ids
+from models.experts.router import Routed, Router
+from models.foresight.foresight import Foresight, Foretold, Ids, Precision, Speculation
 from planner.policies.eviction import Kind, eviction
 from planner.policies.read_ahead import pays
 
@@ -36,20 +37,45 @@ LS, BE = Priority
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
 
 
+class Fewer(Precision):
+    """Tells some of the guesses only."""
+
+    def __init__(self, known: dict[int, list[float]], dice: random.Random) -> None:
+        super().__init__(known)
+        self._dice = dice
+
+    def guesses(self, layer: int, foretold: Ids) -> list[Guess]:
+        found = super().guesses(layer, foretold)
+        return found[: self._dice.randrange(len(found) + 1)]
+
+
 class AnyGuess(Foresight):
     """Foretells at random, or nothing."""
 
     def __init__(self, half: AttentionHalf, seed: int) -> None:
         super().__init__(half, None)
         self._dice = random.Random(seed)
+        self.first = self.before = self.after = Fewer(
+            {layer: [0.5] * half.spec.top_k for layer in half.spec.moe_layers}, self._dice
+        )
 
-    def route(self, layer: int, hidden_TD: torch.Tensor, routed: Routed) -> Ids:
-        experts = range(self._half.spec.num_experts)
-        return [self._dice.sample(experts, self._half.spec.top_k) for _ in routed.x_TD]
+    def of_tokens(self, token_ids_T: torch.Tensor) -> Foretold:
+        return self._any(self._half.spec.moe_layers[0], len(token_ids_T))
 
-    def guesses(self, layer: int, foretold: Ids) -> list[Guess]:
-        found = super().guesses(layer, foretold)
-        return found[: self._dice.randrange(len(found) + 1)]
+    def before_experts(
+        self, layer: int, hidden_TD: torch.Tensor, routed: Routed
+    ) -> Foretold | None:
+        return self.after_experts(layer, hidden_TD)
+
+    def after_experts(self, layer: int, hidden_TD: torch.Tensor) -> Foretold | None:
+        following = self._next_of.get(layer)
+        return None if following is None else self._any(following, len(hidden_TD))
+
+    def _any(self, layer: int, tokens: int) -> Foretold:
+        spec = self._half.spec
+        experts = range(spec.num_experts)
+        ids = [self._dice.sample(experts, spec.top_k) for _ in range(tokens)]
+        return Foretold(layer, ids, self.before)
 
 
 class Rig:
@@ -60,13 +86,20 @@ class Rig:
         self._identity_E = local_index(list(range(self.spec.num_experts)), self.spec.num_experts)
         self.planes: list[CachedPlane] = []
 
-    def plane(self, slots: int, *, kind: Kind = "lru", seed: int | None = None) -> CachedPlane:
+    def plane(
+        self,
+        slots: int,
+        *,
+        kind: Kind = "lru",
+        seed: int | None = None,
+        foresight: Foresight | None = None,
+    ) -> CachedPlane:
         layout = ExpertLayout(self.spec, torch.float32, torch.device("cpu"))
         file = open_expert_file(self._folder, layout, store=self._store, deadline_s=20.0)
         order = eviction(kind, slots, {})
         cache = ExpertCache(FileTier(file), layout, slots, order, pays, deadline_s=20.0)
         half = self.local.attention
-        ahead = None if seed is None else AnyGuess(half, seed)
+        ahead = foresight if seed is None else AnyGuess(half, seed)
         plane = CachedPlane("prefill-0", half, cache, Timeline(10), monotonic_s, ahead)
         self.planes.append(plane)
         return plane
@@ -82,14 +115,22 @@ class Rig:
         return expert_sums(routed, self.local.experts[0].held(layer), self._identity_E)
 
     def begin(
-        self, plane: CachedPlane, layer: int, routed: Routed, number: int = 0
+        self,
+        plane: CachedPlane,
+        layer: int,
+        routed: Routed,
+        number: int = 0,
+        *,
+        decodes: bool = False,
     ) -> CachedPending:
         """number: of the micro-batch; odd ones are BE."""
-        key = TaskKey(0, layer, number, BE if number % 2 else LS)
+        key = TaskKey(0, layer, number, BE if number % 2 else LS, decodes)
+        if layer == self.spec.moe_layers[0]:
+            plane.starts(key, torch.zeros(len(routed.x_TD), dtype=torch.int64))
         return plane.begin(key, routed.x_TD, routed, Plan())
 
     def finish(self, plane: CachedPlane, pending: CachedPending) -> torch.Tensor:
-        hidden_TD = torch.zeros_like(pending.x_TD)
+        hidden_TD = torch.zeros_like(pending.sum.out_UD)
         run_through(plane.steps(hidden_TD, pending, None))
         return hidden_TD
 
@@ -98,8 +139,8 @@ class Rig:
 def opened(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
-    def make(family: str = "qwen3_moe") -> Rig:
-        rigs.append(Rig(tiny_checkpoint(family), tmp_path))
+    def make(family: str = "qwen3_moe", **overrides: int) -> Rig:
+        rigs.append(Rig(tiny_checkpoint(family, **overrides), tmp_path))
         return rigs[-1]
 
     yield make
@@ -198,9 +239,9 @@ def test_what_is_dropped_is_not_hinted_any_more(opened: Callable[..., Rig]) -> N
     plane = rig.plane(100, seed=2)
     with torch.inference_mode():
         pending = rig.begin(plane, rig.spec.moe_layers[0], rig.routed(5, 1))
-    assert plane._foretold
+    assert plane._ahead
     plane.drop(pending)
-    assert not plane._foretold
+    assert not plane._ahead
     assert not plane._cache._hints
     assert not plane._pending
 
@@ -213,5 +254,51 @@ def test_of_batches_that_are_dropped_while_they_attend_little_is_kept(
     with torch.inference_mode():
         for number in range(200):
             rig.finish(plane, rig.begin(plane, layer, rig.routed(1, number), number))
-    assert len(plane._foretold) < 100
+    assert plane._ahead is not None
+    assert len(plane._ahead) < 100
     assert len(plane._cache._hints) < 100
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("weights", ["router", "foretold"])
+def test_a_speculated_layer_runs_what_was_foretold_and_an_exact_one_what_was_routed(
+    opened: Callable[..., Rig], family: str, weights: Any
+) -> None:
+    rig = opened(family, num_hidden_layers=4)
+    first, second, third = rig.spec.moe_layers[:3]
+    half = rig.local.attention
+    speculation = Speculation(frozenset([second]), weights)
+    plane = rig.plane(100, foresight=Foresight(half, None, speculation=speculation))
+    with torch.inference_mode():
+        one = rig.routed(4, 1)
+        rig.finish(plane, rig.begin(plane, first, one, decodes=True))
+        guessed, routed = _router(half, second)(one.x_TD), rig.routed(4, 2)
+        run = Routed(routed.x_TD, guessed.topk_ids_TK, guessed.topk_weights_TK)
+        if weights == "router":
+            run = _router(half, second).weigh(routed.x_TD, guessed.topk_ids_TK)
+        found = rig.finish(plane, rig.begin(plane, second, routed, decodes=True))
+        assert torch.equal(found, rig.expected(second, run))
+        assert not torch.equal(found, rig.expected(second, routed))
+        found = rig.finish(plane, rig.begin(plane, third, routed, decodes=True))
+        assert torch.equal(found, rig.expected(third, routed)), "that layer is exact"
+        rig.finish(plane, rig.begin(plane, first, one))
+        found = rig.finish(plane, rig.begin(plane, second, routed))
+        assert torch.equal(found, rig.expected(second, routed)), "prompts are exact"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_router_gives_the_experts_that_it_chose_the_weights_that_it_chose(
+    opened: Callable[..., Rig], family: str
+) -> None:
+    rig = opened(family)
+    for layer in rig.spec.moe_layers:
+        router = _router(rig.local.attention, layer)
+        routed = router(torch.randn(20, rig.spec.hidden_size))
+        again = router.weigh(routed.x_TD, routed.topk_ids_TK)
+        assert torch.equal(again.topk_weights_TK, routed.topk_weights_TK)
+
+
+def _router(half: AttentionHalf, layer: int) -> Router:
+    router = half.router(layer)
+    assert router is not None
+    return router

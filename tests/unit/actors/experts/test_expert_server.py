@@ -10,6 +10,7 @@ import torch
 
 from actors.channels.base import Header, Kind, Packet, Part, PeerLost
 from actors.experts.expert_server import ExpertServer
+from actors.experts.rank_experts import AllThere
 from actors.telemetry.timeline import Timeline
 from contracts.clock import ManualClock
 from contracts.errors import PeerDeadError
@@ -35,7 +36,7 @@ class Rig:
         )
         half: Any = SimpleNamespace(steps=self._steps)
         self.server = ExpertServer(
-            endpoint, half, timeline=Timeline(100), clock=self.clock, choice=choice
+            endpoint, AllThere(half), timeline=Timeline(100), clock=self.clock, choice=choice
         )
 
     def ask(self, priority: Priority, peer: str = "attention-0") -> None:

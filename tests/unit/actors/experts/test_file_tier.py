@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,13 @@ DEADLINE_S = 20.0
 
 
 class Rig:
-    def __init__(self, folder: Path, store: Path, *, slots: int, direct: bool, times: int) -> None:
+    def __init__(self, folder: Path, store: Path, *, slots: int, direct: bool) -> None:
         self.model = check_checkpoint(folder)
         self.layout = ExpertLayout(self.model, torch.float32, torch.device("cpu"))
         self.file = open_expert_file(
             folder, self.layout, store=store, deadline_s=DEADLINE_S, direct=direct
         )
-        self.tier = FileTier(self.file, times=times)
+        self.tier = FileTier(self.file)
         order = eviction("lru", slots, {})
         self.cache = ExpertCache(self.tier, self.layout, slots, order, pays, deadline_s=DEADLINE_S)
 
@@ -65,8 +66,8 @@ def folder(tiny_checkpoint: Checkpoints) -> Path:
 def opened(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
-    def make(*, slots: int = 4, direct: bool = False, times: int = 1) -> Rig:
-        rigs.append(Rig(folder, tmp_path, slots=slots, direct=direct, times=times))
+    def make(*, slots: int = 4, direct: bool = False) -> Rig:
+        rigs.append(Rig(folder, tmp_path, slots=slots, direct=direct))
         return rigs[-1]
 
     yield make
@@ -75,12 +76,11 @@ def opened(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Rig]]:
         rig.cache.close()
 
 
-@pytest.mark.parametrize(("direct", "times"), [(False, 1), (True, 1), (True, 3)])
+@pytest.mark.parametrize("direct", [False, True])
 def test_slots_hold_what_the_checkpoint_says(
-    folder: Path, opened: Callable[..., Rig], direct: bool, times: int
+    folder: Path, opened: Callable[..., Rig], direct: bool
 ) -> None:
-    rig = opened(direct=direct, times=times)
-    assert rig.tier.parts == times
+    rig = opened(direct=direct)
     source = open_host_source(folder, rig.layout, store=None, deadline_s=DEADLINE_S)
     whole = ExpertBuffer(rig.layout)
     for layer in rig.model.moe_layers:
@@ -154,8 +154,12 @@ def test_a_reader_ends_with_its_worker_and_leaves_no_descriptor(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_more_is_asked_for_than_can_be_under_way(opened: Callable[..., Rig]) -> None:
-    rig = opened(slots=21, times=2)
+def test_more_is_asked_for_than_can_be_under_way(
+    opened: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("models.experts.expert_file", "actors.experts.file_tier"):
+        monkeypatch.setattr(f"{module}.PART_BYTES", 4096)
+    rig = opened(slots=21)
     wants = [
         rig.cache.want(layer, list(range(rig.model.num_experts)), Priority.LS)
         for layer in rig.model.moe_layers
@@ -167,6 +171,16 @@ def test_more_is_asked_for_than_can_be_under_way(opened: Callable[..., Rig]) -> 
         assert monotonic_s() < deadline_s
         rig.cache._advance()
         time.sleep(0.001)
+
+
+def test_a_reader_goes_on_where_nobody_waits_for_it(opened: Callable[..., Rig]) -> None:
+    """What it rings with can be full: a worker that always has something to compute."""
+    rig = opened()
+    with suppress(BlockingIOError):
+        while True:
+            os.write(rig.tier._awake, bytes(1 << 16))
+    rig.compute(rig.model.moe_layers[0], [0, 1, 2])
+    assert rig.tier._process.poll() is None
 
 
 def test_part_bytes_are_whole_pages() -> None:
@@ -181,6 +195,12 @@ def test_a_budget_is_a_number_of_experts(folder: Path, experts: dict[str, int], 
     model = check_checkpoint(folder)
     config = load_config(None, [f"experts.{key}={value}" for key, value in experts.items()])
     assert slots_for(config.experts, 20_000, model) == slots
+
+
+def test_a_rank_with_few_experts_of_a_layer_needs_as_few(folder: Path) -> None:
+    config, model = load_config(None, ["experts.slots=2"]), check_checkpoint(folder)
+    own = dict.fromkeys(model.moe_layers, (0, 4))
+    assert slots_for(config.experts, 20_000, model, own) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""A worker's cache of experts, and what foretells their use: as the section `experts` says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from actors.experts.file_tier import FileTier
+from actors.telemetry.telemetry import Telemetry
+from contracts import metrics
+from contracts.config import ExpertsConfig
+from contracts.errors import ConfigError
+from contracts.worker import WorkerSpec
+from models.decoder.decoder import AttentionHalf
+from models.experts.expert_cache import ExpertCache
+from models.experts.expert_file import open_expert_file
+from models.experts.expert_layout import ExpertLayout
+from models.experts.slot_budget import slots_for
+from models.foresight.foresight import Foresight, Speculation
+from models.foresight.routing_profile import RoutingProfile
+from models.spec.stored_names import ROUTING
+from planner.policies.eviction import eviction
+from planner.policies.read_ahead import pays
+
+
+def expert_cache(
+    spec: WorkerSpec,
+    layout: ExpertLayout,
+    telemetry: Telemetry,
+    *,
+    own: Mapping[int, Sequence[int]] | None = None,
+) -> ExpertCache:
+    """own: by layer, the worker's experts; None: all. Raises CheckpointError, ResourceError,
+    ConfigError."""
+    config, model = spec.config, layout.spec
+    if layout.device.type != "cpu":
+        raise ConfigError(
+            f"{spec.name}: experts are not cached on {spec.device} yet: leave experts.slots and "
+            "experts.bytes out, and set prefill.experts to resident or streamed"
+        )
+    slots = slots_for(config.experts, layout.num_bytes(1), model, own)
+    where = config.prefill.host_store
+    file = open_expert_file(
+        Path(spec.model_folder),
+        layout,
+        store=None if where is None else Path(where),
+        deadline_s=config.groups.ready_timeout_s,
+        direct=config.experts.direct,
+    )
+    order = eviction(config.experts.evict, slots, {})
+    deadline_s = config.channel.deadline_s
+    cache = ExpertCache(FileTier(file), layout, slots, order, pays, deadline_s=deadline_s)
+    _show(cache, spec.name, telemetry)
+    return cache
+
+
+def _show(cache: ExpertCache, name: str, telemetry: Telemetry) -> None:
+    """How often experts were there, and what it cost to bring the others."""
+    traffic = cache.traffic
+    telemetry.read(metrics.EXPERT_WAIT, name, of=lambda: traffic.waited_s)
+    for cause in traffic.read_bytes:
+        of = partial(traffic.read_bytes.__getitem__, cause)
+        telemetry.read(metrics.EXPERT_READ, name, cause, of=of)
+    for layer in cache.layers:
+        telemetry.read(metrics.PREFETCH_HIT, str(layer), of=partial(traffic.hit_fraction, layer))
+
+
+def foresight(spec: WorkerSpec, half: AttentionHalf) -> Foresight | None:
+    """None: nothing is to be read ahead. Raises CheckpointError, ConfigError."""
+    config, folder = spec.config.experts, Path(spec.model_folder)
+    if config.hints == "none":
+        return None
+    own = folder / ROUTING
+    path = Path(config.profile) if config.profile else own if own.is_file() else None
+    if path is None and config.hints in ("fitted", "quasi", "estimator"):
+        raise ConfigError(
+            f"experts.hints={config.hints}: needs a profile, and {folder} has none: set "
+            "experts.profile to a file of `tandem profile --routing`"
+        )
+    profile = None if path is None else RoutingProfile.read(path, folder, half.spec)
+    return Foresight(
+        half, profile, config.hints, again=config.hint_again, speculation=_speculation(config, half)
+    )
+
+
+def _speculation(config: ExpertsConfig, half: AttentionHalf) -> Speculation | None:
+    if config.execute == "exact":
+        return None
+    known, layers = half.spec.moe_layers[1:], config.speculated_layers
+    unknown = sorted(set(layers or ()) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"experts.speculated_layers: nothing is foretold of {unknown}: give some of "
+            f"{list(known)}"
+        )
+    return Speculation(None if layers is None else frozenset(layers), config.speculated_weights)

@@ -1,0 +1,71 @@
+"""What the next layer may want, told to whoever can read it meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from actors.experts.plane import TaskKey
+from models.experts.expert_cache import Guess
+from models.experts.router import Routed
+from models.foresight.foresight import Foresight, Foretold
+
+Owner = tuple[int, int]
+"""Batch, micro-batch."""
+
+_MOST_FORETOLD = 64
+
+
+class LookingAhead:
+    """Owned by the thread that computes."""
+
+    def __init__(
+        self,
+        foresight: Foresight,
+        hint: Callable[[TaskKey, int, Sequence[Guess]], None],
+        forget: Callable[[Owner], None] = lambda owner: None,
+    ) -> None:
+        """hint: told what a micro-batch may want of a later layer; forget: that it wants nothing
+        more."""
+        self._foresight, self._hint, self._forget = foresight, hint, forget
+        self._foretold: dict[Owner, list[Foretold]] = {}  # of the layer that comes next
+
+    def __len__(self) -> int:
+        """Micro-batches that something is foretold of."""
+        return len(self._foretold)
+
+    def starts(self, key: TaskKey, token_ids_T: Tensor) -> None:
+        """A micro-batch is about to run."""
+        self._tell(key, self._foresight.of_tokens(token_ids_T))
+
+    def runs(self, key: TaskKey, routed: Routed) -> Routed:
+        """The experts that its layer runs: as they were routed, or as they were foretold. Then call
+        `begins`."""
+        known = [each for each in self._foretold.pop(key.owner, ()) if each.layer == key.layer]
+        for foretold in known:
+            foretold.learn(routed.topk_ids_TK)
+        is_run = key.decodes and self._foresight.is_run(key.layer)
+        if is_run and known and known[0].routed is not None:
+            return self._foresight.run_instead(known[0], routed)
+        return routed
+
+    def begins(self, key: TaskKey, hidden_TD: Tensor, routed: Routed) -> None:
+        """They begin; hidden_TD: the residual before them."""
+        self._tell(key, self._foresight.before_experts(key.layer, hidden_TD, routed))
+
+    def ended(self, key: TaskKey, hidden_TD: Tensor) -> None:
+        """They have been added."""
+        self._tell(key, self._foresight.after_experts(key.layer, hidden_TD))
+
+    def dropped(self, owner: Owner) -> None:
+        self._foretold.pop(owner, None)
+        self._forget(owner)
+
+    def _tell(self, key: TaskKey, foretold: Foretold | None) -> None:
+        if foretold is None:
+            return
+        self._foretold.setdefault(key.owner, []).append(foretold)
+        if len(self._foretold) > _MOST_FORETOLD:  # of batches that were dropped while they attended
+            self.dropped(next(iter(self._foretold)))
+        self._hint(key, foretold.layer, foretold.guesses)

@@ -1,0 +1,219 @@
+"""The experts of an expert rank: all of them there (`AllThere`), or some, the others read when a
+token group wants them (`SomeThere`). `ExpertServer` knows no difference but what a queue misses."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from torch import Tensor
+
+from actors.channels.base import Packet
+from kernels.experts import ClampedGate
+from kernels.steps import Steps
+from models.experts.cached_sum import CachedSum
+from models.experts.expert_cache import ExpertCache, Guess, Want
+from models.experts.moe import ExpertHalf
+
+MOST_HINTED: Final = 16  # micro-batches: hints of earlier ones are forgotten
+
+_Owner = tuple[str, int, int]  # attention rank, batch, micro-batch
+
+
+class Pairs(NamedTuple):
+    """(token, expert) pairs of a merged call, as `ExpertHalf.steps` takes them."""
+
+    x_UD: Tensor
+    rows_N: Tensor
+    weights_N: Tensor
+    counts_e: Tensor
+
+
+class Computation(Protocol):
+    """Of a merged call."""
+
+    @property
+    def steps(self) -> Steps[Tensor]: ...
+
+    @property
+    def missing(self) -> int | None:
+        """Experts that it still needs and that are not there; None: there is nothing to go on with
+        before some come."""
+
+    def close(self) -> None:
+        """It is given up before its end: what it held is free."""
+
+
+class RankExperts(Protocol):
+    """Owned by the server's thread."""
+
+    def arrived(self, packet: Packet) -> None:
+        """It waits to be computed with."""
+
+    def missing(self, packets: Sequence[Packet]) -> int | None:
+        """As `Computation.missing`, of those that wait."""
+
+    def begin(self, packets: Sequence[Packet], pairs: Pairs) -> Computation:
+        """They wait no more."""
+
+    def dropped(self, packet: Packet) -> None:
+        """It waits no more: nobody wants it computed."""
+
+    def hinted(self, packet: Packet) -> None:
+        """What a later layer may want."""
+
+    def forget(self, peer: str) -> None:
+        """That rank will want nothing any more."""
+
+    def look(self) -> None:
+        """Takes in what has come, without waiting. Raises ChannelError where something that is
+        wanted will not come."""
+
+    def waited(self, seconds: float) -> None:
+        """In which everything lacked experts."""
+
+    def close(self) -> None: ...
+
+
+class _Resident:
+    missing = 0
+
+    def __init__(self, steps: Steps[Tensor]) -> None:
+        self.steps = steps
+
+    def close(self) -> None:
+        self.steps.close()
+
+
+class AllThere:
+    """A `RankExperts`."""
+
+    def __init__(self, half: ExpertHalf) -> None:
+        self._half = half
+
+    def begin(self, packets: Sequence[Packet], pairs: Pairs) -> _Resident:
+        return _Resident(self._half.steps(packets[0].header.layer, *pairs))
+
+    def missing(self, packets: Sequence[Packet]) -> int:
+        return 0
+
+    def arrived(self, packet: Packet) -> None:
+        """Nothing is to be brought in."""
+
+    dropped = hinted = arrived
+
+    def forget(self, peer: str) -> None:
+        """It had nothing here."""
+
+    def look(self) -> None:
+        """Nothing is under way."""
+
+    def waited(self, seconds: float) -> None:
+        """For nothing."""
+
+    def close(self) -> None:
+        """Memory goes with the process."""
+
+
+class _Cached:
+    def __init__(self, cache: ExpertCache, want: Want, pairs_sum: CachedSum) -> None:
+        self._cache, self._want, self._sum = cache, want, pairs_sum
+        self.steps = self._steps()
+
+    @property
+    def missing(self) -> int | None:
+        return _missing([self._want])
+
+    def close(self) -> None:
+        self.steps.close()
+        self._cache.drop(self._want)
+
+    def _steps(self) -> Steps[Tensor]:
+        while self._want.left:
+            self._sum.go_on(self._cache, self._want)
+            yield
+        return self._sum.out_UD
+
+
+class SomeThere:
+    """A `RankExperts`: what a token group wants is read from its arrival on, and hints while
+    nothing that is wanted is missing."""
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        own: Mapping[int, Sequence[int]],
+        clamped: ClampedGate | None = None,
+    ) -> None:
+        """own: by layer, the rank's experts, by local index."""
+        self._cache, self._own, self._clamped = cache, own, clamped
+        self._wants: dict[Packet, Want] = {}
+        self._hinted: OrderedDict[_Owner, int] = OrderedDict()  # the layer
+
+    def arrived(self, packet: Packet) -> None:
+        header = packet.header
+        experts = self._wanted(header.layer, packet.tensors[3])
+        self._wants[packet] = self._cache.want(
+            header.layer, list(experts), header.priority, _owner(packet)
+        )
+
+    def missing(self, packets: Sequence[Packet]) -> int | None:
+        return _missing([self._wants[packet] for packet in packets])
+
+    def begin(self, packets: Sequence[Packet], pairs: Pairs) -> _Cached:
+        x_UD, rows_N, weights_N, counts_e = pairs
+        wanted = self._wanted(packets[0].header.layer, counts_e)
+        wants = [self._wants.pop(packet) for packet in packets]
+        want = wants[0] if len(wants) == 1 else self._cache.merge(wants, list(wanted))
+        return _Cached(self._cache, want, CachedSum(x_UD, rows_N, weights_N, wanted, self._clamped))
+
+    def dropped(self, packet: Packet) -> None:
+        self._cache.drop(self._wants.pop(packet))
+
+    def hinted(self, packet: Packet) -> None:
+        """Guesses that no expert here fits are left out: they cost an answer nothing."""
+        layer, owner = packet.header.layer, _owner(packet)
+        own, (index_n, confidence_n) = self._own.get(layer, ()), packet.tensors
+        guesses = [
+            Guess(own[index], confidence)
+            for index, confidence in zip(index_n.tolist(), confidence_n.tolist(), strict=True)
+            if 0 <= index < len(own)
+        ]
+        if self._hinted.get(owner, layer) != layer:  # it has passed that one
+            self._cache.forget_hints(owner)
+        self._cache.hint(owner, layer, guesses)
+        self._hinted[owner] = layer
+        self._hinted.move_to_end(owner)
+        if len(self._hinted) > MOST_HINTED:
+            self._cache.forget_hints(self._hinted.popitem(last=False)[0])
+
+    def forget(self, peer: str) -> None:
+        for owner in [owner for owner in self._hinted if owner[0] == peer]:
+            del self._hinted[owner]
+            self._cache.forget_hints(owner)
+
+    def look(self) -> None:
+        self._cache.wait(0.0)
+
+    def waited(self, seconds: float) -> None:
+        self._cache.traffic.waited_s += seconds
+
+    def close(self) -> None:
+        self._cache.close()
+
+    def _wanted(self, layer: int, counts_e: Tensor) -> dict[int, int]:
+        """Pairs of each expert that has some, in the order of the rank's experts."""
+        counts = zip(self._own[layer], counts_e.tolist(), strict=True)
+        return {expert: count for expert, count in counts if count}
+
+
+def _owner(packet: Packet) -> _Owner:
+    return packet.peer, packet.header.batch, packet.header.micro_batch
+
+
+def _missing(wants: Iterable[Want]) -> int | None:
+    wants = list(wants)
+    if not any(want.can_go_on for want in wants):
+        return None
+    return sum(len(want.left) - len(want.ready) for want in wants)
