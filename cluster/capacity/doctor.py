@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ import msgspec
 import torch
 from rich.table import Table
 
+from cluster.capacity.disk_rate import disk_rate
 from cluster.files.hardware import load_hardware
 from cluster.files.model_folder import check_tokenizer, resolve_model_folder
 from cluster.files.terminal import Terminal
@@ -66,6 +68,7 @@ def examine(config: TandemConfig, environment: Mapping[str, str]) -> list[Findin
         lambda: _policy(config),
         lambda: _groups(config),
         lambda: _prefill(config),
+        lambda: _experts(config),
         lambda: _port(config),
         _descriptors,
         _niceness,
@@ -269,7 +272,10 @@ def _groups(config: TandemConfig) -> Finding:
     spec = _readable(config)
     if spec is None:
         return Finding("groups", "warning", "not looked at: the model cannot be read")
-    each, all_experts = group_weight_bytes(config, spec)
+    try:
+        each, all_experts = group_weight_bytes(config, spec)
+    except TandemError as error:  # a budget of experts that a token does not fit into
+        return Finding("groups", "error", error.message)
     found = (
         f"{attention} attention rank(s), {each / MIB:,.0f} MiB of weights each; "
         f"{experts} expert rank(s), {all_experts / MIB:,.0f} MiB together"
@@ -282,11 +288,15 @@ def _groups(config: TandemConfig) -> Finding:
 
 
 def group_weight_bytes(config: TandemConfig, spec: ModelSpec) -> tuple[int, int]:
-    """Bytes of weights in each attention rank, and in all expert ranks together."""
+    """Bytes of weights in each attention rank, and in all expert ranks together. Raises
+    ConfigError."""
     dtype = resolve_dtype(spec, config.model.dtype)
-    experts = len(spec.moe_layers) * spec.num_experts * layout.expert_elements(spec)
+    expert_bytes = layout.expert_elements(spec) * dtype.itemsize
+    experts, ranks = len(spec.moe_layers) * spec.num_experts, config.groups.expert_ranks
+    if config.experts.is_bounded and ranks:
+        experts = min(experts, ranks * slots_for(config.experts, expert_bytes, spec))
     attention = total_bytes(layout.attention_half_tensors(spec), dtype)
-    return attention, experts * dtype.itemsize
+    return attention, experts * expert_bytes
 
 
 def _prefill(config: TandemConfig) -> Finding:
@@ -308,6 +318,35 @@ def _prefill(config: TandemConfig) -> Finding:
         advice = "more than is free here: prefill.experts=gathered or streamed, or fewer workers"
         return Finding("prefill", "warning", found, advice)
     return Finding("prefill", "ok", found)
+
+
+def _experts(config: TandemConfig) -> Finding:
+    """What a miss costs where some experts are kept only."""
+    is_cached = config.prefill.experts == "cached" and config.groups.prefill_ranks
+    if not config.experts.is_bounded or not (is_cached or config.groups.expert_ranks):
+        return Finding("experts", "ok", "each worker keeps all of its own")
+    spec = _readable(config)
+    if spec is None:
+        return Finding("experts", "warning", "not looked at: the model cannot be read")
+    dtype = resolve_dtype(spec, config.model.dtype)
+    expert_bytes = layout.expert_elements(spec) * dtype.itemsize
+    folder = Path(config.prefill.host_store or tempfile.gettempdir())
+    try:
+        slots = slots_for(config.experts, expert_bytes, spec)
+        rate = disk_rate(folder)
+    except TandemError as error:  # a budget that a token does not fit into
+        return Finding("experts", "error", error.message)
+    except OSError as error:
+        advice = "set prefill.host_store to a folder that can be written"
+        return Finding("experts", "error", f"{folder}: {error.strerror}", advice)
+    way = "past the page cache" if rate.is_direct else "through the page cache"
+    whole = len(spec.moe_layers) * spec.num_experts
+    found = (
+        f"a worker keeps {slots} of {whole}; others are read from "
+        f"{folder} at {rate.bytes_per_s / 1e9:.1f} GB/s {way}: "
+        f"{1e3 * expert_bytes / rate.bytes_per_s:.1f} ms each"
+    )
+    return Finding("experts", "ok", found)
 
 
 def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:

@@ -13,8 +13,9 @@ from cluster.capacity.plan_input import ModelProblem, read_plan_file
 from cluster.files.terminal import Terminal
 from contracts.clock import monotonic_s
 from contracts.plan import Order, Plan
+from planner.costs.offloading import OffloadedToken, Tier, most_sequences, offloaded_tokens
 from planner.costs.stages import PlanSpec
-from planner.findep.alternatives import Alternative
+from planner.findep.alternatives import Alternative, Workload
 from planner.findep.beyond import solve_beyond
 from planner.findep.solver import PlannedBatch, solve
 from planner.findep.split_search import Split, Verdict, judge, plan_spec, search
@@ -68,6 +69,8 @@ class FullAnswer(PlanAnswer, kw_only=True, omit_defaults=True):
     advice: str = ""
     splits: list[SplitAnswer] = []
     alternatives: list[AlternativeAnswer] = []
+    offload: list[OffloadedToken] = []
+    offload_advice: str = ""
 
 
 class Report(NamedTuple):
@@ -86,7 +89,10 @@ def plan_file(path: Path, *, devices: int | None, beyond: bool) -> Report:
         return _report(given, beyond=beyond)
     verdict = _verdict(given, beyond=beyond)
     assert verdict.best.spec is not None
-    return _report(verdict.best.spec, beyond=beyond, verdict=verdict)
+    report = _report(verdict.best.spec, beyond=beyond, verdict=verdict)
+    if given.tier is not None:
+        _add_offload(report.answer, given.workload, given.tier)
+    return report
 
 
 def _best(spec: PlanSpec, *, beyond: bool) -> PlannedBatch:
@@ -159,6 +165,16 @@ def _add_verdict(answer: FullAnswer, verdict: Verdict) -> None:
     ]
 
 
+def _add_offload(answer: FullAnswer, workload: Workload, tier: Tier) -> None:
+    shape, context = workload.shape, workload.context_tokens + workload.sequence_tokens
+    answer.offload = offloaded_tokens(workload.hardware, shape, tier, context)
+    most = most_sequences(shape, tier.kept)
+    answer.offload_advice = (
+        f"From {most + 1} sequence(s) on a step wants more experts of a layer than are kept: keep "
+        "more of them, or stream whole layers (prefill.experts=streamed)."
+    )
+
+
 def _split_answer(split: Split) -> SplitAnswer:
     planned, ranks = split.planned, split.deployment.attention_ranks
     return SplitAnswer(
@@ -180,6 +196,8 @@ def print_report(report: Report) -> None:
             _print_splits(console, verdict)
         _print_others(console, verdict.others)
         console.print(f"\n{verdict.advice}")
+    if report.answer.offload:
+        _print_offload(console, report.answer)
 
 
 def _print_plans(console: Terminal, report: Report) -> None:
@@ -251,6 +269,24 @@ def _print_others(console: Terminal, others: list[Alternative]) -> None:
             other.note,
         )
     console.print(table)
+
+
+def _print_offload(console: Terminal, answer: FullAnswer) -> None:
+    console.print("\nExperts that are read as they are wanted, on one worker: ms per token")
+    table = Table(box=None, pad_edge=False)
+    for heading in (
+        "sequences",
+        "read of a layer",
+        "all there",
+        "on demand",
+        "read ahead, at best",
+    ):
+        table.add_column(heading, justify="right")
+    for row in answer.offload:
+        spent = (row.resident_ms, row.on_demand_ms, row.ahead_ms)
+        table.add_row(str(row.sequences), _figure(row.missing), *map(_figure, spent))
+    console.print(table)
+    console.print(f"\n{answer.offload_advice}")
 
 
 def _figure(value: float) -> str:

@@ -19,6 +19,7 @@ from models.spec.config_fields import ConfigFields
 from models.spec.model import ModelSpec, read_spec, spec_from
 from models.weights.checkpoint import resolve_dtype
 from planner.costs.cost_model import Deployment
+from planner.costs.offloading import Tier
 from planner.costs.stages import MAX_LAYERS, MAX_TOKEN_GROUPS, Linear, PlanSpec, StageModels
 from planner.findep.alternatives import MAX_SAMPLES, Workload
 from planner.findep.split_search import DEFAULT_MAX_R2
@@ -56,6 +57,16 @@ class StagesFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     attention_context_ms: float = 0.0
 
 
+class OffloadFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Experts that are read as they are wanted. kept: part of all of them; tier_bytes_per_s: at
+    which the others are read; hits: how many of those that are wanted are there (None: as of even
+    routing)."""
+
+    kept: Annotated[float, Meta(ge=0, lt=1)]
+    tier_bytes_per_s: Annotated[float, Meta(gt=0, le=1e15)]
+    hits: Annotated[float, Meta(ge=0, le=1)] | None = None
+
+
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A SPEC of a model and a machine.
 
@@ -64,7 +75,7 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     one of them and devices, or devices alone, over whose splits is searched. context_tokens: cached
     before each sample's sequence_tokens new ones (decode: sequence_tokens 1). max_samples: a limit
     beside the memory's. memory_bytes: of a device, instead of the hardware's. memory_fraction: of
-    it, that may be used.
+    it, that may be used. offload: None: all experts are there.
     """
 
     model: str | dict[str, Any]
@@ -80,14 +91,17 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     memory_bytes: Annotated[int, Meta(ge=1, le=1 << 50)] | None = None
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
     backend: str | None = None
+    offload: OffloadFile | None = None
 
 
 class ModelProblem(NamedTuple):
-    """deployment None: search over the splits of the workload's devices."""
+    """deployment None: search over the splits of the workload's devices. tier: where experts are
+    that are not kept; None: all are."""
 
     workload: Workload
     deployment: Deployment | None
     max_r2: int
+    tier: Tier | None = None
 
 
 def read_plan_file(path: Path, devices: int | None = None) -> PlanSpec | ModelProblem:
@@ -157,7 +171,10 @@ def _model_problem(file: ModelFile, where: str, devices: int | None) -> ModelPro
     )
     _check_devices(hardware, workload.devices, where)
     deployment = None if split is None else workload.deployment(*split)
-    return ModelProblem(workload, deployment, file.max_r2)
+    tier, given = None, file.offload
+    if given is not None:
+        tier = Tier(given.kept, given.tier_bytes_per_s, given.hits)
+    return ModelProblem(workload, deployment, file.max_r2, tier)
 
 
 def _split(file: ModelFile, devices: int | None, where: str) -> tuple[tuple[int, int] | None, int]:

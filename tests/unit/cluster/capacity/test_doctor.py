@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,26 @@ def test_few_file_descriptors_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> 
     assert finding("descriptors", {}).level == "warning"
     monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))
     assert finding("descriptors", {}).level == "ok"
+
+
+def test_where_experts_are_read_from_is_measured(tmp_path: Path) -> None:
+    def experts(*settings: str) -> Finding:
+        return next(
+            each
+            for each in examine(load_config(None, list(settings)), {})
+            if each.check == "experts"
+        )
+
+    assert experts().found == "each worker keeps all of its own"
+    cached = ["experts.slots=20", f"prefill.host_store={tmp_path}"]
+    told = experts(*cached)
+    assert told.level == "ok"
+    assert re.search(r"keeps 20 of 80; others are read from .* GB/s .* ms each", told.found)
+    assert not list(tmp_path.iterdir())
+    assert "experts.slots=1: room for 1" in experts("experts.slots=1", cached[1]).found
+    missing = experts("experts.slots=20", f"prefill.host_store={tmp_path / 'none'}")
+    assert missing.level == "error"
+    assert "prefill.host_store" in missing.advice
 
 
 def test_a_budget_of_experts_is_counted_and_one_that_is_too_small_is_an_error() -> None:

@@ -106,6 +106,20 @@ def test_a_model_on_a_machine_gives_a_verdict(tmp_path: Path, capsys: Captured) 
     assert answer["ma"] * answer["r1"] <= answer["max_samples"]
 
 
+def test_a_budget_of_experts_gives_times_of_a_token(tmp_path: Path, capsys: Captured) -> None:
+    spec = {**MODEL, "offload": {"kept": 0.25, "tier_bytes_per_s": 5e10}}
+    assert plan(tmp_path, spec, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [row["sequences"] for row in answer["offload"]] == [1, 2, 4, 8, 16]
+    for row in answer["offload"]:
+        assert row["resident_ms"] < row["ahead_ms"] < row["on_demand_ms"]
+    assert "From 5 sequence(s) on" in answer["offload_advice"]
+    assert plan(tmp_path, spec) == 0
+    assert "read ahead, at best" in capsys.readouterr().out
+    assert plan(tmp_path, MODEL, "--json") == 0
+    assert "offload" not in json.loads(capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("given", ["attention_ranks", "expert_ranks"])
 def test_one_groups_ranks_and_devices_are_a_split(
     tmp_path: Path, capsys: Captured, given: str
@@ -208,6 +222,10 @@ WRONG_MODEL: list[tuple[str, object, str]] = [
     ("backend", "pigeon", "pigeon"),
     ("dtype", "int3", "dtype"),
     ("sequence_length", 5, "sequence_length"),
+    ("offload", {"kept": 1.0, "tier_bytes_per_s": 1e9}, "kept"),
+    ("offload", {"kept": 0.5, "tier_bytes_per_s": 0}, "tier_bytes_per_s"),
+    ("offload", {"kept": 0.5}, "tier_bytes_per_s"),
+    ("offload", {"kept": 0.5, "tier_bytes_per_s": 1e9, "hits": 2}, "hits"),
 ]
 
 

@@ -1,0 +1,104 @@
+"""Time per generated token where experts are read as they are wanted, on one worker.
+
+    wanted(B)    E (1 - (1 - K/E)^B)           experts of a layer that B tokens want, routed evenly
+    C            attention + shared + experts  a layer's compute
+    X            (1 - hits) wanted expert_bytes / tier_bytes_per_s
+    on demand    L (C + X)                     ahead    C + X + (L - 1) max(C, X)       (its bound)
+
+Letters: B sequences, E experts, K top-k, L layers. Speculating Experts, Eq. 1, with a cache
+(docs/notation.md, "Experts that are read").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from contracts.hardware import Hardware
+from planner.costs.cost_model import Deployment, batch_attention_ms, shared_model
+from planner.costs.model_shape import ModelShape
+
+SEQUENCES = (1, 2, 4, 8, 16)
+
+
+class OffloadedToken(msgspec.Struct, frozen=True, kw_only=True):
+    """missing: experts of a layer that are read. *_ms: of a token of each sequence."""
+
+    sequences: int
+    missing: float
+    resident_ms: float
+    on_demand_ms: float
+    ahead_ms: float
+
+
+class Tier(NamedTuple):
+    """kept: part of all experts. hits: of those that are wanted; None: `kept`, as of even routing,
+    and none where a step wants more than is kept: then what was used longest ago comes next."""
+
+    kept: float
+    bytes_per_s: float
+    hits: float | None = None
+
+
+def wanted(shape: ModelShape, sequences: int) -> float:
+    """Experts of a layer."""
+    return shape.num_experts * (1.0 - (1.0 - shape.top_k / shape.num_experts) ** sequences)
+
+
+def most_sequences(shape: ModelShape, kept: float) -> int:
+    """So many sequences and no more want no more experts of a layer at once than are kept of it;
+    0: already one wants more."""
+    share = shape.top_k / shape.num_experts
+    if share >= kept:
+        return int(share == kept)
+    return math.floor(math.log1p(-kept) / math.log1p(-share) + 1e-9)
+
+
+def offloaded_token(
+    hardware: Hardware, shape: ModelShape, tier: Tier, sequences: int, context_tokens: int
+) -> OffloadedToken:
+    """One token of each sequence, behind context_tokens."""
+    active = wanted(shape, sequences)
+    hits = tier.hits
+    if hits is None:
+        hits = tier.kept if active <= tier.kept * shape.num_experts else 0.0
+    missing = (1.0 - hits) * active
+    expert_bytes = shape.expert_elements * shape.element_bytes
+    read_ms = 1e3 * missing * expert_bytes / tier.bytes_per_s
+    compute_ms = _layer_ms(hardware, shape, active, sequences, context_tokens)
+    layers = shape.moe_layers
+    return OffloadedToken(
+        sequences=sequences,
+        missing=missing,
+        resident_ms=layers * compute_ms,
+        on_demand_ms=layers * (compute_ms + read_ms),
+        ahead_ms=compute_ms + read_ms + (layers - 1) * max(compute_ms, read_ms),
+    )
+
+
+def offloaded_tokens(
+    hardware: Hardware,
+    shape: ModelShape,
+    tier: Tier,
+    context_tokens: int,
+    sequences: Sequence[int] = SEQUENCES,
+) -> list[OffloadedToken]:
+    return [offloaded_token(hardware, shape, tier, each, context_tokens) for each in sequences]
+
+
+def _layer_ms(
+    hardware: Hardware, shape: ModelShape, active: float, sequences: int, context_tokens: int
+) -> float:
+    chunks = [(context_tokens, context_tokens + 1)] * sequences
+    spent_ms = batch_attention_ms(hardware.attention, shape, chunks)
+    one = Deployment(attention_ranks=1, expert_ranks=1, sequence_tokens=1)
+    shared = shared_model(hardware, shape, one)
+    if shared is not None:
+        spent_ms += shared.at(sequences)
+    cost = hardware.expert
+    weights_ms = shape.expert_elements * shape.element_bytes * cost.weight_ms_per_byte
+    spent_ms += cost.call_ms + active * (cost.expert_ms + weights_ms)
+    return spent_ms + sequences * shape.top_k * shape.pair_flops * cost.ms_per_flop

@@ -1,0 +1,74 @@
+"""What a token takes where experts are read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.planning.model_shape import shape_of
+from cluster.files.hardware import load_hardware
+from planner.costs.model_shape import ModelShape
+from planner.costs.offloading import Tier, most_sequences, offloaded_token, wanted
+from tests.support.model_shapes import QWEN3_235B, spec_of
+
+SHAPE: ModelShape = shape_of(spec_of(QWEN3_235B), torch.bfloat16)
+HARDWARE = load_hardware("h200-node")
+
+
+def test_what_tokens_want_of_a_layer() -> None:
+    assert wanted(SHAPE, 1) == pytest.approx(SHAPE.top_k)
+    assert wanted(SHAPE, 1000) == pytest.approx(SHAPE.num_experts)
+    share = SHAPE.top_k / SHAPE.num_experts
+    assert wanted(SHAPE, 2) == pytest.approx(SHAPE.num_experts * (1 - (1 - share) ** 2))
+
+
+@given(
+    kept=st.floats(0.0, 0.99),
+    rate=st.floats(1e8, 1e12),
+    sequences=st.integers(1, 64),
+    hits=st.none() | st.floats(0, 1),
+)
+def test_reading_ahead_lies_between_all_there_and_on_demand(
+    kept: float, rate: float, sequences: int, hits: float | None
+) -> None:
+    found = offloaded_token(HARDWARE, SHAPE, Tier(kept, rate, hits), sequences, 1024)
+    assert found.resident_ms <= found.ahead_ms * (1 + 1e-9)
+    assert found.ahead_ms <= found.on_demand_ms * (1 + 1e-9)
+    assert found.on_demand_ms <= 2 * found.ahead_ms  # Eq. 1: at most half is gained
+
+
+def test_the_gain_is_a_half_less_the_first_layer_where_reads_last_as_long_as_compute() -> None:
+    """Speculating Experts, Eq. 1."""
+    compute_ms = offloaded_token(HARDWARE, SHAPE, Tier(0.0, 1e30), 1, 1024).resident_ms
+    bytes_read = SHAPE.moe_layers * SHAPE.top_k * SHAPE.expert_elements * SHAPE.element_bytes
+    found = offloaded_token(HARDWARE, SHAPE, Tier(0.0, 1e3 * bytes_read / compute_ms), 1, 1024)
+    layers = SHAPE.moe_layers
+    assert found.on_demand_ms == pytest.approx(2 * compute_ms)
+    assert found.ahead_ms == pytest.approx(compute_ms * (layers + 1) / layers)
+
+
+def test_twice_the_rate_halves_what_a_read_adds() -> None:
+    slow = offloaded_token(HARDWARE, SHAPE, Tier(0.5, 1e9), 1, 64)
+    fast = offloaded_token(HARDWARE, SHAPE, Tier(0.5, 2e9), 1, 64)
+    adds = slow.on_demand_ms - slow.resident_ms
+    assert fast.on_demand_ms - fast.resident_ms == pytest.approx(adds / 2)
+    assert slow.missing == pytest.approx(SHAPE.top_k / 2)
+
+
+@pytest.mark.parametrize("kept", [0.05, 0.25, 0.5, 0.9])
+def test_so_many_sequences_and_no_more_want_no_more_than_is_kept(kept: float) -> None:
+    most = most_sequences(SHAPE, kept)
+    if most:
+        assert wanted(SHAPE, most) <= kept * SHAPE.num_experts * (1 + 1e-9)
+    assert wanted(SHAPE, most + 1) > kept * SHAPE.num_experts
+
+
+def test_where_a_step_wants_more_than_is_kept_nothing_is_there_again() -> None:
+    tier = Tier(0.5, 1e9)
+    most = most_sequences(SHAPE, 0.5)
+    below = offloaded_token(HARDWARE, SHAPE, tier, most, 64)
+    above = offloaded_token(HARDWARE, SHAPE, tier, most + 1, 64)
+    assert below.missing == pytest.approx(0.5 * wanted(SHAPE, most))
+    assert above.missing == pytest.approx(wanted(SHAPE, most + 1))
