@@ -5,11 +5,13 @@ page cache, when they are wanted or a layer ahead.
     python -m benchmarks.offloaded_decode --kept 0.5 --times 1 --rounds 4
 
 Variants in turns, each round on another text, tokens forced. Logits are held against resident
-experts bit for bit. times: how large experts are: a small model's are read several times over, so
-that a miss costs up to some layers of compute (reads and compute are real, their ratio is chosen).
+experts bit for bit. times: how large experts are read (benchmarks/larger_experts.py), so that a
+miss costs up to some layers of compute.
 
-no cache: what a token needs and no more is kept. on demand: a cache and no hints. oracle: hints are
-what a first run wanted: the bound of reading ahead. wrong: hints are never wanted.
+no cache: what a token needs and no more is kept. on demand: a cache and no hints. best: by the kind
+of guess that is most precise at each layer; again: and once more when a layer's experts have been
+added. oracle: hints are what a first run wanted: the bound of reading ahead. wrong: hints are never
+wanted.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ import torch
 from torch import Tensor
 
 from actors.experts.cached_plane import CachedPlane
-from actors.experts.file_tier import FileTier
 from actors.experts.plane import TaskKey
 from actors.telemetry.timeline import Timeline
 from benchmarks.harness import record
+from benchmarks.larger_experts import LargerTier
 from contracts.clock import monotonic_s
 from contracts.plan import Plan
 from contracts.requests import Priority
@@ -44,7 +46,7 @@ from models.experts.expert_file import ExpertFile, open_expert_file
 from models.experts.expert_layout import ExpertLayout
 from models.experts.moe import ExpertHalf, expert_sums
 from models.experts.router import Routed
-from models.foresight.foresight import Foresight, Ids
+from models.foresight.foresight import Foresight, Foretold, Ids, Precision
 from models.foresight.routing_profile import RoutingProfile
 from models.spec.stored_names import ROUTING
 from models.text.tokenizer import Tokenizer
@@ -55,9 +57,18 @@ from planner.policies.read_ahead import pays
 BUNDLED = Path(__file__).resolve().parents[1] / "models" / "bundled"
 TEXTS = Path(__file__).resolve().parents[1] / "docs"
 PROMPT, BLOCK, BATCH = 16, 16, 0
-HINTS = ("router", "quasi", "fitted", "oracle", "wrong")
+HINTS = ("router", "fitted", "estimator", "best", "best, again", "oracle", "wrong")
 CACHES = ("lru", "lfu", "walk")
 ON_DEMAND, NO_CACHE, RESIDENT = "on demand, lru", "no cache", "resident"
+
+
+class Certain(Precision):
+    """Whatever is foretold is as sure as it turned out to be for that layer."""
+
+    def guesses(self, layer: int, foretold: Ids) -> list[Guess]:
+        experts = {expert for ids in foretold for expert in ids}
+        confidence = statistics.mean(self.of[layer])
+        return [Guess(expert, confidence) for expert in sorted(experts)]
 
 
 class Oracle(Foresight):
@@ -66,21 +77,25 @@ class Oracle(Foresight):
     def __init__(
         self, half: AttentionHalf, wanted: dict[tuple[int, int], Ids], *, wrong: bool = False
     ) -> None:
-        super().__init__(half, None)
+        super().__init__(half, None, again=False)
         self.wanted, self._wrong = wanted, wrong
+        layers, even = half.spec.moe_layers, [0.5] * half.spec.top_k
+        self.first = self.before = Certain({layer: list(even) for layer in layers})
         self.step = 0
 
-    def route(self, layer: int, hidden_TD: Tensor, routed: Routed) -> Ids:
-        ids = self.wanted[self.step, layer + 1]
-        if not self._wrong:
-            return ids
-        experts = self._half.spec.num_experts
-        return [[e for e in range(experts) if e not in row][: len(row)] for row in ids]
+    def of_tokens(self, token_ids_T: Tensor) -> Foretold:
+        return self._foretold(self._half.spec.moe_layers[0])
 
-    def guesses(self, layer: int, foretold: Ids) -> list[Guess]:
-        experts = {expert for ids in foretold for expert in ids}
-        confidence = statistics.mean(self.precision[layer])  # as it turned out
-        return [Guess(expert, confidence) for expert in sorted(experts)]
+    def before_experts(self, layer: int, hidden_TD: Tensor, routed: Routed) -> Foretold | None:
+        following = self._next_of.get(layer)
+        return None if following is None else self._foretold(following)
+
+    def _foretold(self, layer: int) -> Foretold:
+        ids = self.wanted[self.step, layer]
+        if self._wrong:
+            experts = self._half.spec.num_experts
+            ids = [[e for e in range(experts) if e not in row][: len(row)] for row in ids]
+        return Foretold(layer, ids, self.before)
 
 
 class Model:
@@ -101,8 +116,10 @@ class Model:
         self,
         ids: Sequence[int],
         experts: Callable[[int, int, Tensor, Routed], None],
+        starts: Callable[[int, Tensor], None] = lambda step, token_ids_T: None,
     ) -> tuple[float, Tensor]:
-        """(mean milliseconds per token behind the prompt, the last logits). experts: adds them."""
+        """(mean milliseconds per token behind the prompt, the last logits). experts: adds them;
+        starts: told of each pass."""
         half, last = self.half, -(-len(ids) // BLOCK)
         kv = KvPool(self.spec, last, BLOCK, half.dtype, half.device)
         bounds = [(0, PROMPT), *((p, p + 1) for p in range(PROMPT, len(ids)))]
@@ -113,6 +130,7 @@ class Model:
                     start_s = time.perf_counter()
                 slices = [SequenceSlice(list(ids[first:stop]), first, range(last))]
                 inputs = AttentionBatch.build(slices, block_tokens=BLOCK, device=half.device)
+                starts(step, inputs.token_ids_T)
                 hidden_TD = half.embed(inputs)
                 for layer in range(self.spec.num_layers):
                     attended = half.attend(layer, hidden_TD, inputs, kv)
@@ -136,19 +154,20 @@ class Offloaded:
     ) -> None:
         self.hints, self.slots = hints, slots
         self.cache = ExpertCache(
-            FileTier(file, times=times),
+            LargerTier(file, times),
             model.layout,
             slots,
             eviction(order, slots, {}),
             pays,
             deadline_s=30.0,
         )
-        kind: Any = hints
         self.foresight: Foresight | None = None
         if hints in ("oracle", "wrong"):
             self.foresight = Oracle(model.half, {}, wrong=hints == "wrong")
         elif hints:
-            self.foresight = Foresight(model.half, model.profile, kind)
+            kind: Any = None if hints.startswith("best") else hints
+            again = hints.endswith("again")
+            self.foresight = Foresight(model.half, model.profile, kind, again=again)
         timeline = Timeline(0)
         self.plane = CachedPlane(
             "bench", model.half, self.cache, timeline, monotonic_s, self.foresight
@@ -157,14 +176,17 @@ class Offloaded:
     def run(
         self, model: Model, ids: Sequence[int], wanted: dict[tuple[int, int], Ids]
     ) -> tuple[float, Tensor]:
-        def experts(step: int, layer: int, hidden_TD: Tensor, routed: Routed) -> None:
+        def starts(step: int, token_ids_T: Tensor) -> None:
             if isinstance(self.foresight, Oracle):
                 self.foresight.step, self.foresight.wanted = step, wanted
+            self.plane.starts(TaskKey(BATCH, 0, 0, Priority.LS), token_ids_T)
+
+        def experts(step: int, layer: int, hidden_TD: Tensor, routed: Routed) -> None:
             key = TaskKey(BATCH, layer, 0, Priority.LS)
             pending = self.plane.begin(key, hidden_TD, routed, Plan())
             run_through(self.plane.steps(hidden_TD, pending, None))
 
-        return model.run(ids, experts)
+        return model.run(ids, experts, starts)
 
 
 def texts(tokenizer: Tokenizer, rounds: int, tokens: int) -> list[list[int]]:
@@ -175,7 +197,9 @@ def texts(tokenizer: Tokenizer, rounds: int, tokens: int) -> list[list[int]]:
 
 
 @contextmanager
-def variants(model: Model, folder: Path, kept: float, times: int) -> Iterator[dict[str, Offloaded]]:
+def variants(
+    model: Model, folder: Path, kept: float, times: int, only: Sequence[str] | None
+) -> Iterator[dict[str, Offloaded]]:
     whole = len(model.spec.moe_layers) * model.spec.num_experts
     slots = max(model.spec.top_k, round(kept * whole))
 
@@ -183,9 +207,14 @@ def variants(model: Model, folder: Path, kept: float, times: int) -> Iterator[di
         file = open_expert_file(BUNDLED, model.layout, store=folder, deadline_s=60.0, direct=True)
         return Offloaded(model, file, slots, times, order, hints)
 
-    found = {NO_CACHE: made(model.spec.top_k, "lru", "")}
-    found |= {f"on demand, {order}": made(slots, order, "") for order in CACHES}
-    found |= {f"ahead, {hints}": made(slots, "lru", hints) for hints in HINTS}
+    wanted = {NO_CACHE: (model.spec.top_k, "lru", "")}
+    wanted |= {f"on demand, {order}": (slots, order, "") for order in CACHES}
+    wanted |= {f"ahead, {hints}": (slots, "lru", hints) for hints in HINTS}
+    found = {
+        name: made(*each)
+        for name, each in wanted.items()
+        if only is None or name in (*only, ON_DEMAND)
+    }
     try:
         yield found
     finally:
@@ -200,7 +229,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tandem-", dir=options.folder) as folder:
         for times in options.times:
             for kept in options.kept:
-                with variants(model, Path(folder), kept, times) as found:
+                with variants(model, Path(folder), kept, times, options.only) as found:
                     samples[f"x{times}, {kept:.0%} kept"] = _measure(model, found, rows)
     return samples
 
@@ -247,16 +276,20 @@ def summary(samples: dict[str, Any]) -> dict[str, Any]:
     """Medians; gain: on demand with the same cache over it, pair by pair."""
     found = {}
     for setting, by_variant in samples.items():
-        base = by_variant[ON_DEMAND]["tpot_ms"]
         for name, measured in by_variant.items():
-            ratios = [a / b for a, b in zip(base, measured["tpot_ms"], strict=True)]
-            row = {
-                "tpot_ms": round(statistics.median(measured["tpot_ms"]), 2),
-                "gain": round(statistics.median(ratios), 2),
-            }
+            row = gain(by_variant[ON_DEMAND]["tpot_ms"], measured["tpot_ms"])
             row |= {key: round(measured[key], 3) for key in ("hits", "read_ms") if key in measured}
             found[f"{setting} | {name}"] = row
     return found
+
+
+def gain(base_ms: Sequence[float], spent_ms: Sequence[float]) -> dict[str, float]:
+    """Medians of times per token, and of base over them, round by round."""
+    ratios = [base / spent for base, spent in zip(base_ms, spent_ms, strict=True)]
+    return {
+        "tpot_ms": round(statistics.median(spent_ms), 2),
+        "gain": round(statistics.median(ratios), 2),
+    }
 
 
 def main() -> None:
@@ -267,6 +300,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="generated in a round")
     parser.add_argument("--kept", type=float, nargs="+", default=[0.25, 0.5])
     parser.add_argument("--times", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--only", nargs="*", help="of these variants (default: all)")
     parser.add_argument("--folder", help="on the disk to read from (default: the system's)")
     parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
     options = parser.parse_args()

@@ -41,6 +41,17 @@ _OWN = ("tests/unit/planner/user/test_policy.py",)
 _BLOCKS, _ROUTES = "actors/kv/block_manager.py", "planner/routing/router.py"
 _STATE, _SHAKES = "planner/routing/worker_state.py", "actors/channels/handshake.py"
 
+_CACHE, _CACHED = (
+    "models/experts/expert_cache.py",
+    ("tests/unit/models/experts/test_expert_cache.py",),
+)
+_RANK, _ON_RANK = (
+    "actors/experts/rank_experts.py",
+    ("tests/unit/actors/experts/test_rank_experts.py",),
+)
+_SUMS = ("tests/unit/actors/experts/test_cached_plane.py",)
+_FORESEEN = ("tests/unit/models/foresight/test_foresight.py",)
+
 BUGS: tuple[Bug, ...] = (
     Bug(
         "scheduler: best effort takes blocks from the other class",
@@ -517,5 +528,82 @@ BUGS: tuple[Bug, ...] = (
         "        elif now_s - self._held_since_s > HELD_S:\n",
         "        elif False:\n",
         _OWN,
+    ),
+    Bug(
+        "offloading: what is wanted and there is evicted",
+        _CACHE,
+        "return self._evict(layer, lambda key: self._is_wanted(key, priority))",
+        "return self._evict(layer, lambda key: False)",
+        _CACHED,
+    ),
+    Bug(
+        "offloading: a slot that was given up is lost",
+        _CACHE,
+        "        self._free.append(read.slot)\n",
+        "",
+        _CACHED,
+    ),
+    Bug(
+        "offloading: hints are read before what is wanted",
+        _CACHE,
+        "if self._hints and not is_missing:",
+        "if self._hints:",
+        _CACHED,
+    ),
+    Bug(
+        "offloading: several wants are one, and one of them stays",
+        _CACHE,
+        "        for want in wants:\n            self.drop(want)\n        return merged",
+        "        for want in wants[1:]:\n            self.drop(want)\n        return merged",
+        _ON_RANK,
+    ),
+    Bug(
+        "offloading: outputs are added as they come",
+        "models/experts/cached_sum.py",
+        "while (ready_ND := self._came.pop(self._added, None)) is not None:",
+        "while (ready_ND := self._came.pop(first, None)) is not None:",
+        _SUMS,
+    ),
+    Bug(
+        "offloading: a hint's index is taken for an expert",
+        _RANK,
+        "Guess(own[index], confidence)",
+        "Guess(index, confidence)",
+        _ON_RANK,
+    ),
+    Bug(
+        "offloading: a lost rank's experts stay wanted",
+        "actors/experts/expert_server.py",
+        "                    self._experts.dropped(packet)\n",
+        "",
+        _ON_RANK,
+    ),
+    Bug(
+        "offloading: what misses experts goes first",
+        "planner/findep/expert_queues.py",
+        "head.missing > 0, not head.begun",
+        "head.missing == 0, not head.begun",
+        _ON_RANK,
+    ),
+    Bug(
+        "foretelling: a prompt runs what was foretold",
+        "actors/experts/looking_ahead.py",
+        "is_run = key.decodes and self._foresight.is_run(key.layer)",
+        "is_run = self._foresight.is_run(key.layer)",
+        _SUMS,
+    ),
+    Bug(
+        "foretelling: a layer that is to be exact runs what was foretold",
+        "models/foresight/foresight.py",
+        "speculation.layers is None or layer in speculation.layers",
+        "True",
+        _SUMS,
+    ),
+    Bug(
+        "foretelling: precision moves away from what came",
+        "models/foresight/foresight.py",
+        "means[rank] += _NEWEST * (right - means[rank])",
+        "means[rank] -= _NEWEST * (right - means[rank])",
+        _FORESEEN,
     ),
 )
