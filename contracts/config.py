@@ -258,9 +258,14 @@ class ExpertsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     bytes: Count | None = None
     """Bytes of experts that a worker keeps. null: as `slots` says; with neither an expert rank
     keeps all of its own."""
-    evict: Literal["lru", "lfu", "walk"] = "lru"
-    """Which expert leaves first. "lru": the least recently used. "lfu": the least often used, of
-    late. "walk": of the layer that comes again last."""
+    stored: bool = False
+    """Whether they are kept and read as the checkpoint stores them (fp8, MXFP4, bfloat16), and made
+    ready at each use: more of them fit, and each use costs more. `bytes` counts them so. The same
+    answers."""
+    evict: Literal["walk", "lru", "lfu", "pinned"] = "walk"
+    """Which expert leaves first. "walk": of the layer that comes again last, the least recently
+    used. "lru": the least recently used of all. "lfu": the least often used, of late. "pinned": LRU
+    in one slot of four; the others keep what the profile says is used most."""
     hints: Literal["none", "router", "fitted", "quasi", "estimator"] | None = None
     """By what the experts of the next layer are foretold, to be read ahead. "router": its router on
     this layer's state. "fitted": by least squares. "quasi": its router, with what this layer's

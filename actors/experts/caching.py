@@ -11,15 +11,19 @@ from actors.telemetry.telemetry import Telemetry
 from contracts import metrics
 from contracts.config import ExpertsConfig
 from contracts.errors import ConfigError
+from contracts.expert_slots import ExpertKey
 from contracts.worker import WorkerSpec
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_file import open_expert_file
+from models.experts.expert_form import AsComputed, AsStored, ExpertForm
 from models.experts.expert_layout import ExpertLayout
 from models.experts.slot_budget import slots_for
 from models.foresight.foresight import Foresight, Speculation
 from models.foresight.routing_profile import RoutingProfile
+from models.spec.model import ModelSpec
 from models.spec.stored_names import ROUTING
+from models.weights.checkpoint import Checkpoint
 from planner.policies.eviction import eviction
 from planner.policies.read_ahead import pays
 
@@ -39,20 +43,27 @@ def expert_cache(
             f"{spec.name}: experts are not cached on {spec.device} yet: leave experts.slots and "
             "experts.bytes out, and set prefill.experts to resident or streamed"
         )
-    slots = slots_for(config.experts, layout.num_bytes(1), model, own)
+    form = _form(spec, layout)
+    slots = slots_for(config.experts, sum(form.sizes), model, own)
     where = config.prefill.host_store
     file = open_expert_file(
         Path(spec.model_folder),
-        layout,
+        form,
         store=None if where is None else Path(where),
         deadline_s=config.groups.ready_timeout_s,
         direct=config.experts.direct,
     )
-    order = eviction(config.experts.evict, slots, {})
+    order = eviction(config.experts.evict, slots, _frequencies(spec, model, own))
     deadline_s = config.channel.deadline_s
-    cache = ExpertCache(FileTier(file), layout, slots, order, pays, deadline_s=deadline_s)
+    cache = ExpertCache(FileTier(file), form, slots, order, pays, deadline_s=deadline_s)
     _show(cache, spec.name, telemetry)
     return cache
+
+
+def _form(spec: WorkerSpec, layout: ExpertLayout) -> ExpertForm:
+    if not spec.config.experts.stored:
+        return AsComputed(layout)
+    return AsStored(Checkpoint(Path(spec.model_folder)), layout.spec, layout.dtype)
 
 
 def _show(cache: ExpertCache, name: str, telemetry: Telemetry) -> None:
@@ -68,20 +79,44 @@ def _show(cache: ExpertCache, name: str, telemetry: Telemetry) -> None:
 
 def foresight(spec: WorkerSpec, half: AttentionHalf) -> Foresight | None:
     """None: nothing is to be read ahead. Raises CheckpointError, ConfigError."""
-    config, folder = spec.config.experts, Path(spec.model_folder)
+    config = spec.config.experts
     if config.hints == "none":
         return None
-    own = folder / ROUTING
-    path = Path(config.profile) if config.profile else own if own.is_file() else None
-    if path is None and config.hints in ("fitted", "quasi", "estimator"):
-        raise ConfigError(
-            f"experts.hints={config.hints}: needs a profile, and {folder} has none: set "
-            "experts.profile to a file of `tandem profile --routing`"
-        )
-    profile = None if path is None else RoutingProfile.read(path, folder, half.spec)
+    needed = config.hints in ("fitted", "quasi", "estimator")
+    profile = _profile(spec, half.spec, f"experts.hints={config.hints}" if needed else None)
     return Foresight(
         half, profile, config.hints, again=config.hint_again, speculation=_speculation(config, half)
     )
+
+
+def _frequencies(
+    spec: WorkerSpec, model: ModelSpec, own: Mapping[int, Sequence[int]] | None
+) -> dict[ExpertKey, float]:
+    """Of use, of those that the worker may keep; empty where nobody asks for them."""
+    if spec.config.experts.evict != "pinned":
+        return {}
+    profile = _profile(spec, model, "experts.evict=pinned")
+    assert profile is not None
+    every = range(model.num_experts)
+    return {
+        ExpertKey(layer, expert): float(frequency_E[expert])
+        for layer, frequency_E in profile.frequencies.items()
+        for expert in (every if own is None else own[layer])
+    }
+
+
+def _profile(spec: WorkerSpec, model: ModelSpec, needed_by: str | None) -> RoutingProfile | None:
+    """The one that is configured, or beside the checkpoint. needed_by: what cannot do without one;
+    None: nothing. Raises CheckpointError, ConfigError."""
+    config, folder = spec.config.experts, Path(spec.model_folder)
+    own = folder / ROUTING
+    path = Path(config.profile) if config.profile else own if own.is_file() else None
+    if path is None and needed_by is not None:
+        raise ConfigError(
+            f"{needed_by}: needs a profile, and {folder} has none: set experts.profile to a file "
+            "of `tandem profile --routing`"
+        )
+    return None if path is None else RoutingProfile.read(path, folder, model)
 
 
 def _speculation(config: ExpertsConfig, half: AttentionHalf) -> Speculation | None:

@@ -32,9 +32,11 @@ from models.weights.loading import progress_line
 
 
 class ExpertSupply(Protocol):
-    """A plane and what stands behind it. address: where peers join this worker, "" if nowhere."""
+    """A plane and what stands behind it. address: where peers join this worker, "" if nowhere.
+    unwritten_bytes: of its memory, what it is going to fill and has not yet."""
 
     address: str
+    unwritten_bytes: int
 
     def plane(self, half: AttentionHalf) -> ExpertPlane[Any]:
         """Where the experts of a worker with this half are computed."""
@@ -61,9 +63,13 @@ class OwnSupply:
     degraded = ""
 
     def __init__(
-        self, new_plane: Callable[[AttentionHalf], ExpertPlane[Any]], close: Callable[[], None]
+        self,
+        new_plane: Callable[[AttentionHalf], ExpertPlane[Any]],
+        close: Callable[[], None],
+        unwritten_bytes: int = 0,
     ) -> None:
         self._new_plane, self._close = new_plane, close
+        self.unwritten_bytes = unwritten_bytes
 
     def plane(self, half: AttentionHalf) -> ExpertPlane[Any]:
         return self._new_plane(half)
@@ -95,7 +101,7 @@ def cached_supply(
         ahead = foresight(spec, half)
         return CachedPlane(spec.name, half, cache, timeline, monotonic_s, ahead)
 
-    return OwnSupply(new_plane, cache.close)
+    return OwnSupply(new_plane, cache.close, cache.num_bytes)
 
 
 def expert_supply(

@@ -27,7 +27,8 @@ from actors.experts.tier_child import (
 )
 from contracts.errors import ChannelError
 from models.experts.expert_cache import PartRead
-from models.experts.expert_file import PART_BYTES, ExpertFile, Place, SlotMemory
+from models.experts.expert_file import PART_BYTES, ExpertFile, Place
+from models.experts.expert_form import SlotMemory
 
 ENTRIES: Final = 16  # reads under way
 _END_S: Final = 2.0

@@ -33,6 +33,8 @@ NewStore = Callable[[ExpertSource], ExpertStore]
 class PeerSupply:
     """Gathered and hybrid."""
 
+    unwritten_bytes = 0
+
     def __init__(
         self,
         spec: WorkerSpec,
@@ -83,6 +85,7 @@ class LockstepSupply:
     anew, with a new epoch, as a whole."""
 
     degraded = ""
+    unwritten_bytes = 0
 
     def __init__(
         self, spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype, timeline: Timeline

@@ -72,12 +72,14 @@ def kv_pool_blocks(
     device: torch.device,
     *,
     ranks_on_node: int,
+    kept_bytes: int = 0,
 ) -> int:
     """Blocks of the pool: what `kv.pool_tokens` says, else what the memory allows, but no more than
-    the largest batch could use. Raises ResourceError if that (or one block) does not fit."""
+    the largest batch could use. kept_bytes: of what is free, spoken for. Raises ResourceError if
+    that (or one block) does not fit."""
     block_tokens = config.kv.block_tokens
     block_bytes = kv_bytes_per_token(model, dtype) * block_tokens
-    free_bytes = _free_bytes(device)
+    free_bytes = max(0, _free_bytes(device) - kept_bytes)
     if config.kv.pool_tokens is not None:
         blocks = max(1, -(-config.kv.pool_tokens // block_tokens))
         if blocks * block_bytes > free_bytes:

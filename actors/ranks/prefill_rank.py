@@ -43,7 +43,7 @@ from actors.telemetry.rank_metrics import RankMetrics
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import PriorityConfig, ScheduleConfig
-from contracts.errors import ChannelError, NotFiniteError
+from contracts.errors import ChannelError, NotFiniteError, ResourceError
 from contracts.logs import event
 from contracts.plan import Plan
 from contracts.worker import WorkerSpec
@@ -69,7 +69,12 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) ->
     half, served = load_half(spec)
     kv_free, schedule = config.prefill.kv_free, prefill_limits(config)
 
-    kv = _pool(spec, half, schedule, served)
+    telemetry = RankMetrics(spec, monotonic_s)
+    watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s)
+    recorded = recording(telemetry, config.trace.spans, lambda _: watch.moved())
+    supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline, telemetry)
+    recorded = recorded.following(supply.bytes_moved)
+    kv = _pool(spec, half, schedule, served, supply)
     blocks = BlockManager(
         kv.num_blocks,
         prefix_cache=config.kv.prefix_cache,
@@ -78,15 +83,10 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) ->
         journal=True,
     )
     work = work_of(shape_of(half.spec, half.dtype))
-    telemetry = RankMetrics(spec, monotonic_s)
     prefill_log = PrefillLog(spec, work, blocks, served.max_context_tokens, telemetry)
     scheduler = Scheduler(schedule, blocks, whole_prompts=kv_free, on_end=prefill_log.ended)
     finisher = Finisher(half, max_context_tokens=served.max_context_tokens)
 
-    watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s)
-    recorded = recording(telemetry, config.trace.spans, lambda _: watch.moved())
-    supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline, telemetry)
-    recorded = recorded.following(supply.bytes_moved)
     plane = supply.plane(half)
     parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)
     priorities = Priorities(config.priority, telemetry, spec.name)
@@ -129,9 +129,14 @@ def _batching(rank: str, plane: ExpertPlane[Any], config: PriorityConfig) -> Bat
 
 
 def _pool(
-    spec: WorkerSpec, half: AttentionHalf, schedule: ScheduleConfig, served: ServedModel
+    spec: WorkerSpec,
+    half: AttentionHalf,
+    schedule: ScheduleConfig,
+    served: ServedModel,
+    supply: ExpertSupply,
 ) -> KvPool:
-    """Where no K and V are kept, one layer's, for the longest batches that are live at once."""
+    """Where no K and V are kept, one layer's, for the longest batches that are live at once. Of
+    what the experts leave: closes `supply` where they leave too little."""
     config, block_tokens = spec.config, spec.config.kv.block_tokens
     if config.prefill.kv_free:
         longest = max(schedule.max_batch_tokens, served.max_context_tokens)
@@ -139,9 +144,18 @@ def _pool(
         blocks *= 2 if config.priority.preempt else 1  # a batch of each class
     else:
         sized = msgspec.structs.replace(config, schedule=schedule)
-        blocks = kv_pool_blocks(
-            half.spec, half.dtype, sized, half.device, ranks_on_node=spec.ranks_on_node
-        )
+        try:
+            blocks = kv_pool_blocks(
+                half.spec,
+                half.dtype,
+                sized,
+                half.device,
+                ranks_on_node=spec.ranks_on_node,
+                kept_bytes=supply.unwritten_bytes,
+            )
+        except ResourceError:
+            supply.close()
+            raise
     return KvPool(
         half.spec, blocks, block_tokens, half.dtype, half.device, one_layer=config.prefill.kv_free
     )

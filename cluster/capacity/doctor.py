@@ -26,10 +26,11 @@ from contracts.config import TandemConfig
 from contracts.errors import TandemError
 from contracts.import_path import shadowing
 from models.decoder.kv_pool import kv_bytes_per_token
+from models.experts.expert_form import AsStored
 from models.experts.slot_budget import slots_for
 from models.spec.model import ModelSpec
 from models.weights import layout
-from models.weights.checkpoint import check_checkpoint, resolve_dtype
+from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import total_bytes
 from planner.user.policy import UserPolicy, load_policy
 
@@ -290,8 +291,7 @@ def _groups(config: TandemConfig) -> Finding:
 def group_weight_bytes(config: TandemConfig, spec: ModelSpec) -> tuple[int, int]:
     """Bytes of weights in each attention rank, and in all expert ranks together. Raises
     ConfigError."""
-    dtype = resolve_dtype(spec, config.model.dtype)
-    expert_bytes = layout.expert_elements(spec) * dtype.itemsize
+    dtype, expert_bytes = resolve_dtype(spec, config.model.dtype), _expert_bytes(config, spec)
     experts, ranks = len(spec.moe_layers) * spec.num_experts, config.groups.expert_ranks
     if config.experts.is_bounded and ranks:
         experts = min(experts, ranks * slots_for(config.experts, expert_bytes, spec))
@@ -328,10 +328,9 @@ def _experts(config: TandemConfig) -> Finding:
     spec = _readable(config)
     if spec is None:
         return Finding("experts", "warning", "not looked at: the model cannot be read")
-    dtype = resolve_dtype(spec, config.model.dtype)
-    expert_bytes = layout.expert_elements(spec) * dtype.itemsize
     folder = Path(config.prefill.host_store or tempfile.gettempdir())
     try:
+        expert_bytes = _expert_bytes(config, spec)
         slots = slots_for(config.experts, expert_bytes, spec)
         rate = disk_rate(folder)
     except TandemError as error:  # a budget that a token does not fit into
@@ -352,8 +351,8 @@ def _experts(config: TandemConfig) -> Finding:
 def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
     """Bytes of weights in a prefill worker's own memory: copies use two layers' buffers."""
     prefill, workers = config.prefill, config.groups.prefill_ranks
-    dtype = resolve_dtype(spec, config.model.dtype)
-    layer_bytes = spec.num_experts * layout.expert_elements(spec) * dtype.itemsize
+    dtype, expert_bytes = resolve_dtype(spec, config.model.dtype), _expert_bytes(config, spec)
+    layer_bytes = spec.num_experts * expert_bytes
     layers = len(spec.moe_layers)
     resident = min(prefill.resident_layers, layers)
     copied = layers - resident
@@ -366,9 +365,17 @@ def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
         "cached": 0,
     }[prefill.experts]
     if prefill.experts == "cached":
-        expert_bytes = layer_bytes // spec.num_experts
         held = slots_for(config.experts, expert_bytes, spec) / spec.num_experts
     return total_bytes(layout.attention_half_tensors(spec), dtype) + round(held * layer_bytes)
+
+
+def _expert_bytes(config: TandemConfig, spec: ModelSpec) -> int:
+    """Of one, where a worker keeps it. Raises CheckpointError."""
+    dtype = resolve_dtype(spec, config.model.dtype)
+    if config.experts.is_bounded and config.experts.stored:
+        checkpoint = Checkpoint(resolve_model_folder(config.model.path))
+        return sum(AsStored(checkpoint, spec, dtype).sizes)
+    return layout.expert_elements(spec) * dtype.itemsize
 
 
 def _port(config: TandemConfig) -> Finding:

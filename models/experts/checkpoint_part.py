@@ -39,4 +39,4 @@ class CheckpointParts:
             self._layout.pack(plain, of_expert(into, number, len(experts)))
 
     def _copy(self, layer: int, experts: range, into: Sequence[Tensor]) -> None:
-        copy_experts(self._checkpoint, self._layout.spec, layer, experts, self._loader, into)
+        copy_experts(self._checkpoint, self._layout.spec, layer, experts, self._loader.copy, into)

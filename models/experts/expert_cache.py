@@ -24,9 +24,7 @@ from contracts.errors import ChannelError
 from contracts.expert_slots import Eviction, ExpertKey, ReadingAhead
 from contracts.requests import Priority
 from kernels.linear import Product
-from models.experts.expert_file import SlotMemory, slot_memory
-from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_store import ExpertBuffer
+from models.experts.expert_form import ExpertForm, SlotMemory
 
 HINT_PARTS: Final = 8  # asked for at most: the thread that computes asks for more when it can
 HINT_URGENCY: Final = len(Priority)  # after all that is wanted
@@ -122,13 +120,19 @@ class Want:
 
 class Traffic:
     """What was read, by cause, so far; hits and wanted: experts, by layer. waited_s: in which
-    nothing was computed because experts were not there."""
+    nothing was computed because experts were not there; copied_s: in which parts that had come
+    were copied to their slots."""
 
     def __init__(self) -> None:
         self.hits: Counter[int] = Counter()
         self.wanted: Counter[int] = Counter()
         self.read_bytes = {DEMAND: 0, USED_HINT: 0, WASTED_HINT: 0}
-        self.waited_s = 0.0
+        self.waited_s = self.copied_s = 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """What experts that were not there cost who computes."""
+        return self.waited_s + self.copied_s
 
     def hit_fraction(self, layer: int) -> float:
         """Of the experts that the layer wanted so far; 0: none was."""
@@ -153,7 +157,7 @@ class ExpertCache:
     def __init__(
         self,
         tier: Tier,
-        layout: ExpertLayout,
+        form: ExpertForm,
         slots: int,
         order: Eviction,
         pays: ReadingAhead,
@@ -162,11 +166,11 @@ class ExpertCache:
         clock: Clock = monotonic_s,
     ) -> None:
         """order: which leaves first. deadline_s: for the tier to move."""
-        self.slots, self.layers = slots, layout.spec.moe_layers
+        self.slots, self.layers = slots, form.spec.moe_layers
         self._tier, self._order, self._pays = tier, order, pays
         self._deadline_s, self._clock = deadline_s, clock
-        self._buffer = ExpertBuffer(layout, slots)
-        self._memory = [slot_memory(self._buffer, slot) for slot in range(slots)]
+        self._held = form.slots(slots)
+        self._memory = list(map(self._held.memory, range(slots)))
         self._free = list(range(slots))
         self._slot_of: dict[ExpertKey, int] = {}
         self._pinned: set[ExpertKey] = set()
@@ -188,7 +192,7 @@ class ExpertCache:
 
     @property
     def num_bytes(self) -> int:
-        return self._buffer.num_bytes
+        return self._held.num_bytes
 
     @property
     def read_s(self) -> float:
@@ -200,8 +204,7 @@ class ExpertCache:
 
     def products(self, slot: int) -> tuple[Product, Product]:
         """gate_up and down of what stands there."""
-        layer = self._buffer.layer
-        return layer.gate_up[slot], layer.down[slot]
+        return self._held.products(slot)
 
     def want(
         self, layer: int, experts: Sequence[int], priority: Priority, owner: Hashable = None
@@ -370,7 +373,9 @@ class ExpertCache:
                 self._part_s = _mean(self._part_s, ended.seconds)
                 read.done += 1
                 if not read.cancelled:
+                    start_s = self._clock()
                     self._tier.copy(ended.ticket, self._memory[read.slot])
+                    self.traffic.copied_s += self._clock() - start_s
             self._tier.free(ended.ticket)
             if read.cancelled:
                 self._end(read)

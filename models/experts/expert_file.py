@@ -17,13 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Final, NamedTuple
 
-import torch
-
 from contracts.logs import event
 from contracts.machine import available_bytes
-from models.experts.checkpoint_part import CheckpointParts
-from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_store import ExpertBuffer
+from models.experts.expert_form import ExpertForm, SlotMemory
 from models.experts.host_experts import fingerprint, open_expert_store
 from models.weights.checkpoint import Checkpoint
 
@@ -31,9 +27,6 @@ log = logging.getLogger(f"tandem.{__name__}")
 
 ALIGNED: Final = 4096
 PART_BYTES: Final = 1 << 20  # from there on a disk is at its rate, with two under way
-
-SlotMemory = Sequence[memoryview]
-"""The bytes of one expert's tensors."""
 
 
 class Place(NamedTuple):
@@ -56,12 +49,11 @@ class ExpertFile:
     """Where each part of each expert stands in the file, and what of it belongs where. `descriptor`
     reads it; past the page cache if it `is_direct`: in whole multiples of ALIGNED bytes, then."""
 
-    def __init__(self, file: IO[bytes], layout: ExpertLayout, *, direct: bool) -> None:
+    def __init__(self, file: IO[bytes], form: ExpertForm, *, direct: bool) -> None:
         """file: open for as long as this is."""
         self._file, self.path = file, Path(file.name)
-        self._first_of = {layer: at for at, layer in enumerate(layout.spec.moe_layers)}
-        self._experts = layout.spec.num_experts
-        sizes = list(map(len, slot_memory(ExpertBuffer(layout, 1), 0)))
+        self._first_of = {layer: at for at, layer in enumerate(form.spec.moe_layers)}
+        self._experts, sizes = form.spec.num_experts, form.sizes
         self.expert_bytes = sum(sizes)
         self.record_bytes = _aligned(self.expert_bytes)
         self._ranges = [
@@ -131,16 +123,9 @@ class ExpertFile:
         return opened
 
 
-def slot_memory(buffer: ExpertBuffer, slot: int) -> list[memoryview]:
-    """The bytes of what stands in a slot, in the order of the file: no copies."""
-    return [
-        piece.reshape(-1).view(torch.uint8).numpy().data for piece in buffer.part(slot, slot + 1)
-    ]
-
-
 def open_expert_file(
     folder: Path,
-    layout: ExpertLayout,
+    form: ExpertForm,
     *,
     store: Path | None,
     deadline_s: float,
@@ -153,29 +138,27 @@ def open_expert_file(
     Raises CheckpointError, ResourceError.
     """
     checkpoint = Checkpoint(folder)
-    name = f"records-{fingerprint(folder, layout)}"
-    record_bytes = _aligned(layout.num_bytes(1))
-    size = len(layout.spec.moe_layers) * layout.spec.num_experts * record_bytes
+    name = f"records-{fingerprint(folder, form.name)}"
+    experts = len(form.spec.moe_layers) * form.spec.num_experts
+    size = experts * _aligned(sum(form.sizes))
     available = available_bytes()
 
     def write(path: Path) -> None:
-        _write(checkpoint, layout, path, size)
+        _write(checkpoint, form, path, size)
 
     file = open_expert_store(store, name, size, write, deadline_s=deadline_s)
     past = size > available if direct is None else direct
-    return ExpertFile(file, layout, direct=past)
+    return ExpertFile(file, form, direct=past)
 
 
-def _write(checkpoint: Checkpoint, layout: ExpertLayout, path: Path, size: int) -> None:
+def _write(checkpoint: Checkpoint, form: ExpertForm, path: Path, size: int) -> None:
     event(log, "expert_file_is_made", file=str(path), bytes=size)
-    parts, buffer = CheckpointParts(checkpoint, layout), ExpertBuffer(layout, 1)
-    memory = slot_memory(buffer, 0)
-    rest = bytes(_aligned(layout.num_bytes(1)) - layout.num_bytes(1))
+    pieces = form.pieces(checkpoint)
+    rest = bytes(_aligned(sum(form.sizes)) - sum(form.sizes))
     with path.open("x+b") as file:
-        for layer in layout.spec.moe_layers:
-            for expert in range(layout.spec.num_experts):
-                parts.copy_part(layer, expert, expert + 1, buffer.pieces)
-                for piece in memory:
+        for layer in form.spec.moe_layers:
+            for expert in range(form.spec.num_experts):
+                for piece in pieces(layer, expert):
                     file.write(piece)
                 file.write(rest)
         file.flush()

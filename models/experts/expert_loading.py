@@ -6,17 +6,20 @@ Shapes: D model dim, F expert FFN dim, E experts, e local experts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from kernels.experts import ClampedGate
 from kernels.linear import Linears, linears
-from kernels.quantization import dequantize_mxfp4
+from kernels.quantization import dequantize_fp8_blocks, dequantize_mxfp4
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import Checkpoint, clamped_wants, is_fused
 from models.weights.loading import Loader
+
+Copy = Callable[[Tensor, Tensor], object]
+"""From, to: converts to the dtype there."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ def load_experts(
 ) -> ExpertLayer:
     """Reads only these experts' tensors (slices of fused ones). Raises CheckpointError."""
     into = tuple(loader.empty(len(expert_ids), *shape) for shape in expert_shapes(spec))
-    copy_experts(checkpoint, spec, layer, expert_ids, loader, into)
+    copy_experts(checkpoint, spec, layer, expert_ids, loader.copy, into)
     gate_up, down, *biases = into
     gate_up_bias, down_bias = biases or (None, None)
     return ExpertLayer(linears(gate_up, gate_up_bias), linears(down, down_bias), clamped_gate(spec))
@@ -56,81 +59,87 @@ def copy_experts(
     spec: ModelSpec,
     layer: int,
     expert_ids: Sequence[int],
-    loader: Loader,
+    copy: Copy,
     into: Sequence[Tensor],
 ) -> None:
     """Fills `into`, a tensor [e, *shape] for each of `expert_shapes`. Reads only these experts'
     tensors (slices of fused ones). Raises CheckpointError."""
-    if spec.clamp is not None:
-        _copy_clamped(checkpoint, spec, layer, expert_ids, loader, into)
+    gate_up, down, *biases = into
+    of_layer = StoredLayer(checkpoint, spec, layer)
+    for local, expert in enumerate(expert_ids):
+        stored = of_layer.expert(expert)
+        lay_out_gate_up(stored, spec, copy, gate_up[local])
+        lay_out_down(stored, spec, copy, down[local])
+        if biases:
+            gate_up_bias, down_bias = biases
+            lay_out_gate_up_bias(stored, spec, copy, gate_up_bias[local])
+            copy(stored["down_bias"], down_bias[local])
+
+
+class StoredLayer:
+    """A layer's experts as a checkpoint stores them. Raises CheckpointError."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> None:
+        self._checkpoint, self._spec, self._layer = checkpoint, spec, layer
+        self._fused: dict[str, Tensor] | None = None
+        if spec.clamp is not None:
+            self._fused = self._stored(clamped_wants(checkpoint, spec, layer))
+        elif is_fused(checkpoint, spec, layer):
+            self._fused = self._stored(layout.fused_expert_tensors(spec, layer))
+
+    def expert(self, expert: int) -> dict[str, Tensor]:
+        """By role, over mapped pages. Roles: gate and up, or gate_up; down; biases; and what the
+        elements of a role are multiplied by, as ROLE_scale (fp8) or ROLE_scales (MXFP4)."""
+        if self._fused is None:
+            return self._stored(layout.expert_tensors(self._spec, self._layer, expert))
+        return {role: tensor[expert] for role, tensor in self._fused.items()}
+
+    def _stored(self, wants: layout.Wants) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for role, wanted in wants.items():
+            found[role], scale = self._checkpoint.stored(wanted)
+            if scale is not None:
+                found[f"{role}_scale"] = scale
+        return found
+
+
+def lay_out_gate_up(
+    stored: Mapping[str, Tensor], spec: ModelSpec, copy: Copy, into: Tensor
+) -> None:
+    """[2F, D], gate rows first, of what one expert has stored; clamped ones have them in turns."""
+    F = spec.expert_ffn_size
+    if "gate" in stored:
+        copy(_matrix(stored, "gate", spec), into[:F])
+        copy(_matrix(stored, "up", spec), into[F:])
         return
-    copy = _copy_fused if is_fused(checkpoint, spec, layer) else _copy_single
-    copy(checkpoint, spec, layer, expert_ids, loader, into)
+    rows = _matrix(stored, "gate_up", spec)
+    if spec.clamp is None:
+        copy(rows, into)
+    else:
+        _in_turns(rows, F, copy, into)
 
 
-def _copy_single(
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    layer: int,
-    expert_ids: Sequence[int],
-    loader: Loader,
-    into: Sequence[Tensor],
+def lay_out_gate_up_bias(
+    stored: Mapping[str, Tensor], spec: ModelSpec, copy: Copy, into: Tensor
 ) -> None:
-    """From three tensors per expert."""
-    F = spec.expert_ffn_size
-    gate_up, down = into
-    for local, expert in enumerate(expert_ids):
-        wants = layout.expert_tensors(spec, layer, expert)
-        loader.copy(checkpoint.load(wants["gate"]), gate_up[local, :F])
-        loader.copy(checkpoint.load(wants["up"]), gate_up[local, F:])
-        loader.copy(checkpoint.load(wants["down"]), down[local])
+    """[2F]: the same of its bias."""
+    _in_turns(stored["gate_up_bias"], spec.expert_ffn_size, copy, into)
 
 
-def _copy_fused(
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    layer: int,
-    expert_ids: Sequence[int],
-    loader: Loader,
-    into: Sequence[Tensor],
-) -> None:
-    """The same from two tensors over all experts: only the pages of ours are touched."""
-    wants = layout.fused_expert_tensors(spec, layer)
-    stored_gate_up = checkpoint.load(wants["gate_up"])
-    stored_down = checkpoint.load(wants["down"])
-    gate_up, down = into
-    for local, expert in enumerate(expert_ids):
-        loader.copy(stored_gate_up[expert], gate_up[local])
-        loader.copy(stored_down[expert], down[local])
+def lay_out_down(stored: Mapping[str, Tensor], spec: ModelSpec, copy: Copy, into: Tensor) -> None:
+    """[D, F]."""
+    copy(_matrix(stored, "down", spec), into)
 
 
-def _copy_clamped(
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    layer: int,
-    expert_ids: Sequence[int],
-    loader: Loader,
-    into: Sequence[Tensor],
-) -> None:
-    """Stored fused, with gate and up rows in turns: here they stand as elsewhere."""
-    stored = {
-        role: checkpoint.load(wanted)
-        for role, wanted in clamped_wants(checkpoint, spec, layer).items()
-    }
-    gate_up, down, gate_up_bias, down_bias = into
-    F = spec.expert_ffn_size
-    for local, expert in enumerate(expert_ids):
-        rows_F2D = _matrix(stored, "gate_up", expert)
-        bias_F2 = stored["gate_up_bias"][expert]
-        for first, part in ((0, slice(F)), (1, slice(F, 2 * F))):
-            loader.copy(rows_F2D[first::2], gate_up[local, part])
-            loader.copy(bias_F2[first::2], gate_up_bias[local, part])
-        loader.copy(_matrix(stored, "down", expert), down[local])
-        loader.copy(stored["down_bias"][expert], down_bias[local])
+def _in_turns(rows: Tensor, F: int, copy: Copy, into: Tensor) -> None:
+    copy(rows[0::2], into[:F])
+    copy(rows[1::2], into[F:])
 
 
-def _matrix(stored: dict[str, Tensor], role: str, expert: int) -> Tensor:
-    """[rows out, columns in] of one expert, whose floats are stored transposed and MXFP4 is not."""
-    if role in stored:
-        return stored[role][expert].t()
-    return dequantize_mxfp4(stored[f"{role}_blocks"][expert], stored[f"{role}_scales"][expert])
+def _matrix(stored: Mapping[str, Tensor], role: str, spec: ModelSpec) -> Tensor:
+    """[rows out, columns in] of one expert. Clamped floats are stored transposed, MXFP4 is not."""
+    if f"{role}_blocks" in stored:
+        return dequantize_mxfp4(stored[f"{role}_blocks"], stored[f"{role}_scales"])
+    if f"{role}_scale" in stored:
+        return dequantize_fp8_blocks(stored[role], stored[f"{role}_scale"])
+    return stored[role] if spec.clamp is None else stored[role].t()

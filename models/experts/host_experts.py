@@ -158,7 +158,10 @@ def _open_file(
     checkpoint: Checkpoint, layout: ExpertLayout, store: Path | None, deadline_s: float
 ) -> IO[bytes]:
     """The file of this checkpoint and layout."""
-    name, size = f"experts-{fingerprint(checkpoint.folder, layout)}", _num_bytes(layout)
+    name, size = (
+        f"experts-{fingerprint(checkpoint.folder, str(layout.dtype), layout.digest)}",
+        _num_bytes(layout),
+    )
 
     def write(path: Path) -> None:
         _write(checkpoint, layout, path, size)
@@ -206,10 +209,10 @@ def _write(checkpoint: Checkpoint, layout: ExpertLayout, path: Path, size: int) 
         os.fsync(file.fileno())
 
 
-def fingerprint(folder: Path, layout: ExpertLayout) -> str:
-    """Changes with the checkpoint's files, and with how experts are laid out."""
+def fingerprint(folder: Path, *form: object) -> str:
+    """Changes with the checkpoint's files, and with `form`: how experts are laid out."""
     weights = set(folder.glob("*.safetensors")) - {folder / ROUTING}
     files = sorted([*weights, folder / "config.json"])
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    text = repr((_FORMAT, str(folder.resolve()), str(layout.dtype), layout.digest, stats))
+    text = repr((_FORMAT, str(folder.resolve()), *form, stats))
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

@@ -89,7 +89,7 @@ def trained(
     logits_NE = torch.cat([each.logits_NE for each in samples.values()])
     layer_N = torch.cat([torch.full((len(each.q_ND),), layer) for layer, each in samples.items()])
     rows = len(q_ND)
-    estimator = _initial(shapes(q_ND.shape[1], layers, logits_NE.shape[1]))
+    estimator = untrained(q_ND.shape[1], layers, logits_NE.shape[1])
     with torch.inference_mode(mode=False), torch.enable_grad():
         parameters = [each.requires_grad_() for each in estimator.tensors().values()]
         optimizer = torch.optim.AdamW(parameters, lr=_RATE, weight_decay=_DECAY)
@@ -123,7 +123,9 @@ def _rate(step: int, steps: int) -> float:
     return _RATE * warm * 0.5 * (1.0 + math.cos(math.pi * step / steps))
 
 
-def _initial(wanted: Mapping[str, tuple[int, ...]]) -> Estimator:
+def untrained(hidden: int, layers: int, experts: int) -> Estimator:
+    """Where there is nothing to learn from: what training begins with."""
+    wanted = shapes(hidden, layers, experts)
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(mode=False):
         tensors = {name: torch.zeros(shape) for name, shape in wanted.items()}

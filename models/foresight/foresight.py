@@ -143,6 +143,11 @@ class Foresight:
         ids: Ids = found.topk_ids_TK.tolist()
         return Foretold(following, ids, self.before, found if is_whole else None)
 
+    @property
+    def speculates(self) -> bool:
+        """Whether what is foretold is run somewhere, and so must be foretold."""
+        return self._speculation is not None
+
     def is_run(self, layer: int) -> bool:
         """Whether that layer runs what was foretold."""
         speculation = self._speculation

@@ -21,7 +21,7 @@ from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
 from models.experts.expert_store import ExpertStore
 from models.experts.router import Routed
-from models.foresight.estimator import Estimator, Samples, trained
+from models.foresight.estimator import Estimator, Samples, trained, untrained
 from models.foresight.routing_profile import RoutingProfile
 from models.foresight.signals import (
     AFTER,
@@ -191,6 +191,9 @@ class Collection:
 
     def _trained(self, samples: Mapping[int, Samples]) -> Estimator:
         spec, runs = self._half.spec, len(self._kept)
+        if not samples:  # of one layer with experts nothing is foretold from another
+            self._done += runs
+            return untrained(spec.hidden_size, spec.num_layers, spec.num_experts)
 
         def progress(part: float) -> None:
             self._progress((self._done + part * runs) / self._whole)

@@ -76,10 +76,14 @@ class Checkpoint:
 
     def load(self, wanted: Wanted) -> Tensor:
         """As `get`; of fp8 blocks a float32 copy."""
+        stored, scale = self.stored(wanted)
+        return stored if scale is None else dequantize_fp8_blocks(stored, scale)
+
+    def stored(self, wanted: Wanted) -> tuple[Tensor, Tensor | None]:
+        """As `get`, with what blocks of fp8 are multiplied by; None: it is not of fp8."""
         name = self.find(wanted)
-        if self.entry(name).dtype != _FP8:
-            return self.get(name)
-        return dequantize_fp8_blocks(self.get(name), self.get(f"{name}_scale_inv"))
+        is_fp8 = self.entry(name).dtype == _FP8
+        return self.get(name), self.get(f"{name}_scale_inv") if is_fp8 else None
 
     def release(self) -> None:
         """Gives the pages read so far back to the kernel, so that resident memory stays bounded."""

@@ -12,13 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from contracts.errors import CheckpointError
+from contracts.errors import CheckpointError, ConfigError
 from models.decoder.local import LocalModel
+from models.experts.expert_store import ResidentStore
 from models.experts.moe import ExpertHalf
+from models.foresight.routing_collection import Collection
 from models.spec.safetensors_file import SafetensorsFile
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
-from tests.support.group_harness import ThreadGroup, group_config
+from tests.support.group_harness import PrefillThreads, ThreadGroup, group_config, prefill_config
 from tests.support.quantised_models import make_fp8, make_mxfp4
+from tests.support.tiny_models import prompts
 
 Make = Callable[..., Path]
 Pair = tuple[Path, Path]
@@ -111,6 +114,44 @@ def test_a_group_serves_quantised_checkpoints(pair_of: Callable[[str], Pair], ki
     with ThreadGroup(quantised, group_config(1, 2)) as group, group.client() as client:
         answer = client.scored(client.submit(prompt(), candidates=list(range(131))))
     torch.testing.assert_close(torch.tensor(answer.candidate_logits), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_experts_as_they_are_stored_give_the_answers_of_all(
+    pair_of: Callable[[str], Pair], tmp_path: Path, kind: str
+) -> None:
+    """On expert ranks and in a prefill worker; the most frequent ones by a profile stay."""
+    folder, _ = pair_of(kind)
+    local = LocalModel.load(folder, dtype="float32")
+    expected = local.forward([prompt()])[0][-1]
+    profile = tmp_path / "routing.safetensors"
+    rows = prompts(7, [60, 60])
+    Collection(local.attention, ResidentStore(local.experts[0]), rows).profile().write(
+        profile, folder
+    )
+    sections = {
+        "experts": {"slots": 4, "stored": True, "evict": "pinned", "profile": str(profile)},
+        "prefill": {"experts": "cached", "host_store": str(tmp_path)},
+    }
+    for served in (
+        ThreadGroup(folder, group_config(1, 2, **sections)),
+        PrefillThreads(folder, prefill_config(**sections)),
+    ):
+        with served as group, group.client() as client:
+            answer = client.scored(client.submit(prompt(), candidates=list(range(131))))
+        found = torch.tensor(answer.candidate_logits)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_what_stays_in_a_cache_needs_a_profile(
+    pair_of: Callable[[str], Pair], tmp_path: Path
+) -> None:
+    sections = {
+        "experts": {"slots": 4, "evict": "pinned"},
+        "prefill": {"experts": "cached", "host_store": str(tmp_path)},
+    }
+    with pytest.raises(ConfigError, match=r"experts.evict=pinned: needs a profile"):
+        PrefillThreads(pair_of("gpt_oss")[0], prefill_config(**sections))
 
 
 @pytest.mark.parametrize("kind", KINDS)

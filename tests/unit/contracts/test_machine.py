@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import contracts.machine
 from actors.ranks.memory import kv_pool_blocks
 from cluster.files.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
+from contracts.errors import ResourceError
 from contracts.loading import load_config
 from contracts.machine import available_bytes, free_bytes, total_bytes, usable_cores, whole_cores
 from models.decoder.kv_pool import kv_bytes_per_token
@@ -128,6 +130,10 @@ def test_a_kv_pool_is_sized_by_the_containers_memory(
     blocks = kv_pool_blocks(model, torch.bfloat16, config, cpu, ranks_on_node=1)
     used = blocks * config.kv.block_tokens * kv_bytes_per_token(model, torch.bfloat16)
     assert 0 < used <= GIB // 128
+    kept = partial(kv_pool_blocks, model, torch.bfloat16, config, cpu, ranks_on_node=1)
+    assert kept(kept_bytes=GIB // 128) == pytest.approx(blocks / 2, abs=1), "experts' are not its"
+    with pytest.raises(ResourceError, match=r"kv\.memory_fraction"):
+        kept(kept_bytes=GIB)
 
 
 def test_a_folder_in_memory_has_no_more_room_than_memory(

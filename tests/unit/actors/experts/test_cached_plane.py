@@ -11,12 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from actors.experts.cached_plane import CachedPending, CachedPlane
 from actors.experts.file_tier import FileTier
 from actors.experts.plane import TaskKey
 from actors.telemetry.timeline import Timeline
 from contracts.clock import monotonic_s
+from contracts.errors import CheckpointError
 from contracts.plan import Plan
 from contracts.requests import Priority
 from kernels.routing import local_index
@@ -25,16 +27,21 @@ from models.decoder.decoder import AttentionHalf
 from models.decoder.local import LocalModel
 from models.experts.expert_cache import ExpertCache, Guess
 from models.experts.expert_file import open_expert_file
+from models.experts.expert_form import AsComputed, AsStored, ExpertForm
 from models.experts.expert_layout import ExpertLayout
 from models.experts.moe import expert_sums
 from models.experts.router import Routed, Router
 from models.foresight.foresight import Foresight, Foretold, Ids, Precision, Speculation
+from models.weights.checkpoint import Checkpoint, check_checkpoint
 from planner.policies.eviction import Kind, eviction
 from planner.policies.read_ahead import pays
+from tests.support.quantised_models import make_fp8, make_mxfp4
 
 Checkpoints = Callable[..., Path]
 LS, BE = Priority
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
+ODD = {"hidden_size": 150, "moe_intermediate_size": 140}  # no multiples of a block of fp8
+GROUPS = {"hidden_size": 64, "intermediate_size": 96}  # multiples of a group of MXFP4
 
 
 class Fewer(Precision):
@@ -93,11 +100,14 @@ class Rig:
         kind: Kind = "lru",
         seed: int | None = None,
         foresight: Foresight | None = None,
+        stored: bool = False,
     ) -> CachedPlane:
-        layout = ExpertLayout(self.spec, torch.float32, torch.device("cpu"))
-        file = open_expert_file(self._folder, layout, store=self._store, deadline_s=20.0)
+        form: ExpertForm = AsStored(Checkpoint(self._folder), self.spec, torch.float32)
+        if not stored:
+            form = AsComputed(ExpertLayout(self.spec, torch.float32, torch.device("cpu")))
+        file = open_expert_file(self._folder, form, store=self._store, deadline_s=20.0)
         order = eviction(kind, slots, {})
-        cache = ExpertCache(FileTier(file), layout, slots, order, pays, deadline_s=20.0)
+        cache = ExpertCache(FileTier(file), form, slots, order, pays, deadline_s=20.0)
         half = self.local.attention
         ahead = foresight if seed is None else AnyGuess(half, seed)
         plane = CachedPlane("prefill-0", half, cache, Timeline(10), monotonic_s, ahead)
@@ -139,8 +149,8 @@ class Rig:
 def opened(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
-    def make(family: str = "qwen3_moe", **overrides: int) -> Rig:
-        rigs.append(Rig(tiny_checkpoint(family, **overrides), tmp_path))
+    def make(family: str = "qwen3_moe", *, folder: Path | None = None, **overrides: int) -> Rig:
+        rigs.append(Rig(folder or tiny_checkpoint(family, **overrides), tmp_path))
         return rigs[-1]
 
     yield make
@@ -163,6 +173,44 @@ def test_every_family_has_the_bits_of_resident_experts(
                 routed = rig.routed(tokens, seed)
                 found = rig.finish(plane, rig.begin(plane, layer, routed))
                 assert torch.equal(found, rig.expected(layer, routed)), (layer, tokens)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "fp8", "mxfp4"])
+def test_experts_as_they_are_stored_have_those_bits_too(
+    opened: Callable[..., Rig], tiny_checkpoint: Checkpoints, tmp_path: Path, family: str
+) -> None:
+    if family == "fp8":
+        folder, _ = make_fp8(tiny_checkpoint("deepseek_v3", **ODD), tmp_path)
+        rig = opened(folder=folder)
+    elif family == "mxfp4":
+        folder, _ = make_mxfp4(tiny_checkpoint("gpt_oss", **GROUPS), tmp_path)
+        rig = opened(folder=folder)
+    else:
+        rig = opened(family)
+    plane, computed = rig.plane(6, seed=1, stored=True), rig.plane(6)
+    if family in ("fp8", "mxfp4"):
+        assert plane._cache.num_bytes < 0.3 * computed._cache.num_bytes
+    with torch.inference_mode():
+        for seed, tokens in enumerate((1, 3, 40, 700, 1)):
+            for layer in rig.spec.moe_layers:
+                routed = rig.routed(tokens, seed)
+                found = rig.finish(plane, rig.begin(plane, layer, routed))
+                assert torch.equal(found, rig.expected(layer, routed)), (layer, tokens)
+
+
+def test_an_expert_that_is_stored_otherwise_than_the_first_is_an_error(
+    tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    folder, _ = make_fp8(tiny_checkpoint("qwen3_moe"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    tensors[name] = tensors[name].to(torch.float32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = Checkpoint(folder)
+    form = AsStored(checkpoint, check_checkpoint(folder), torch.float32)
+    with pytest.raises(CheckpointError, match=r"expert 2 of layer 1 .* experts.stored to false"):
+        open_expert_file(folder, form, store=tmp_path, deadline_s=20.0)
+    assert not list(tmp_path.glob("**/*.partial")), "nothing was written"
 
 
 @settings(deadline=None, max_examples=25)

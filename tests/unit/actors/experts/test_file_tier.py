@@ -19,9 +19,9 @@ from contracts.errors import ChannelError, ConfigError
 from contracts.loading import load_config
 from contracts.requests import Priority
 from models.experts.expert_cache import ExpertCache
-from models.experts.expert_file import PART_BYTES, open_expert_file, slot_memory
+from models.experts.expert_file import PART_BYTES, open_expert_file
+from models.experts.expert_form import AsComputed, ComputedSlots
 from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_store import ExpertBuffer
 from models.experts.host_experts import open_host_source
 from models.experts.slot_budget import slots_for
 from models.weights.checkpoint import check_checkpoint
@@ -37,11 +37,13 @@ class Rig:
         self.model = check_checkpoint(folder)
         self.layout = ExpertLayout(self.model, torch.float32, torch.device("cpu"))
         self.file = open_expert_file(
-            folder, self.layout, store=store, deadline_s=DEADLINE_S, direct=direct
+            folder, AsComputed(self.layout), store=store, deadline_s=DEADLINE_S, direct=direct
         )
         self.tier = FileTier(self.file)
         order = eviction("lru", slots, {})
-        self.cache = ExpertCache(self.tier, self.layout, slots, order, pays, deadline_s=DEADLINE_S)
+        self.cache = ExpertCache(
+            self.tier, AsComputed(self.layout), slots, order, pays, deadline_s=DEADLINE_S
+        )
 
     def compute(self, layer: int, experts: list[int]) -> dict[int, list[bytes]]:
         """What stood in each expert's slot."""
@@ -82,13 +84,13 @@ def test_slots_hold_what_the_checkpoint_says(
 ) -> None:
     rig = opened(direct=direct)
     source = open_host_source(folder, rig.layout, store=None, deadline_s=DEADLINE_S)
-    whole = ExpertBuffer(rig.layout)
+    whole = ComputedSlots(rig.layout, rig.model.num_experts)
     for layer in rig.model.moe_layers:
-        source.copy(layer, whole)
+        source.copy(layer, whole.buffer)
         experts = list(range(rig.model.num_experts))
         found = rig.compute(layer, experts)
         for expert in experts:
-            assert found[expert] == list(map(bytes, slot_memory(whole, expert)))
+            assert found[expert] == list(map(bytes, whole.memory(expert)))
         rig.cache.check()
     source.close()
 

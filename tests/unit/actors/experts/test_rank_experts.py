@@ -25,6 +25,7 @@ from contracts.errors import PeerDeadError
 from contracts.requests import Priority
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_file import open_expert_file
+from models.experts.expert_form import AsComputed
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import clamped_gate
 from models.experts.moe import ExpertHalf
@@ -48,9 +49,11 @@ class Rig:
         half = list(range(self.spec.num_experts))[::-2]
         self.own = {layer: tuple(half) for layer in self.spec.moe_layers}
         layout = ExpertLayout(self.spec, torch.float32, torch.device("cpu"))
-        file = open_expert_file(folder, layout, store=store, deadline_s=DEADLINE_S)
+        file = open_expert_file(folder, AsComputed(layout), store=store, deadline_s=DEADLINE_S)
         order, self.tier = eviction("lru", slots, {}), FileTier(file)
-        self.cache = ExpertCache(self.tier, layout, slots, order, pays, deadline_s=DEADLINE_S)
+        self.cache = ExpertCache(
+            self.tier, AsComputed(layout), slots, order, pays, deadline_s=DEADLINE_S
+        )
         self.experts = SomeThere(self.cache, self.own, clamped_gate(self.spec))
         self.resident = ExpertHalf.load(
             Checkpoint(folder), self.spec, self.own, dtype=torch.float32

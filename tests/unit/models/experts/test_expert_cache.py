@@ -23,7 +23,7 @@ from models.experts.expert_cache import (
     PartRead,
     Want,
 )
-from models.experts.expert_file import SlotMemory
+from models.experts.expert_form import AsComputed, SlotMemory
 from models.experts.expert_layout import ExpertLayout
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint
@@ -138,7 +138,7 @@ def opened(
     deadline_s: float = DEADLINE_S,
 ) -> ExpertCache:
     order = eviction(kind, slots, {})
-    return ExpertCache(tier, layout, slots, order, pays, deadline_s=deadline_s)
+    return ExpertCache(tier, AsComputed(layout), slots, order, pays, deadline_s=deadline_s)
 
 
 def compute(cache: ExpertCache, want: Want, most: int = 1) -> list[int]:
@@ -308,7 +308,12 @@ def test_a_guess_that_would_not_pay_is_not_read(layout: ExpertLayout) -> None:
     tier = FakeTier()
     order = eviction("lru", 6, {})
     cache = ExpertCache(
-        tier, layout, 6, order, lambda p, hidden_s, wait_s: p > 0.5, deadline_s=DEADLINE_S
+        tier,
+        AsComputed(layout),
+        6,
+        order,
+        lambda p, hidden_s, wait_s: p > 0.5,
+        deadline_s=DEADLINE_S,
     )
     for owner in ("one", "two"):  # after the first its times are known
         cache.hint(owner, 1, [Guess(0, 0.9)])
