@@ -70,7 +70,9 @@ class CachedPlane:
         """foresight: None: nothing is read ahead."""
         self._ahead: LookingAhead | None = None
         if foresight is not None:
-            self._ahead = LookingAhead(foresight, self._hint, cache.forget_hints)
+            self._ahead = LookingAhead(
+                foresight, self._hint, cache.forget_hints, lambda: cache.traffic.cost_s, clock
+            )
         self._name = name
         self._cache = cache
         self._timeline = timeline

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from actors.experts.plane import TaskKey
+from contracts.clock import Clock, monotonic_s
 from models.experts.expert_cache import Guess
 from models.experts.router import Routed
 from models.foresight.foresight import Foresight, Foretold
+from planner.policies.read_ahead import Trial
 
 Owner = tuple[int, int]
 """Batch, micro-batch."""
@@ -25,10 +28,17 @@ class LookingAhead:
         foresight: Foresight,
         hint: Callable[[TaskKey, int, Sequence[Guess]], None],
         forget: Callable[[Owner], None] = lambda owner: None,
+        experts_s: Callable[[], float] | None = None,
+        clock: Clock = monotonic_s,
     ) -> None:
         """hint: told what a micro-batch may want of a later layer; forget: that it wants nothing
-        more."""
+        more. experts_s: what experts that were not there have cost so far: where it is known,
+        nothing is foretold while that costs more than it saves (None: something always is)."""
         self._foresight, self._hint, self._forget = foresight, hint, forget
+        self._experts_s, self._clock = experts_s, clock
+        self._trial = None if experts_s is None or foresight.speculates else Trial()
+        self._spent_s = self._cost_s = 0.0  # for guesses; for experts and guesses at the last start
+        self._was_usual = False
         self._foretold: dict[Owner, list[Foretold]] = {}  # of the layer that comes next
 
     def __len__(self) -> int:
@@ -37,7 +47,17 @@ class LookingAhead:
 
     def starts(self, key: TaskKey, token_ids_T: Tensor) -> None:
         """A micro-batch is about to run."""
-        self._tell(key, self._foresight.of_tokens(token_ids_T))
+        if self._trial is not None:
+            self._weigh(self._trial, is_usual=key.decodes)
+        self._tell(key, self._foresight.of_tokens, token_ids_T)
+
+    def _weigh(self, trial: Trial, *, is_usual: bool) -> None:
+        """is_usual: not of a prompt, which would not compare."""
+        assert self._experts_s is not None
+        cost_s = self._experts_s() + self._spent_s
+        if is_usual and self._was_usual:
+            trial.passed(cost_s - self._cost_s)
+        self._cost_s, self._was_usual = cost_s, is_usual
 
     def runs(self, key: TaskKey, routed: Routed) -> Routed:
         """The experts that its layer runs: as they were routed, or as they were foretold. Then call
@@ -52,19 +72,26 @@ class LookingAhead:
 
     def begins(self, key: TaskKey, hidden_TD: Tensor, routed: Routed) -> None:
         """They begin; hidden_TD: the residual before them."""
-        self._tell(key, self._foresight.before_experts(key.layer, hidden_TD, routed))
+        self._tell(key, self._foresight.before_experts, key.layer, hidden_TD, routed)
 
     def ended(self, key: TaskKey, hidden_TD: Tensor) -> None:
         """They have been added."""
-        self._tell(key, self._foresight.after_experts(key.layer, hidden_TD))
+        self._tell(key, self._foresight.after_experts, key.layer, hidden_TD)
 
     def dropped(self, owner: Owner) -> None:
         self._foretold.pop(owner, None)
         self._forget(owner)
 
-    def _tell(self, key: TaskKey, foretold: Foretold | None) -> None:
-        if foretold is None:
+    def _tell(self, key: TaskKey, foretell: Callable[..., Foretold | None], *seen: Any) -> None:
+        if self._trial is not None and not self._trial.is_on:
             return
+        start_s = self._clock()
+        foretold = foretell(*seen)
+        if foretold is not None:
+            self._pass_on(key, foretold)
+        self._spent_s += self._clock() - start_s
+
+    def _pass_on(self, key: TaskKey, foretold: Foretold) -> None:
         self._foretold.setdefault(key.owner, []).append(foretold)
         if len(self._foretold) > _MOST_FORETOLD:  # of batches that were dropped while they attended
             self.dropped(next(iter(self._foretold)))

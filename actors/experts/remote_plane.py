@@ -45,7 +45,7 @@ from planner.placement.slots import ExpertPlacement
 class RemotePending:
     """Packets under way. replies: by (token group, expert rank)."""
 
-    __slots__ = ("key", "missing", "replies", "sent_s", "slices")
+    __slots__ = ("guessed_s", "key", "missing", "replies", "sent_s", "slices")
 
     def __init__(self, key: TaskKey, slices: list[RankSlice]) -> None:
         self.key = key
@@ -53,6 +53,7 @@ class RemotePending:
         self.replies: dict[tuple[int, int], Packet] = {}
         self.missing = len(slices)
         self.sent_s = 0.0  # the last of them
+        self.guessed_s = 0.0  # how long what they may want next was looked for meanwhile
 
     @property
     def is_complete(self) -> bool:
@@ -91,7 +92,12 @@ class RemotePlane:
         self._reply_s = reply_s
         self._heard_s: dict[str, float] = {}  # when each expert rank's last answer came
         self._pending: dict[tuple[int, int], RemotePending] = {}  # by (batch, micro-batch)
-        self._ahead = None if foresight is None else LookingAhead(foresight, self._hint)
+        self._away_s = 0.0  # so far, from the last send of a layer to its sum, guesses aside
+        self._ahead: LookingAhead | None = None
+        if foresight is not None:
+            self._ahead = LookingAhead(
+                foresight, self._hint, experts_s=lambda: self._away_s, clock=clock
+            )
 
     def wake(self) -> None:
         self._endpoint.wake()
@@ -119,7 +125,9 @@ class RemotePlane:
             self.drop(pending)
             raise
         if self._ahead is not None:  # while they are computed
+            start_s = self._clock()
             self._ahead.begins(key, hidden_TD, routed)
+            pending.guessed_s = self._clock() - start_s
         return pending
 
     def _send(self, key: TaskKey, piece: RankSlice, x_TD: Tensor, sent_s: float) -> None:
@@ -252,6 +260,7 @@ class RemotePlane:
         self, hidden_TD: Tensor, pending: RemotePending, shared_TD: Tensor | None
     ) -> Steps[None]:
         """Sums go rank by rank in fp32, whatever the order of arrival: equal inputs, equal bits."""
+        self._away_s += self._clock() - pending.sent_s - pending.guessed_s
         total_TD = hidden_TD
         if self._placement.ranks > 1 or shared_TD is not None:
             total_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)

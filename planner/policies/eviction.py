@@ -1,7 +1,8 @@
 """Which expert leaves a cache when another one needs its slot.
 
-No policy wins everywhere (docs/benchmarks.md): on one trace the least recently used is best, on
-another the least often used. All orders here cost a few dictionary operations per use.
+Layers come in turns: where several sequences want most experts of each, the least recently used is
+just what comes next, and the walk of layers keeps what it would lose; for one sequence they are
+alike (docs/benchmarks.md). All orders here cost a few dictionary operations per use.
 """
 
 from __future__ import annotations

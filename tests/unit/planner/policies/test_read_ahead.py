@@ -1,0 +1,44 @@
+"""Whether to look ahead at all: by what both ways cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from planner.policies.read_ahead import KEPT, TRIED, Trial
+
+
+def ways(cost_s: Callable[[bool, int], float], passes: int) -> list[bool]:
+    """Which passes looked ahead."""
+    trial, found = Trial(), []
+    for number in range(passes):
+        found.append(trial.is_on)
+        trial.passed(cost_s(trial.is_on, number))
+    return found
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_nearly_all_passes_go_the_way_that_costs_less(better: bool) -> None:
+    dice = random.Random(1)
+
+    def cost_s(is_on: bool, number: int) -> float:
+        outlier = 50e-3 if dice.random() < 0.02 else 0.0
+        return (1.0e-3 if is_on is better else 1.3e-3) * dice.uniform(0.7, 1.3) + outlier
+
+    found = ways(cost_s, 20 * (KEPT + TRIED))
+    assert found[: 3 * TRIED].count(True) == 2 * TRIED, "both are tried at first"
+    assert found.count(better) / len(found) > 0.9
+
+
+def test_it_turns_when_costs_turn() -> None:
+    turn = 3 * (KEPT + TRIED)
+    found = ways(lambda is_on, n: 1.0 if is_on is (n < turn) else 2.0, 2 * turn)
+    late = found[turn + 2 * (KEPT + TRIED) :]
+    assert late.count(False) / len(late) > 0.9
+
+
+def test_a_way_that_costs_as_much_as_the_other_is_no_loss_and_looks_ahead() -> None:
+    found = ways(lambda is_on, n: 0.0, 2000)
+    assert found.count(True) / len(found) > 0.9
