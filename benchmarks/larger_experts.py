@@ -4,7 +4,8 @@ each, of which its own are used. Reads and copies are real, their ratio to the c
 from __future__ import annotations
 
 from actors.experts.file_tier import FileTier
-from models.experts.expert_file import PART_BYTES, ExpertFile, Place, SlotMemory
+from models.experts.expert_file import PART_BYTES, ExpertFile, Place
+from models.experts.expert_form import SlotMemory
 
 
 class LargerTier(FileTier):

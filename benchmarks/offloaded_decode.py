@@ -1,8 +1,9 @@
-"""Time per token of one stream whose experts do not all fit: they are read from a file, past the
-page cache, when they are wanted or a layer ahead.
+"""Time per token of streams whose experts do not all fit: they are read from a file, past the page
+cache, when they are wanted or a layer ahead.
 
     python -m benchmarks.offloaded_decode                    (about 5 minutes)
     python -m benchmarks.offloaded_decode --kept 0.5 --times 1 --rounds 4
+    python -m benchmarks.offloaded_decode --streams 1 2 4 8 16 --kept 0.5 --only "ahead, best"
 
 Variants in turns, each round on another text, tokens forced. Logits are held against resident
 experts bit for bit. times: how large experts are read (benchmarks/larger_experts.py), so that a
@@ -11,7 +12,8 @@ miss costs up to some layers of compute.
 no cache: what a token needs and no more is kept. on demand: a cache and no hints. best: by the kind
 of guess that is most precise at each layer; again: and once more when a layer's experts have been
 added. oracle: hints are what a first run wanted: the bound of reading ahead. wrong: hints are never
-wanted.
+wanted. stored: experts are kept and read as the checkpoint stores them (bfloat16, computed with in
+float32): twice as many in the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,6 +45,7 @@ from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
 from models.experts.expert_cache import ExpertCache, Guess
 from models.experts.expert_file import ExpertFile, open_expert_file
+from models.experts.expert_form import AsComputed, AsStored, ExpertForm
 from models.experts.expert_layout import ExpertLayout
 from models.experts.moe import ExpertHalf, expert_sums
 from models.experts.router import Routed
@@ -51,15 +54,18 @@ from models.foresight.routing_profile import RoutingProfile
 from models.spec.stored_names import ROUTING
 from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import Checkpoint, check_checkpoint
-from planner.policies.eviction import eviction
+from planner.policies.eviction import Kind, eviction
 from planner.policies.read_ahead import pays
 
 BUNDLED = Path(__file__).resolve().parents[1] / "models" / "bundled"
 TEXTS = Path(__file__).resolve().parents[1] / "docs"
 PROMPT, BLOCK, BATCH = 16, 16, 0
 HINTS = ("router", "fitted", "estimator", "best", "best, again", "oracle", "wrong")
-CACHES = ("lru", "lfu", "walk")
-ON_DEMAND, NO_CACHE, RESIDENT = "on demand, lru", "no cache", "resident"
+Texts = Sequence[Sequence[int]]
+"""Of streams that generate side by side: token ids, equally many."""
+CACHES = ("walk", "lru", "lfu")
+ON_DEMAND, NO_CACHE, RESIDENT = "on demand, walk", "no cache", "resident"
+STORED = ", stored"
 
 
 class Certain(Precision):
@@ -114,21 +120,24 @@ class Model:
 
     def run(
         self,
-        ids: Sequence[int],
+        texts: Texts,
         experts: Callable[[int, int, Tensor, Routed], None],
         starts: Callable[[int, Tensor], None] = lambda step, token_ids_T: None,
     ) -> tuple[float, Tensor]:
-        """(mean milliseconds per token behind the prompt, the last logits). experts: adds them;
+        """(mean milliseconds per token behind the prompts, the last logits). experts: adds them;
         starts: told of each pass."""
-        half, last = self.half, -(-len(ids) // BLOCK)
-        kv = KvPool(self.spec, last, BLOCK, half.dtype, half.device)
-        bounds = [(0, PROMPT), *((p, p + 1) for p in range(PROMPT, len(ids)))]
+        half, each = self.half, -(-len(texts[0]) // BLOCK)
+        kv = KvPool(self.spec, each * len(texts), BLOCK, half.dtype, half.device)
+        bounds = [(0, PROMPT), *((p, p + 1) for p in range(PROMPT, len(texts[0])))]
         start_s = logits = None
         with torch.inference_mode():
             for step, (first, stop) in enumerate(bounds):
                 if step == 1:
                     start_s = time.perf_counter()
-                slices = [SequenceSlice(list(ids[first:stop]), first, range(last))]
+                slices = [
+                    SequenceSlice(list(ids[first:stop]), first, range(n * each, (n + 1) * each))
+                    for n, ids in enumerate(texts)
+                ]
                 inputs = AttentionBatch.build(slices, block_tokens=BLOCK, device=half.device)
                 starts(step, inputs.token_ids_T)
                 hidden_TD = half.embed(inputs)
@@ -137,7 +146,7 @@ class Model:
                     hidden_TD = attended.hidden_TD
                     assert attended.routed is not None
                     experts(step, layer, hidden_TD, attended.routed)
-                logits = half.logits(hidden_TD[-1:])
+                logits = half.logits(hidden_TD[-len(texts) :])
         assert start_s is not None
         assert logits is not None
         return 1e3 * (time.perf_counter() - start_s) / (len(bounds) - 1), logits
@@ -150,14 +159,16 @@ class Offloaded:
     """One variant, with a cache of its own that stays from text to text."""
 
     def __init__(
-        self, model: Model, file: ExpertFile, slots: int, times: int, order: Any, hints: str
+        self, model: Model, file: ExpertFile, form: ExpertForm, slots: int, times: int, name: str
     ) -> None:
-        self.hints, self.slots = hints, slots
+        when, _, order = name.partition(", ")
+        hints, order = (order, "walk") if when == "ahead" else ("", order or "walk")
+        hints, order = hints.removesuffix(STORED), order.removesuffix(STORED)
         self.cache = ExpertCache(
             LargerTier(file, times),
-            model.layout,
+            form,
             slots,
-            eviction(order, slots, {}),
+            eviction(cast("Kind", order), slots, {}),
             pays,
             deadline_s=30.0,
         )
@@ -174,19 +185,19 @@ class Offloaded:
         )
 
     def run(
-        self, model: Model, ids: Sequence[int], wanted: dict[tuple[int, int], Ids]
+        self, model: Model, texts: Texts, wanted: dict[tuple[int, int], Ids]
     ) -> tuple[float, Tensor]:
         def starts(step: int, token_ids_T: Tensor) -> None:
             if isinstance(self.foresight, Oracle):
                 self.foresight.step, self.foresight.wanted = step, wanted
-            self.plane.starts(TaskKey(BATCH, 0, 0, Priority.LS), token_ids_T)
+            self.plane.starts(TaskKey(BATCH, 0, 0, Priority.LS, step > 0), token_ids_T)
 
         def experts(step: int, layer: int, hidden_TD: Tensor, routed: Routed) -> None:
-            key = TaskKey(BATCH, layer, 0, Priority.LS)
+            key = TaskKey(BATCH, layer, 0, Priority.LS, step > 0)
             pending = self.plane.begin(key, hidden_TD, routed, Plan())
             run_through(self.plane.steps(hidden_TD, pending, None))
 
-        return model.run(ids, experts, starts)
+        return model.run(texts, experts, starts)
 
 
 def texts(tokenizer: Tokenizer, rounds: int, tokens: int) -> list[list[int]]:
@@ -200,21 +211,23 @@ def texts(tokenizer: Tokenizer, rounds: int, tokens: int) -> list[list[int]]:
 def variants(
     model: Model, folder: Path, kept: float, times: int, only: Sequence[str] | None
 ) -> Iterator[dict[str, Offloaded]]:
+    """By name; kept: the part of all experts that fits, as they are computed with."""
     whole = len(model.spec.moe_layers) * model.spec.num_experts
-    slots = max(model.spec.top_k, round(kept * whole))
+    computed = AsComputed(model.layout)
+    stored = AsStored(Checkpoint(BUNDLED), model.spec, torch.float32)
+    kept_bytes = kept * whole * sum(computed.sizes)
 
-    def made(slots: int, order: str, hints: str) -> Offloaded:
-        file = open_expert_file(BUNDLED, model.layout, store=folder, deadline_s=60.0, direct=True)
-        return Offloaded(model, file, slots, times, order, hints)
+    def made(name: str) -> Offloaded:
+        form: ExpertForm = stored if name.endswith(STORED) else computed
+        slots = min(whole, max(model.spec.top_k, round(kept_bytes / sum(form.sizes))))
+        if name == NO_CACHE:
+            slots = model.spec.top_k
+        file = open_expert_file(BUNDLED, form, store=folder, deadline_s=60.0, direct=True)
+        return Offloaded(model, file, form, slots, times, name)
 
-    wanted = {NO_CACHE: (model.spec.top_k, "lru", "")}
-    wanted |= {f"on demand, {order}": (slots, order, "") for order in CACHES}
-    wanted |= {f"ahead, {hints}": (slots, "lru", hints) for hints in HINTS}
-    found = {
-        name: made(*each)
-        for name, each in wanted.items()
-        if only is None or name in (*only, ON_DEMAND)
-    }
+    names = [NO_CACHE, *(f"on demand, {order}" for order in CACHES), ON_DEMAND + STORED]
+    names += [*(f"ahead, {hints}" for hints in HINTS), "ahead, best" + STORED]
+    found = {name: made(name) for name in names if only is None or name in (*only, ON_DEMAND)}
     try:
         yield found
     finally:
@@ -225,18 +238,22 @@ def variants(
 def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     model, samples = Model(), dict[str, Any]()
-    rows = texts(model.tokenizer, options.rounds + 1, PROMPT + options.tokens)
+    most = max(options.streams)
+    every = texts(model.tokenizer, (options.rounds + 1) * most, PROMPT + options.tokens)
     with tempfile.TemporaryDirectory(prefix="tandem-", dir=options.folder) as folder:
         for times in options.times:
             for kept in options.kept:
-                with variants(model, Path(folder), kept, times, options.only) as found:
-                    samples[f"x{times}, {kept:.0%} kept"] = _measure(model, found, rows)
+                for streams in options.streams:
+                    rounds = [every[n : n + streams] for n in range(0, len(every), most)]
+                    of = f", {streams} streams" if streams > 1 else ""
+                    with variants(model, Path(folder), kept, times, options.only) as found:
+                        samples[f"x{times}, {kept:.0%} kept{of}"] = _measure(model, found, rounds)
     return samples
 
 
-def _measure(model: Model, found: dict[str, Offloaded], rows: list[list[int]]) -> dict[str, Any]:
+def _measure(model: Model, found: dict[str, Offloaded], rounds: Sequence[Texts]) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in (RESIDENT, *found)}
-    for number, ids in enumerate(rows):  # the first one warms up
+    for number, ids in enumerate(rounds):  # the first one warms up
         wanted: dict[tuple[int, int], Ids] = {}
 
         def resident(step: int, layer: int, hidden_TD: Tensor, routed: Routed) -> None:
@@ -300,6 +317,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="generated in a round")
     parser.add_argument("--kept", type=float, nargs="+", default=[0.25, 0.5])
     parser.add_argument("--times", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1], help="side by side")
     parser.add_argument("--only", nargs="*", help="of these variants (default: all)")
     parser.add_argument("--folder", help="on the disk to read from (default: the system's)")
     parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")

@@ -565,6 +565,13 @@ BUGS: tuple[Bug, ...] = (
         _SUMS,
     ),
     Bug(
+        "offloading: a stored expert is that of another slot",
+        "models/experts/expert_form.py",
+        "stored = {role: tensor[slot] for",
+        "stored = {role: tensor[0] for",
+        _SUMS,
+    ),
+    Bug(
         "offloading: a hint's index is taken for an expert",
         _RANK,
         "Guess(own[index], confidence)",
@@ -598,6 +605,13 @@ BUGS: tuple[Bug, ...] = (
         "speculation.layers is None or layer in speculation.layers",
         "True",
         _SUMS,
+    ),
+    Bug(
+        "foretelling: the way that costs more is kept",
+        "planner/policies/read_ahead.py",
+        "_usual(self._costs[True]) <= _usual(self._costs[False])",
+        "_usual(self._costs[True]) >= _usual(self._costs[False])",
+        ("tests/unit/planner/policies/test_read_ahead.py",),
     ),
     Bug(
         "foretelling: precision moves away from what came",
