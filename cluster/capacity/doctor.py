@@ -351,7 +351,10 @@ def _experts(config: TandemConfig) -> Finding:
 def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
     """Bytes of weights in a prefill worker's own memory: copies use two layers' buffers."""
     prefill, workers = config.prefill, config.groups.prefill_ranks
-    dtype, expert_bytes = resolve_dtype(spec, config.model.dtype), _expert_bytes(config, spec)
+    dtype = resolve_dtype(spec, config.model.dtype)
+    expert_bytes = layout.expert_elements(spec) * dtype.itemsize
+    if prefill.experts == "cached":
+        expert_bytes = _expert_bytes(config, spec)
     layer_bytes = spec.num_experts * expert_bytes
     layers = len(spec.moe_layers)
     resident = min(prefill.resident_layers, layers)
@@ -370,7 +373,7 @@ def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
 
 
 def _expert_bytes(config: TandemConfig, spec: ModelSpec) -> int:
-    """Of one, where a worker keeps it. Raises CheckpointError."""
+    """Of one, where workers keep as many as there are slots for. Raises CheckpointError."""
     dtype = resolve_dtype(spec, config.model.dtype)
     if config.experts.is_bounded and config.experts.stored:
         checkpoint = Checkpoint(resolve_model_folder(config.model.path))

@@ -144,6 +144,20 @@ def test_where_experts_are_read_from_is_measured(tmp_path: Path) -> None:
     assert "prefill.host_store" in missing.advice
 
 
+def test_only_experts_in_slots_are_counted_as_they_are_stored() -> None:
+    spec = read_spec(resolve_model_folder(BUNDLED))
+    common = ["groups.prefill_ranks=1", "model.dtype=float32"]
+    slots = [*common, "experts.slots=16", "experts.stored=true"]
+
+    def weights(*settings: str) -> int:
+        return prefill_weight_bytes(load_config(None, list(settings)), spec)
+
+    assert weights(*slots) == weights(*common), "of a worker that keeps all"
+    cached = weights(*slots, "prefill.experts=cached")
+    computed = weights(*common, "prefill.experts=cached", "experts.slots=16")
+    assert computed - cached == LAYER_BYTES, "bfloat16 in place of float32"
+
+
 def test_a_budget_of_experts_is_counted_and_one_that_is_too_small_is_an_error() -> None:
     spec = read_spec(resolve_model_folder(BUNDLED))
     settings = ["groups.prefill_ranks=1", "model.dtype=bfloat16", "prefill.experts=cached"]
