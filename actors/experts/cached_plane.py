@@ -71,7 +71,11 @@ class CachedPlane:
         self._ahead: LookingAhead | None = None
         if foresight is not None:
             self._ahead = LookingAhead(
-                foresight, self._hint, cache.forget_hints, lambda: cache.traffic.cost_s, clock
+                foresight,
+                self._hint,
+                cache.forget_hints,
+                experts_s=lambda: cache.traffic.cost_s,
+                clock=clock,
             )
         self._name = name
         self._cache = cache

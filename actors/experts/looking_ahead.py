@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from actors.experts.plane import TaskKey
-from contracts.clock import Clock, monotonic_s
+from contracts.clock import Clock
 from models.experts.expert_cache import Guess
 from models.experts.router import Routed
 from models.foresight.foresight import Foresight, Foretold
@@ -28,15 +28,16 @@ class LookingAhead:
         foresight: Foresight,
         hint: Callable[[TaskKey, int, Sequence[Guess]], None],
         forget: Callable[[Owner], None] = lambda owner: None,
-        experts_s: Callable[[], float] | None = None,
-        clock: Clock = monotonic_s,
+        *,
+        experts_s: Callable[[], float],
+        clock: Clock,
     ) -> None:
         """hint: told what a micro-batch may want of a later layer; forget: that it wants nothing
-        more. experts_s: what experts that were not there have cost so far: where it is known,
-        nothing is foretold while that costs more than it saves (None: something always is)."""
+        more. experts_s: what experts that were not there have cost so far: nothing is foretold
+        while that costs more than it saves."""
         self._foresight, self._hint, self._forget = foresight, hint, forget
         self._experts_s, self._clock = experts_s, clock
-        self._trial = None if experts_s is None or foresight.speculates else Trial()
+        self._trial = None if foresight.speculates else Trial()
         self._spent_s = self._cost_s = 0.0  # for guesses; for experts and guesses at the last start
         self._was_usual = False
         self._foretold: dict[Owner, list[Foretold]] = {}  # of the layer that comes next
@@ -53,7 +54,6 @@ class LookingAhead:
 
     def _weigh(self, trial: Trial, *, is_usual: bool) -> None:
         """is_usual: not of a prompt, which would not compare."""
-        assert self._experts_s is not None
         cost_s = self._experts_s() + self._spent_s
         if is_usual and self._was_usual:
             trial.passed(cost_s - self._cost_s)

@@ -144,6 +144,15 @@ class Rig:
         run_through(plane.steps(hidden_TD, pending, None))
         return hidden_TD
 
+    def check_bits(self, plane: CachedPlane) -> None:
+        """Those of resident experts, for batches of several sizes."""
+        with torch.inference_mode():
+            for seed, tokens in enumerate((1, 3, 40, 700, 1)):
+                for layer in self.spec.moe_layers:
+                    routed = self.routed(tokens, seed)
+                    found = self.finish(plane, self.begin(plane, layer, routed))
+                    assert torch.equal(found, self.expected(layer, routed)), (layer, tokens)
+
 
 @pytest.fixture
 def opened(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable[..., Rig]]:
@@ -167,12 +176,7 @@ def test_every_family_has_the_bits_of_resident_experts(
 ) -> None:
     rig = opened(family)
     plane = rig.plane(slots, seed=1)
-    with torch.inference_mode():
-        for seed, tokens in enumerate((1, 3, 40, 700, 1)):
-            for layer in rig.spec.moe_layers:
-                routed = rig.routed(tokens, seed)
-                found = rig.finish(plane, rig.begin(plane, layer, routed))
-                assert torch.equal(found, rig.expected(layer, routed)), (layer, tokens)
+    rig.check_bits(plane)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "fp8", "mxfp4"])
@@ -190,12 +194,7 @@ def test_experts_as_they_are_stored_have_those_bits_too(
     plane, computed = rig.plane(6, seed=1, stored=True), rig.plane(6)
     if family in ("fp8", "mxfp4"):
         assert plane._cache.num_bytes < 0.3 * computed._cache.num_bytes
-    with torch.inference_mode():
-        for seed, tokens in enumerate((1, 3, 40, 700, 1)):
-            for layer in rig.spec.moe_layers:
-                routed = rig.routed(tokens, seed)
-                found = rig.finish(plane, rig.begin(plane, layer, routed))
-                assert torch.equal(found, rig.expected(layer, routed)), (layer, tokens)
+    rig.check_bits(plane)
 
 
 def test_an_expert_that_is_stored_otherwise_than_the_first_is_an_error(
