@@ -17,13 +17,22 @@ Array = NDArray[np.int64]
 
 
 class LayerSlots:
-    """Slots of one layer. `bounds`: [first, last) of each rank; `count`: of all."""
+    """Slots of one layer. `bounds`: [first, last) of each rank; `count`: of all; `expert_of_slot`:
+    which expert is in each."""
 
-    __slots__ = ("_replicas_E", "_slots_EP", "bounds", "count", "slot_of_expert")
+    __slots__ = (
+        "_replicas_E",
+        "_slots_EP",
+        "bounds",
+        "count",
+        "expert_of_slot",
+        "slot_of_expert",
+    )
 
     def __init__(self, experts: Sequence[int], bounds: Sequence[tuple[int, int]]) -> None:
         """experts: of each slot."""
         self.bounds, self.count = tuple(bounds), len(experts)
+        self.expert_of_slot: Array = np.array(experts, np.int64)
         slots: dict[int, list[int]] = {expert: [] for expert in sorted(set(experts))}
         for slot, expert in enumerate(experts):
             slots[expert].append(slot)
