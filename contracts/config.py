@@ -311,6 +311,31 @@ class ExpertsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
 
 
+class PlacementConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which expert rank holds which experts, how often, and whether that follows the traffic."""
+
+    file: InputPath | None = None
+    """A file of `tandem place`, for the expert ranks (prefill workers of "all_to_all" where there
+    are none). null: experts in order, each once."""
+    spare_slots: NonNegative = 0
+    """Slots that each expert rank has per layer beyond its share, for replicas. With `file` its own
+    number counts."""
+    follow: Literal["off", "once", "follow"] = "off"
+    """Whether experts move to where the traffic wants them: never, once when enough has been seen,
+    or again and again."""
+    deadline_s: Seconds = 60.0
+    """Seconds that a move may take; then it is given up, and the old placement serves on."""
+    move_bytes: Annotated[int, Meta(ge=1)] = 1 << 30
+    """Bytes of experts that a rank brings in at most for one move: so much more memory it needs
+    meanwhile. A larger change is made in several."""
+    bytes_per_s: Annotated[float, Meta(gt=0)] = 100e6
+    """Bytes a second at which a rank brings experts in, beside its work."""
+    pays_after_s: Seconds = 60.0
+    """Seconds of such traffic within which a move must have saved what it costs."""
+    sample_tokens: Count = 256
+    """Tokens a second of each attention rank whose experts are noted."""
+
+
 class PlannerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The planner that chooses a plan for every batch. Where it has none, `schedule` rules."""
 
@@ -484,6 +509,7 @@ class TandemConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     priority: PriorityConfig = PriorityConfig()
     prefill: PrefillConfig = PrefillConfig()
     experts: ExpertsConfig = ExpertsConfig()
+    placement: PlacementConfig = PlacementConfig()
     planner: PlannerConfig = PlannerConfig()
     serve: ServeConfig = ServeConfig()
     http: HttpConfig = HttpConfig()

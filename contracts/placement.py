@@ -18,10 +18,12 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     slots_per_rank: the same in every layer. expert_of_slot: [L][slot], empty where a layer has no
     experts. Every expert of a layer is in one slot or more, on different ranks. A placement without
-    ranks is of a group that divides no experts.
+    ranks is of a group that divides no experts. generation: 0 at launch; each that a running group
+    goes over to has the next number.
     """
 
     num_experts: int = 0
+    generation: int = 0
     slots_per_rank: tuple[int, ...] = ()
     expert_of_slot: tuple[tuple[int, ...], ...] = ()
 

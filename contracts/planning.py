@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from contracts.placement import Placement
 from contracts.plan import Plan
 
 PLANNER_PURPOSE = "planner"  # what a rank says in the handshake that its connection is for
@@ -107,5 +108,43 @@ class ExpertReport(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     a2e: Annotated[list[RowsTime], Meta(max_length=4096)] = []
 
 
-ToPlanner = PlanQuery | BatchReport | ExpertReport
-FromPlanner = PlanAnswer | ModelsChanged
+class RoutingReport(msgspec.Struct, frozen=True, kw_only=True, tag="routing"):
+    """Where an attention rank's tokens went of late. Arrays are little-endian bytes.
+
+    ids: int32 [P, 2], token ids of a sample and those before them (-1: none). paths: int16 [P, moe
+    layers, K], their experts. tokens: all that the rank has run since its last report.
+    """
+
+    rank: str
+    tokens: Annotated[int, Meta(ge=0, le=1 << 40)]
+    ids: Annotated[bytes, Meta(max_length=MAX_PLANNER_FRAME_BYTES)]
+    paths: Annotated[bytes, Meta(max_length=MAX_PLANNER_FRAME_BYTES)]
+
+
+class PlacementProposal(msgspec.Struct, frozen=True, tag="proposal"):
+    """To every expert rank: make this placement ready, and tell the attention ranks."""
+
+    placement: Placement
+
+
+class Outcome(enum.StrEnum):
+    """What became of a proposal on one expert rank."""
+
+    READY = "ready"  # all of its experts are there
+    RETIRED = "retired"  # nobody uses an older one any more: what only they had is freed
+    FAILED = "failed"  # it never became ready here; what had come is freed
+
+
+class PlacementOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
+    """loaded_bytes, seconds: what was brought in, and how long that took."""
+
+    rank: str
+    generation: Annotated[int, Meta(ge=0, le=1 << 40)]
+    outcome: Outcome
+    reason: str = ""
+    loaded_bytes: Annotated[int, Meta(ge=0)] = 0
+    seconds: Annotated[float, Meta(ge=0)] = 0.0
+
+
+ToPlanner = PlanQuery | BatchReport | ExpertReport | RoutingReport | PlacementOutcome
+FromPlanner = PlanAnswer | ModelsChanged | PlacementProposal

@@ -29,6 +29,7 @@ from contracts.planning import (
     BatchReport,
     ExpertReport,
     FromPlanner,
+    PlacementProposal,
     PlanAnswer,
     PlanQuery,
     ToPlanner,
@@ -173,6 +174,8 @@ class PlannerLink:
         self.cold = ""
 
     def _take(self, message: FromPlanner) -> None:
+        if isinstance(message, PlacementProposal):
+            return
         if not isinstance(message, PlanAnswer):
             self._version = max(self._version, message.version)
             return

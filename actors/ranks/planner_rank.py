@@ -31,6 +31,7 @@ from contracts.planning import (
     MAX_PLANNER_FRAME_BYTES,
     PLANNER_PURPOSE,
     BatchReport,
+    ExpertReport,
     FromPlanner,
     ModelsChanged,
     PlanAnswer,
@@ -152,7 +153,7 @@ class PlannerService:
             predicted_ms = self._planner.predict_ms(message.plan, batches)
             self.plan_metrics.show(message, predicted_ms)
             self._planner.observe_batch(message)
-        else:
+        elif isinstance(message, ExpertReport):
             self._planner.observe_experts(message)
         if self._planner.version != before:
             event(log, "stage_models_changed", version=self._planner.version)
