@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+from typing import Annotated
 
 import msgspec
+
+Fingerprint = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -38,6 +41,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         slots, where = sum(self.slots_per_rank), f"expert_of_slot[{layer}]"
         if len(experts) != slots:
             raise ValueError(f"{where} has {len(experts)} slots, slots_per_rank adds up to {slots}")
+        if self.num_experts > slots:  # before a set of any number is made
+            raise ValueError(f"{where} has {slots} slots for {self.num_experts} experts: too few")
         wrong = set(experts) ^ set(range(self.num_experts))
         if wrong:
             raise ValueError(
@@ -68,6 +73,15 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         low, high = self.slot_bounds[rank]
         layers = enumerate(self.expert_of_slot)
         return {layer: experts[low:high] for layer, experts in layers if experts}
+
+
+class PlacementFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `tandem place` writes: a placement, and what it was made for. checkpoint, tokenizer: 64
+    hexadecimal digits each, as a routing profile has them."""
+
+    checkpoint: Fingerprint
+    tokenizer: Fingerprint
+    placement: Placement
 
 
 def other_placement(theirs: str, their_digest: str, my_digest: str) -> str:

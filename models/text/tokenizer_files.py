@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,15 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
     _add_missing_tokens(backend, config, special)
     return TokenizerFiles(backend, special, _template(folder, config))
+
+
+def tokenizer_digest(folder: Path) -> bytes:
+    """32 bytes: folders whose token ids mean the same have the same. Raises CheckpointError."""
+    path = folder / "tokenizer.json"
+    try:
+        return hashlib.sha256(path.read_bytes()).digest()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

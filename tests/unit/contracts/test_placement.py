@@ -32,6 +32,7 @@ def test_a_rank_has_experts_of_its_own_in_each_layer() -> None:
         ({"slots_per_rank": (2, -2)}, r"slots_per_rank=\(2, -2\): give numbers from 0"),
         ({"slots_per_rank": (2, 1)}, r"expert_of_slot\[1\] has 4 slots, slots_per_rank adds up to"),
         ({"num_experts": 4}, r"expert_of_slot\[1\]: expert 3 is not placed, or not one of the 4"),
+        ({"num_experts": 10**15}, r"expert_of_slot\[1\] has 4 slots for 10{15} experts: too few"),
         ({"num_experts": 2}, r"expert_of_slot\[1\]: expert 2 is not placed, or not one of the 2"),
         ({"expert_of_slot": ((0, 1, 2, 2),)}, r"expert_of_slot\[0\]: rank 1 has an expert twice"),
     ],
