@@ -504,8 +504,22 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "door: one tenant's promises are before everybody",
         _LATER,
-        "turns = min(mine, requests + 1)",
-        "turns = mine",
+        "turns = min(length, most)",
+        "turns = length",
+        _APPOINTMENTS,
+    ),
+    Bug(
+        "door: each newcomer walks over all tenants that were promised something",
+        _LATER,
+        "whose = next(iter(self._equals[max(self._equals)].tenants))",
+        "whose = max(self._lines, key=lambda one: len(self._lines[one].requests))",
+        _APPOINTMENTS,
+    ),
+    Bug(
+        "door: a tenant whose line grows is still counted among the shorter ones",
+        _LATER,
+        "        equals.amount -= line.amount\n",
+        "",
         _APPOINTMENTS,
     ),
     Bug(

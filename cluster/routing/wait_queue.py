@@ -71,8 +71,10 @@ class WaitQueue:
     def wake(self) -> None:
         """Gives free slots to those in line, one by one; call it when there may be more."""
         while len(self._line) and self._has_slot:
-            waiter = next(self._line.ahead(self._has_share), None) or self._line.peek()
+            waiter = self._line.peek()
             assert waiter is not None
+            if self._has_share(waiter):
+                waiter = next(self._line.ahead(self._has_share), waiter)
             self._line.take(waiter)
             whose = self._whose.pop(waiter)
             if not waiter.done():  # cancelled, and not yet told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -10,11 +11,14 @@ from collections import deque
 
 import pytest
 
+from cluster.routing import door, wait_queue
 from cluster.routing.door import Door
 from cluster.routing.placer import RoutingConfig
 from contracts.errors import OverloadError
 from contracts.messages import Submit
 from contracts.requests import Caller, Priority
+from planner.policies import appointments, drain
+from tests.support.steps import lines_run
 
 LS, BE = Priority.LS, Priority.BE
 PER_SECOND = 1000.0  # tokens that the ranks of these tests compute
@@ -114,6 +118,19 @@ def test_who_asks_a_thousand_times_and_never_comes_back_keeps_nobody_else_away()
     other = front.enter(job(LS, tenant=b"one"))
     assert other is not None
     assert other <= 2, "he stands behind one of them"
+
+
+def test_who_is_refused_costs_as_little_when_thousands_of_tenants_are_expected_back() -> None:
+    """Keys of their own for each request: nothing of the door is walked over."""
+    front = Front(ls_max_wait_s=5.0)
+    front.fill(40, LS)
+    front.run(20)
+    front.fill(200, LS)  # as much as may wait
+    parts = (door, wait_queue, appointments, drain)
+    newcomers = [job(LS, tenant=number.to_bytes(8, "big")) for number in range(9000)]
+    costs = [lines_run(functools.partial(front.enter, one), *parts) for one in newcomers]
+    assert max(costs) < 200
+    assert len(front.door._halves[LS].promises) == appointments.MOST
 
 
 def test_later_sequences_of_a_large_request_keep_nobody_out() -> None:
