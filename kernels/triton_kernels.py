@@ -1,8 +1,9 @@
 """The passes over activations that a GPU spends its memory's bandwidth on, each one kernel, where
-torch takes three to ten. They round where kernels/norm.py, rope.py and experts.py do.
+torch takes three to ten. They round where kernels/norm.py, rope.py and experts.py do. And products
+of few tokens with experts that stand in any slots, where a matrix product has nothing to share.
 
 Imported only where triton is there (kernels/passes.py). Shapes: T tokens, H heads, d head dim, D
-model dim, F FFN dim, N (token, expert) pairs, K top-k.
+model dim, F FFN dim, N (token, expert) pairs, K top-k, S slots.
 """
 
 # mypy: disable-error-code="untyped-decorator, misc, no-untyped-call, no-untyped-def"
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 _HEADS = 16  # of one program
+_OUTPUTS, _INPUTS = 8, 256  # of a product, of one program and at once
 
 
 @triton.jit
@@ -101,6 +103,48 @@ def _take(x_ptr, rows_ptr, out_ptr, D, BLOCK: tl.constexpr):
     tl.store(out_ptr + n * D + i, tl.load(x_ptr + row * D + i, mask=i < D), mask=i < D)
 
 
+@triton.jit
+def _slot_gated(
+    x_ptr, slots_ptr, w_ptr, out_ptr, K, D, F, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr
+):
+    n = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + n).to(tl.int64)
+    if slot >= 0:
+        f = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
+        rows = w_ptr + slot * 2 * F * D + f * D
+        gates = tl.zeros((OUTPUTS, INPUTS), dtype=tl.float32)
+        ups = tl.zeros((OUTPUTS, INPUTS), dtype=tl.float32)
+        for first in range(0, D, INPUTS):
+            d = first + tl.arange(0, INPUTS)[None, :]
+            there = (f < F) & (d < D)
+            x = tl.load(x_ptr + (n // K) * D + d, mask=d < D, other=0.0).to(tl.float32)
+            gates += x * tl.load(rows + d, mask=there, other=0.0).to(tl.float32)
+            ups += x * tl.load(rows + F * D + d, mask=there, other=0.0).to(tl.float32)
+        kind = out_ptr.dtype.element_ty
+        gate = tl.sum(gates, axis=1)[:, None].to(kind).to(tl.float32)
+        up = tl.sum(ups, axis=1)[:, None].to(kind).to(tl.float32)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+        tl.store(out_ptr + n * F + f, (silu * up).to(kind), mask=f < F)
+
+
+@triton.jit
+def _slot_product(
+    x_ptr, slots_ptr, w_ptr, out_ptr, D, F, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr
+):
+    n = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + n).to(tl.int64)
+    if slot >= 0:
+        d = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
+        rows = w_ptr + slot * D * F + d * F
+        sums = tl.zeros((OUTPUTS, INPUTS), dtype=tl.float32)
+        for first in range(0, F, INPUTS):
+            f = first + tl.arange(0, INPUTS)[None, :]
+            x = tl.load(x_ptr + n * F + f, mask=f < F, other=0.0).to(tl.float32)
+            sums += x * tl.load(rows + f, mask=(d < D) & (f < F), other=0.0).to(tl.float32)
+        y = tl.sum(sums, axis=1)[:, None].to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + n * D + d, y, mask=d < D)
+
+
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, round_once: bool) -> Tensor:
     """x: contiguous."""
     out, D = torch.empty_like(x), x.shape[-1]
@@ -154,3 +198,19 @@ def weighted_sums(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: T
     T, K = places_TK.shape
     D = y_ND.shape[1]
     _sum[(T,)](y_ND, places_TK, weights_TK, out_TD, D, K=K, BLOCK=triton.next_power_of_2(D))
+
+
+def slot_experts(
+    x_TD: Tensor, slots_TK: Tensor, gate_up_SND: Tensor, down_SDF: Tensor, y_ND: Tensor
+) -> None:
+    """Fills the rows of y, one of each pair in the order of slots_TK, whose slot is not negative
+    (int32): what the expert there gives for its token. All contiguous. A row's bits do not depend
+    on which slot it is, nor on the other rows."""
+    T, K = slots_TK.shape
+    D, F = down_SDF.shape[1:]
+    h_NF = torch.empty(T * K, F, dtype=x_TD.dtype, device=x_TD.device)
+    blocks = {"OUTPUTS": _OUTPUTS, "INPUTS": _INPUTS}
+    _slot_gated[(T * K, triton.cdiv(F, _OUTPUTS))](
+        x_TD, slots_TK, gate_up_SND, h_NF, K, D, F, **blocks
+    )
+    _slot_product[(T * K, triton.cdiv(D, _OUTPUTS))](h_NF, slots_TK, down_SDF, y_ND, D, F, **blocks)

@@ -1,0 +1,147 @@
+"""The triton kernels on the CPU, by triton's interpreter: held against kernels/reference.py and
+torch's own operations, in sizes that fill no block. Run by test_triton.py, in a process of its own:
+triton decides at its first import who runs its kernels.
+
+The interpreter cuts float32 off at bfloat16's width where a GPU rounds: there a value may be two
+steps apart. float32 and float16 are computed as on a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import experts, norm, reference, rope
+from kernels import triton_kernels as fused
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# What a value of order 1 may be off: rounding where both round once, and a step more where an
+# intermediate result had fallen on the other side.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}
+EPS = 1e-6
+
+kinds = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float16", "bfloat16"])
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
+    """expected: of any dtype. factor: how much larger than 1 values are."""
+    allowed = TOLERANCE[dtype] * factor
+    torch.testing.assert_close(found.double(), expected.double(), atol=allowed, rtol=allowed)
+
+
+@kinds
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (3, 64), (2, 3, 129)])
+@pytest.mark.parametrize("round_once", [False, True])
+def test_norm(dtype: torch.dtype, shape: tuple[int, ...], round_once: bool) -> None:
+    x, weight_D = normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype, seed=1)
+    found = fused.rms_norm(x, weight_D, EPS, round_once)
+    close(found, reference.rms_norm_reference(x, weight_D, EPS), dtype, 4.0)
+    expected = norm.rms_norm(x, weight_D, EPS, round_once=round_once)
+    close(found, expected, dtype, 4.0)
+    assert found.dtype is dtype
+    if dtype is torch.float16:  # rounded where torch's operations round
+        assert (found == expected).float().mean() > 0.97
+
+
+@kinds
+@pytest.mark.parametrize(("T", "H", "d"), [(1, 1, 2), (3, 17, 6), (5, 16, 16), (2, 33, 22)])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_norm_and_turn(dtype: torch.dtype, T: int, H: int, d: int, with_norm: bool) -> None:
+    """Of heads that are a part of wider rows, as queries in the product of all three."""
+    x_THd = normal(T, H + 2, d, dtype=dtype)[:, 1:-1]
+    weight_Hd = normal(H, d, dtype=dtype, seed=1) if with_norm else None
+    positions_T = torch.arange(T) * 7 + 3
+    inv_freq = 0.5 ** torch.arange(d // 2)
+    angles = positions_T[:, None, None] * inv_freq
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    found = fused.norm_and_turn(x_THd, weight_Hd, EPS, cos, sin)
+    normed = x_THd if weight_Hd is None else norm.rms_norm(x_THd, weight_Hd, EPS)
+    close(found, rope.apply_rope(normed, cos, sin), dtype, 4.0)
+    if dtype is torch.float32:
+        exact = x_THd if weight_Hd is None else reference.rms_norm_reference(x_THd, weight_Hd, EPS)
+        close(found, reference.rope_reference(exact, positions_T, inv_freq), dtype, 4.0)
+
+
+@kinds
+@pytest.mark.parametrize(("N", "F"), [(1, 1), (4, 5), (3, 64), (2, 129)])
+def test_gate(dtype: torch.dtype, N: int, F: int) -> None:
+    h_NF2 = 3 * normal(N, 2 * F, dtype=dtype)
+    gate, up = h_NF2.double().chunk(2, dim=1)
+    found = fused.gated(h_NF2)
+    close(found, gate / (1 + torch.exp(-gate)) * up, dtype, 4.0)
+    close(found, experts.gated(h_NF2), dtype, 4.0)
+
+
+@kinds
+def test_the_gate_of_large_values_is_finite(dtype: torch.dtype) -> None:
+    """exp(-gate) overflows to infinity, and the result is 0."""
+    h_NF2 = torch.tensor([[-200.0, 200.0, 2.0, 3.0]], dtype=dtype)
+    assert fused.gated(h_NF2).tolist() == [[0.0, 600.0]]
+
+
+@kinds
+@pytest.mark.parametrize(("N", "D"), [(0, 3), (1, 1), (5, 7), (9, 130)])
+def test_rows(dtype: torch.dtype, N: int, D: int) -> None:
+    x_TD = normal(4, D, dtype=dtype)
+    rows_N = torch.randint(4, (N,), generator=torch.Generator().manual_seed(N))
+    assert torch.equal(fused.rows_of(x_TD, rows_N), x_TD[rows_N])
+
+
+@kinds
+@pytest.mark.parametrize(("T", "K", "D"), [(1, 1, 1), (3, 2, 5), (4, 8, 129)])
+def test_sums_are_taken_in_order_of_choice(dtype: torch.dtype, T: int, K: int, D: int) -> None:
+    y_ND = normal(T * K, D, dtype=dtype)
+    places_TK = torch.randperm(T * K, generator=torch.Generator().manual_seed(1)).view(T, K)
+    weights_TK = torch.rand(T, K, generator=torch.Generator().manual_seed(2))
+    found_TD = torch.empty(T, D)
+    fused.weighted_sums(y_ND, places_TK, weights_TK, found_TD)
+    expected_TD = torch.zeros(T, D)
+    for k in range(K):
+        expected_TD += weights_TK[:, k : k + 1] * y_ND[places_TK[:, k]].float()
+    assert torch.equal(found_TD, expected_TD)
+
+
+@settings(max_examples=12)
+@given(
+    st.sampled_from(DTYPES),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([(3, 5), (17, 9), (8, 16), (260, 3), (5, 300)]),
+    st.integers(0, 1000),
+)
+def test_experts_in_any_slots_give_what_the_reference_says(
+    dtype: torch.dtype, T: int, K: int, sizes: tuple[int, int], seed: int
+) -> None:
+    """Rows without a slot stay as they are; where an expert stands changes no bit."""
+    (D, F), slots = sizes, 4
+    generator = torch.Generator().manual_seed(seed)
+    x_TD = torch.randn(T, D, generator=generator).to(dtype)
+    gate_up = (torch.randn(slots, 2 * F, D, generator=generator) * D**-0.5).to(dtype)
+    down = (torch.randn(slots, D, F, generator=generator) * F**-0.5).to(dtype)
+    slots_TK = torch.randint(-1, slots, (T, K), generator=generator, dtype=torch.int32)
+    y_ND = torch.full((T * K, D), 7.0, dtype=dtype)
+    fused.slot_experts(x_TD, slots_TK, gate_up, down, y_ND)
+    expected_ND = torch.full((T * K, D), 7.0, dtype=torch.float64)
+    for n, slot in enumerate(slots_TK.flatten().tolist()):
+        if slot >= 0:
+            pairs = [(0, slot, 1.0)]
+            expected_ND[n] = reference.experts_reference(x_TD[n // K :][:1], gate_up, down, pairs)
+    close(y_ND, expected_ND, dtype, 4.0)
+    moved = torch.tensor([2, 0, 3, 1])
+    elsewhere = [torch.empty_like(weight) for weight in (gate_up, down)]
+    for weight, other in zip((gate_up, down), elsewhere, strict=True):
+        other[moved] = weight
+    there_TK = torch.where(slots_TK < 0, slots_TK, moved.int()[slots_TK.clamp(min=0)])
+    again_ND = torch.full_like(y_ND, 7.0)
+    there_TK = there_TK.flip(0).contiguous()
+    fused.slot_experts(x_TD, there_TK, elsewhere[0], elsewhere[1], again_ND)
+    flipped_ND = torch.full_like(y_ND, 7.0)
+    fused.slot_experts(x_TD, slots_TK.flip(0).contiguous(), gate_up, down, flipped_ND)
+    assert torch.equal(again_ND, flipped_ND)

@@ -1,0 +1,33 @@
+"""The triton kernels on the CPU, by triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+INTERPRETED = Path(__file__).with_name("interpreted_triton.py")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed (200 MB): pip install 'tandem-moe[triton]'",
+)
+def test_every_triton_kernel_computes_what_the_reference_does() -> None:
+    """In a process of its own: triton decides at its first import who runs its kernels."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, str(INTERPRETED)],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
