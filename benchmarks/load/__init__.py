@@ -1,2 +1,1 @@
-"""An open-loop load generator: arrivals are drawn beforehand, and nobody waits for an answer to
-send the next request."""
+"""The load generator of `tandem bench` (cluster/load/), straight to a rank's socket."""

@@ -9,9 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks.load.arrivals import Arrival, Lengths
-from benchmarks.load.outcome import Outcome
 from benchmarks.rank_stream import ask
+from cluster.load.arrivals import Arrival, Lengths
+from cluster.load.outcome import Outcome
 from cluster.routing.rank_client import RankClient
 from contracts.clock import monotonic_s
 from contracts.messages import Failed, Submit, Tokens

@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load.arrivals import Lengths, always, poisson
 from benchmarks.load.on_rank import Endless
-from benchmarks.load.outcome import mean
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant
 from benchmarks.random_checkpoint import write_random_checkpoint
+from cluster.load.arrivals import Lengths, always, poisson
+from cluster.load.outcome import mean
 
 ROWS = (Endless(32, Lengths(256, 1)),)
 LS_TOKENS, LS_PER_S = 64, 2.0

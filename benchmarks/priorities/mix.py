@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load.arrivals import Arrival, Lengths, always, poisson
 from benchmarks.load.on_rank import Endless
-from benchmarks.load.outcome import mean
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant, blocking
 from benchmarks.random_checkpoint import write_random_checkpoint
+from cluster.load.arrivals import Arrival, Lengths, always, poisson
+from cluster.load.outcome import mean
 
 ENDLESS = (Endless(16, Lengths(512, 1)),)
 LOADS = {"1 out, 2/s": (2.0, 1), "50 out, 1/s": (1.0, 50)}

@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load.arrivals import Arrival, Lengths
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant
 from benchmarks.random_checkpoint import write_random_checkpoint
+from cluster.load.arrivals import Arrival, Lengths
 from contracts.requests import Priority
 
 LOADS = {  # all come at once, and are waited for: no part of a batch is left out or counted twice

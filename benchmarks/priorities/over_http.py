@@ -18,15 +18,16 @@ import httpx
 import psutil
 import yaml
 
-from benchmarks.load.arrivals import Arrival, Lengths, azure_rows, fitted, from_trace
-from benchmarks.load.on_http import HttpGenerator
-from benchmarks.load.outcome import Outcome, figures
 from benchmarks.priorities.group import MODELS, POOL_TOKENS
 from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.server import ServerProcess
 from benchmarks.soak.served import others, processes
 from benchmarks.soak.watch import read_metrics
 from cluster.files.model_folder import resolve_model_folder
+from cluster.load.arrivals import Arrival, Lengths, fitted, from_trace
+from cluster.load.on_http import HttpGenerator, Target
+from cluster.load.outcome import Outcome, figures
+from cluster.load.traces import read_trace
 from contracts.config import BUNDLED
 from contracts.requests import Priority
 
@@ -41,7 +42,7 @@ LONGEST_S = 900.0  # of a request, waiting to be let in not counted
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.trace is None:
         raise SystemExit("http needs --trace FILE: a CSV of the Azure LLM inference traces")
-    rows = azure_rows(options.trace)
+    rows = read_trace(options.trace)
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         path = Path(folder)
         with _server(path, options) as server:
@@ -82,7 +83,8 @@ class _Client:
         self._server = server
         self._ours = processes(server)
         self._others = others(server, self._ours)
-        self._model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+        model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+        self._target = Target(url=server.url, model=model, fields={"ignore_eos": True})
 
     async def capacity(self, rows: Sequence[tuple[float, Lengths]]) -> float:
         """Jobs per second while there are enough of them; the second time, when all is warm."""
@@ -90,7 +92,7 @@ class _Client:
         for seed in range(2):
             picked = fitted(rows[seed * CAPACITY_REQUESTS :], 0.1, CAPACITY_REQUESTS / 0.1, DIVISOR)
             outcomes = [Outcome(Arrival(0.0, Priority.LS, lengths)) for _, lengths in picked]
-            generator = HttpGenerator(self._server.url, self._model, seed)
+            generator = HttpGenerator(self._target, seed)
             await generator.run(outcomes, LONGEST_S)
             ends_s = sorted(each.end_s for each in outcomes if not each.error)
             most = len(ends_s) * 3 // 4
@@ -103,7 +105,7 @@ class _Client:
     ) -> dict[str, Any]:
         arrivals = from_trace(fitted(rows, seconds, rate, DIVISOR), LS_PART, seed=7)
         outcomes = [Outcome(arrival) for arrival in arrivals]
-        generator = HttpGenerator(self._server.url, self._model, 1, comes_back=True)
+        generator = HttpGenerator(self._target, 1, comes_back=True)
         looks: list[dict[str, float]] = []
         looking = asyncio.create_task(self._look(looks))
         await generator.run(outcomes, LONGEST_S)

@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load.arrivals import Lengths, like_chats, poisson
-from benchmarks.load.outcome import mean
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant, blocking
 from benchmarks.random_checkpoint import write_random_checkpoint
-from cluster.capacity.pictures import pyplot, saved
+from cluster.files.pictures import pyplot, saved
+from cluster.load.arrivals import Lengths, like_chats, poisson
+from cluster.load.outcome import mean
 
 LS_PART = 0.2
 WHOLE, FCFS = "run to completion", "iteration FCFS"

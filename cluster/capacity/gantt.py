@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.capacity.pictures import check_format, pyplot, saved
+from cluster.files.pictures import check_format, pyplot, saved
 from contracts.events import TRANSFERS, Stage, TaskSpan
 
 _COLOURS = ("#3b75af", "#ee8636", "#519d3e", "#8d69b8")  # by micro-batch; readable on white

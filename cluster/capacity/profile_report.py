@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from cluster.capacity.pictures import check_format, pyplot, saved
+from cluster.files.pictures import check_format, pyplot, saved
 from cluster.files.terminal import Terminal
 from contracts.hardware import Fit, Hardware
 

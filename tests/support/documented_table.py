@@ -39,6 +39,7 @@ TABLE: list[tuple[str, Tried | Left]] = [
     ("tandem bulk --address … *", Tried("tests/ray/test_existing_cluster.py")),
     ("tandem doctor --model DIR", Tried(HERE, DIR)),
     ("cat spec.json", Tried(HERE, "writes what the document shows")),
+    ("tandem bench --rate 4 *", Tried("tests/unit/cluster/load/test_bench.py", "of other servers")),
     ("tandem plan spec.json*", Tried(HERE, "Qwen3-235B-A22B is a folder with a config.json")),
     ("tandem plan --beyond", Tried(HERE, "of the same file")),
     ("tandem plan --help", Tried(HERE)),

@@ -51,11 +51,11 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.capacity.pictures import check_format, pyplot
     from cluster.capacity.profile import ProfileSettings, profile
     from cluster.capacity.profile_report import draw_profile, print_profile
     from cluster.files.hardware import write_hardware
     from cluster.files.model_folder import resolve_model_folder
+    from cluster.files.pictures import check_format, pyplot
 
     if options.routing:
         return _routing(options)

@@ -1,12 +1,9 @@
-"""When requests come, and how long they are: drawn, or read from traces."""
+"""When requests come, and how long they are: drawn, or as a trace has them."""
 
 from __future__ import annotations
 
-import csv
 import random
 from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime
-from pathlib import Path
 from typing import NamedTuple
 
 from contracts.requests import Priority
@@ -64,19 +61,6 @@ def from_trace(rows: Iterable[tuple[float, Lengths]], ls: float, seed: int) -> l
         Arrival(at_s, Priority.LS if rng.random() < ls else Priority.BE, lengths)
         for at_s, lengths in rows
     ]
-
-
-def azure_rows(path: Path) -> list[tuple[float, Lengths]]:
-    """Of an AzureLLMInferenceTrace: seconds after its first row, and lengths."""
-    with path.open(encoding="utf-8") as file:
-        rows = [
-            (
-                datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp(),
-                Lengths(int(row["ContextTokens"]), max(1, int(row["GeneratedTokens"]))),
-            )
-            for row in csv.DictReader(file)
-        ]
-    return [(at_s - rows[0][0], lengths) for at_s, lengths in rows]
 
 
 def fitted(

@@ -10,19 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load.arrivals import (
+from cluster.load.arrivals import (
     Arrival,
     Lengths,
     always,
-    azure_rows,
     fitted,
     from_trace,
     like_chats,
     poisson,
 )
-from benchmarks.load.on_http import HttpGenerator
-from benchmarks.load.outcome import Outcome, figures, percentile
-from benchmarks.priorities.group import blocking
+from cluster.load.on_http import HttpGenerator, Target
+from cluster.load.outcome import Outcome, figures, percentile
+from cluster.load.traces import read_trace
 from contracts.requests import Priority
 from tests.support.api_harness import MODEL, serve_api
 from tests.support.fake_rank import FakeRank
@@ -56,7 +55,7 @@ def test_a_trace_keeps_its_pattern_at_another_rate_and_size(tmp_path: Path) -> N
         "2023-11-16 18:15:47.6805900,20,0\n"
         "2023-11-16 18:15:50.6805900,1000,70\n"
     )
-    rows = azure_rows(path)
+    rows = read_trace(path)
     assert [at_s for at_s, _ in rows] == pytest.approx([0, 1, 4])
     arrivals = from_trace(fitted(rows, seconds=8.0, rate=3 / 8, divisor=10), ls=1.0, seed=1)
     assert [a.at_s for a in arrivals] == pytest.approx([0, 2, 8])
@@ -82,20 +81,6 @@ def test_a_percentile_is_a_value_that_occurred() -> None:
     assert math.isnan(percentile([], 0.5))
 
 
-def test_blocking_is_read_from_what_happened_between_two_scrapes() -> None:
-    def scrape(*counts: int, seconds: float) -> str:
-        name = "tandem_preemption_blocking_seconds"
-        ends = ("0.001", "0.01", "+Inf")
-        lines = [
-            f'{name}_bucket{{le="{end}",rank="a"}} {count}.0'
-            for end, count in zip(ends, counts, strict=True)
-        ]
-        return "\n".join([*lines, f"{name}_sum {seconds}", f"{name}_count {counts[-1]}.0"])
-
-    found = blocking(scrape(1, 1, 2, seconds=5.0), scrape(4, 5, 6, seconds=5.02))
-    assert found == {"waits": 4, "mean_ms": pytest.approx(5), "longest_below_ms": 10}
-
-
 def test_requests_are_sent_when_they_are_due_and_a_refused_client_comes_again_once(
     folder: Path,
 ) -> None:
@@ -104,7 +89,9 @@ def test_requests_are_sent_when_they_are_due_and_a_refused_client_comes_again_on
     rank.hold_after = 0
     outcomes = [Outcome(Arrival(0.1 * number, LS, Lengths(4, 1))) for number in range(4)]
     with serve_api(folder, [rank], max_waiting=2) as api:
-        generator = HttpGenerator(api.url, MODEL, 1, comes_back=True)
+        generator = HttpGenerator(
+            Target(url=api.url, model=MODEL, fields={"ignore_eos": True}), 1, comes_back=True
+        )
         asyncio.run(generator.run(outcomes, timeout_s=4.0))
     assert all(0 <= each.sent_s - each.arrival.at_s < 3 for each in outcomes)
     assert [each.error for each in outcomes] == ["ReadTimeout", "ReadTimeout", "429", "429"]
@@ -116,7 +103,7 @@ def test_an_answer_without_its_end_is_an_error(folder: Path) -> None:
     rank = FakeRank("attention-0", lambda submit: [60])
     whole, lost = (Outcome(Arrival(0.0, LS, Lengths(4, 1))) for _ in range(2))
     with serve_api(folder, [rank]) as api:
-        generator = HttpGenerator(api.url, MODEL, 1)
+        generator = HttpGenerator(Target(url=api.url, model=MODEL, fields={"ignore_eos": True}), 1)
         asyncio.run(generator.run([whole], timeout_s=20.0))
         rank.fail_with = "lost", "peer_dead", 503
         asyncio.run(generator.run([lost], timeout_s=20.0))
