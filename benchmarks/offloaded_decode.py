@@ -43,10 +43,11 @@ from kernels.steps import run_through
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
-from models.experts.expert_cache import ExpertCache, Guess
+from models.experts.expert_cache import ExpertCache
 from models.experts.expert_file import ExpertFile, open_expert_file
 from models.experts.expert_form import AsComputed, AsStored, ExpertForm
 from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_wants import Guess
 from models.experts.moe import ExpertHalf, expert_sums
 from models.experts.router import Routed
 from models.foresight.foresight import Foresight, Foretold, Ids, Precision

@@ -24,8 +24,9 @@ from kernels.routing import group_by_expert, local_index
 from kernels.steps import Steps
 from models.decoder.decoder import AttentionHalf
 from models.experts.cached_sum import CachedSum
-from models.experts.expert_cache import ExpertCache, Guess, Want
+from models.experts.expert_cache import ExpertCache
 from models.experts.expert_loading import clamped_gate
+from models.experts.expert_wants import Guess, Want
 from models.experts.router import Routed
 from models.foresight.foresight import Foresight
 

@@ -26,9 +26,9 @@ from actors.experts.tier_child import (
     staging_at,
 )
 from contracts.errors import ChannelError
-from models.experts.expert_cache import PartRead
 from models.experts.expert_file import PART_BYTES, ExpertFile, Place
 from models.experts.expert_form import SlotMemory
+from models.experts.expert_tier import PartRead
 
 ENTRIES: Final = 16  # reads under way
 _END_S: Final = 2.0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actors.experts.plane import TaskKey
 from contracts.clock import Clock
-from models.experts.expert_cache import Guess
+from models.experts.expert_wants import Guess
 from models.experts.router import Routed
 from models.foresight.foresight import Foresight, Foretold
 from planner.policies.read_ahead import Trial

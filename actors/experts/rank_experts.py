@@ -13,7 +13,8 @@ from actors.channels.base import Packet
 from kernels.experts import ClampedGate
 from kernels.steps import Steps
 from models.experts.cached_sum import CachedSum
-from models.experts.expert_cache import ExpertCache, Guess, Want
+from models.experts.expert_cache import ExpertCache
+from models.experts.expert_wants import Guess, Want
 from models.experts.moe import ExpertHalf
 
 MOST_HINTED: Final = 16  # micro-batches: hints of earlier ones are forgotten

@@ -35,7 +35,7 @@ from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
 from kernels.steps import Steps
-from models.experts.expert_cache import Guess
+from models.experts.expert_wants import Guess
 from models.experts.router import Routed
 from models.foresight.foresight import Foresight
 from planner.findep.split import token_group_bounds

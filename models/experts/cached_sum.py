@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels.experts import RUN_PAIRS, ClampedGate, weighted_run
-from models.experts.expert_cache import ExpertCache, Taken, Want
+from models.experts.expert_cache import ExpertCache
+from models.experts.expert_wants import Taken, Want
 
 
 class CachedSum:

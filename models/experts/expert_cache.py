@@ -17,126 +17,21 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError
 from contracts.expert_slots import Eviction, ExpertKey, ReadingAhead
 from contracts.requests import Priority
 from kernels.linear import Product
-from models.experts.expert_form import ExpertForm, SlotMemory
+from models.experts.expert_form import ExpertForm
+from models.experts.expert_tier import Tier
+from models.experts.expert_traffic import DEMAND, USED_HINT, WASTED_HINT, Traffic
+from models.experts.expert_wants import Guess, Hints, Taken, Want, running_mean
 
 HINT_PARTS: Final = 8  # asked for at most: the thread that computes asks for more when it can
 HINT_URGENCY: Final = len(Priority)  # after all that is wanted
-DEMAND, USED_HINT, WASTED_HINT = "demand", "used_hint", "wasted_hint"  # why it was read
 _TRIES: Final = 2  # of an expert that cannot be read
-_NEWEST: Final = 0.1  # of a measured time, in its running mean
-
-
-class Guess(NamedTuple):
-    """An expert that a layer may want. confidence: how often such a guess was right."""
-
-    expert: int
-    confidence: float
-
-
-class Taken(NamedTuple):
-    expert: int
-    slot: int
-
-
-class PartRead(NamedTuple):
-    """ticket: of the `read`. seconds: it took; 0: it was skipped. error: why it failed, if it
-    did."""
-
-    ticket: int
-    seconds: float
-    error: str = ""
-
-
-class Tier(Protocol):
-    """Reads parts of experts, beside the thread that owns it. parts: of an expert; room: how many
-    more reads it takes now."""
-
-    @property
-    def parts(self) -> int: ...
-    @property
-    def expert_bytes(self) -> int: ...
-    @property
-    def room(self) -> int: ...
-
-    def read(self, layer: int, expert: int, part: int, urgency: int) -> int:
-        """To be read from the next `begin` on; what is less urgent waits. Returns a ticket."""
-
-    def begin(self) -> None:
-        """What has been asked for so far is read."""
-
-    def fileno(self) -> int:
-        """A descriptor that can be read while a `wait` would return at once."""
-
-    def hurry(self, ticket: int, urgency: int) -> None:
-        """It has become more urgent."""
-
-    def skip(self, ticket: int) -> None:
-        """It is not wanted any more: if it has not begun it never does."""
-
-    def ended(self) -> Iterable[PartRead]:
-        """What has ended since the last time. Raises ChannelError if nothing will, any more."""
-
-    def copy(self, ticket: int, into: SlotMemory) -> None:
-        """What has been read, to where it belongs in a slot."""
-
-    def free(self, ticket: int) -> None:
-        """Nobody asks for that any more: it has ended."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Until something has ended, or `wake`."""
-
-    def wake(self) -> None:
-        """Ends a `wait`. Called from any thread."""
-
-    def close(self) -> None: ...
-
-
-class Want:
-    """Experts that a micro-batch is to be computed with at a layer. left: still to be, with their
-    places in its order; ready: of those, what is in a slot."""
-
-    __slots__ = ("begun_s", "error", "layer", "left", "number", "priority", "ready")
-
-    def __init__(
-        self, layer: int, experts: Iterable[int], priority: Priority, number: int, now_s: float
-    ) -> None:
-        self.layer, self.priority, self.number, self.begun_s = layer, priority, number, now_s
-        self.left = {expert: place for place, expert in enumerate(experts)}
-        self.ready: set[int] = set()
-        self.error = ""
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether there is something to compute, or to raise, or nothing left."""
-        return bool(self.ready) or not self.left or self.error != ""
-
-
-class Traffic:
-    """What was read, by cause, so far; hits and wanted: experts, by layer. waited_s: in which
-    nothing was computed because experts were not there; copied_s: in which parts that had come
-    were copied to their slots."""
-
-    def __init__(self) -> None:
-        self.hits: Counter[int] = Counter()
-        self.wanted: Counter[int] = Counter()
-        self.read_bytes = {DEMAND: 0, USED_HINT: 0, WASTED_HINT: 0}
-        self.waited_s = self.copied_s = 0.0
-
-    @property
-    def cost_s(self) -> float:
-        """What experts that were not there cost who computes."""
-        return self.waited_s + self.copied_s
-
-    def hit_fraction(self, layer: int) -> float:
-        """Of the experts that the layer wanted so far; 0: none was."""
-        return self.hits[layer] / max(1, self.wanted[layer])
 
 
 class _Read:
@@ -180,9 +75,7 @@ class ExpertCache:
         self._failures: Counter[ExpertKey] = Counter()
         self._wants: list[Want] = []  # LS before BE, the oldest first
         self._wants_of: defaultdict[ExpertKey, list[Want]] = defaultdict(list)
-        self._hints: dict[tuple[Hashable, int], list[Guess]] = {}  # by (whose, layer)
-        self._hinted_s: dict[tuple[Hashable, int], float] = {}
-        self._ahead_s = 0.0  # from a hint to the demand, on average
+        self._hints = Hints()
         self._part_s = 0.0  # to read one
         self._moved_s = clock()  # when the tier gave something last
         self._numbers = 0
@@ -215,7 +108,7 @@ class ExpertCache:
         now_s = self._clock()
         self._take_in(now_s)
         want = Want(layer, experts, priority, self._numbers, now_s)
-        self._note_ahead(owner, layer, now_s)
+        self._hints.wanted(owner, layer, now_s)
         for expert in experts:
             key = ExpertKey(layer, expert)
             self._wants_of[key].append(want)
@@ -299,19 +192,17 @@ class ExpertCache:
     def hint(self, owner: Hashable, layer: int, guesses: Iterable[Guess]) -> None:
         """What `owner` may want there next, the best guess first, in place of what it said
         before."""
-        self._hints[owner, layer] = missing = [
+        missing = [
             guess for guess in guesses if ExpertKey(layer, guess.expert) not in self._slot_of
         ]
-        self._hinted_s.setdefault((owner, layer), self._clock())
+        self._hints.say(owner, layer, missing, self._clock())
         self._give_up_hints()
         if missing:
             self._is_settled = False
             self._issue()
 
     def forget_hints(self, owner: Hashable) -> None:
-        for key in [key for key in self._hints if key[0] == owner]:
-            del self._hints[key]
-            self._hinted_s.pop(key, None)
+        self._hints.forget(owner)
         self._give_up_hints()
 
     def wait(self, timeout_s: float) -> bool:
@@ -370,7 +261,7 @@ class ExpertCache:
                 self._failed(read, ended.error)
             elif ended.seconds:
                 self._moved_s = now_s
-                self._part_s = _mean(self._part_s, ended.seconds)
+                self._part_s = running_mean(self._part_s, ended.seconds)
                 read.done += 1
                 if not read.cancelled:
                     start_s = self._clock()
@@ -424,14 +315,10 @@ class ExpertCache:
             yield from self._to_read_ahead()
 
     def _to_read_ahead(self) -> Iterator[tuple[_Read, int]]:
-        guesses = sorted(
-            (-guess.confidence, ExpertKey(layer, guess.expert))
-            for (_, layer), several in self._hints.items()
-            for guess in several
-        )
+        guesses = self._hints.best_first()
         hinted = {key for _, key in guesses}
-        for doubt, key in guesses:
-            if key in self._slot_of or not (key in self._reads or self._is_worth_it(-doubt)):
+        for confidence, key in guesses:
+            if key in self._slot_of or not (key in self._reads or self._is_worth_it(confidence)):
                 continue
             read = self._reads.get(key)
             if read is None:
@@ -449,9 +336,10 @@ class ExpertCache:
         return sum(len(read.tickets) for read in self._reads.values() if read.hinted)
 
     def _is_worth_it(self, confidence: float) -> bool:
-        if not self._ahead_s or not self._part_s:
+        ahead_s = self._hints.ahead_s
+        if not ahead_s or not self._part_s:
             return True  # nothing has been measured yet
-        return self._pays(confidence, min(self.read_s, self._ahead_s), self._part_s)
+        return self._pays(confidence, min(self.read_s, ahead_s), self._part_s)
 
     def _begin(self, key: ExpertKey, priority: Priority) -> _Read | None:
         slot = self._slot_for(key.layer, priority)
@@ -519,21 +407,11 @@ class ExpertCache:
         if not wants:
             del self._wants_of[key]
 
-    def _note_ahead(self, owner: Hashable, layer: int, now_s: float) -> None:
-        self._hints.pop((owner, layer), None)
-        hinted_s = self._hinted_s.pop((owner, layer), None)
-        if hinted_s is not None:
-            self._ahead_s = _mean(self._ahead_s, now_s - hinted_s)
-
     def _give_up_hints(self) -> None:
         """Reads that nobody wants any more, nor may want."""
         if not self._reads:
             return
-        hinted = {
-            ExpertKey(layer, guess.expert)
-            for (_, layer), guesses in self._hints.items()
-            for guess in guesses
-        }
+        hinted = self._hints.keys()
         for key, read in list(self._reads.items()):
             if key not in self._wants_of and key not in hinted and not read.cancelled:
                 self._cancel(read)
@@ -563,9 +441,7 @@ class ExpertCache:
         if self._failures[key] < _TRIES:
             return
         del self._failures[key]
-        for (_, layer), guesses in self._hints.items():
-            if layer == key.layer:
-                guesses[:] = [guess for guess in guesses if guess.expert != key.expert]
+        self._hints.cannot(key)
         for want in self._wants_of.get(key, ()):
             want.error = f"expert {key.expert} of layer {key.layer}: {error}"
 
@@ -581,7 +457,3 @@ class ExpertCache:
             self._count(DEMAND)
         for want in self._wants_of.get(key, ()):
             want.ready.add(key.expert)
-
-
-def _mean(mean: float, newest: float) -> float:
-    return newest if mean == 0.0 else mean + _NEWEST * (newest - mean)

@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 from torch import Tensor
 
 from models.decoder.decoder import AttentionHalf
-from models.experts.expert_cache import Guess
+from models.experts.expert_wants import Guess
 from models.experts.router import Routed
 from models.foresight.routing_profile import RoutingProfile
 from models.foresight.signals import AFTER, KINDS, TOKEN, Kind, foretold, foretold_after

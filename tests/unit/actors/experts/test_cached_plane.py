@@ -25,10 +25,11 @@ from kernels.routing import local_index
 from kernels.steps import run_through
 from models.decoder.decoder import AttentionHalf
 from models.decoder.local import LocalModel
-from models.experts.expert_cache import ExpertCache, Guess
+from models.experts.expert_cache import ExpertCache
 from models.experts.expert_file import open_expert_file
 from models.experts.expert_form import AsComputed, AsStored, ExpertForm
 from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_wants import Guess
 from models.experts.moe import expert_sums
 from models.experts.router import Routed, Router
 from models.foresight.foresight import Foresight, Foretold, Ids, Precision, Speculation

@@ -14,17 +14,12 @@ from hypothesis import strategies as st
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
 from contracts.requests import Priority
-from models.experts.expert_cache import (
-    DEMAND,
-    HINT_PARTS,
-    USED_HINT,
-    ExpertCache,
-    Guess,
-    PartRead,
-    Want,
-)
+from models.experts.expert_cache import HINT_PARTS, ExpertCache
 from models.experts.expert_form import AsComputed, SlotMemory
 from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_tier import PartRead
+from models.experts.expert_traffic import DEMAND, USED_HINT
+from models.experts.expert_wants import Guess, Want
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint
 from planner.policies.eviction import Kind, eviction
