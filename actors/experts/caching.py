@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from contracts import metrics
 from contracts.config import ExpertsConfig
 from contracts.errors import ConfigError
 from contracts.expert_slots import ExpertKey
+from contracts.logs import event
 from contracts.worker import WorkerSpec
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_cache import ExpertCache
@@ -20,12 +22,16 @@ from models.experts.expert_form import AsComputed, AsStored, ExpertForm
 from models.experts.expert_layout import ExpertLayout
 from models.experts.slot_budget import slots_for
 from models.foresight.foresight import Foresight, Speculation
+from models.foresight.profile_file import holds_foresight
 from models.foresight.routing_profile import RoutingProfile
 from models.spec.model import ModelSpec
+from models.spec.safetensors_file import SafetensorsFile
 from models.spec.stored_names import ROUTING
 from models.weights.checkpoint import Checkpoint
 from planner.policies.eviction import eviction
 from planner.policies.read_ahead import pays
+
+_log = logging.getLogger("tandem.worker")
 
 
 def expert_cache(
@@ -106,8 +112,8 @@ def _frequencies(
 
 
 def _profile(spec: WorkerSpec, model: ModelSpec, needed_by: str | None) -> RoutingProfile | None:
-    """The one that is configured, or beside the checkpoint. needed_by: what cannot do without one;
-    None: nothing. Raises CheckpointError, ConfigError."""
+    """The one that is configured, or beside the checkpoint, if it foretells anything. needed_by:
+    what cannot do without one; None: nothing. Raises CheckpointError, ConfigError."""
     config, folder = spec.config.experts, Path(spec.model_folder)
     own = folder / ROUTING
     path = Path(config.profile) if config.profile else own if own.is_file() else None
@@ -116,7 +122,13 @@ def _profile(spec: WorkerSpec, model: ModelSpec, needed_by: str | None) -> Routi
             f"{needed_by}: needs a profile, and {folder} has none: set experts.profile to a file "
             "of `tandem profile --routing`"
         )
-    return None if path is None else RoutingProfile.read(path, folder, model)
+    if path is None:
+        return None
+    is_found = not config.profile and needed_by is None
+    if is_found and not holds_foresight(SafetensorsFile(path)):
+        event(_log, "routing_profile_of_counts_alone", path=path)
+        return None
+    return RoutingProfile.read(path, folder, model)
 
 
 def _speculation(config: ExpertsConfig, half: AttentionHalf) -> Speculation | None:

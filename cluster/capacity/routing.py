@@ -13,29 +13,38 @@ from models.decoder.decoder import AttentionHalf
 from models.experts.copying_store import CopyingStore
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import open_host_source
-from models.foresight.routing_collection import Collection
+from models.foresight.profile_file import digest_of
+from models.foresight.routing_collection import Collection, Counters
+from models.foresight.routing_counter import Counted, RoutingCounter
+from models.foresight.routing_counts import LEAST_TOKENS, LIMITS, Limits, RoutingCounts
 from models.foresight.routing_profile import RoutingProfile
 from models.spec.model import ModelSpec
 from models.text.tokenizer import Tokenizer
+from models.text.tokenizer_files import tokenizer_digest
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 
-LEAST_TOKENS: Final = 1000
+WHILE_MEASURING: Final = Limits(pairs=1 << 18, paths=1 << 16)
+"""Larger than the file's: what is printed is judged with all of it."""
 _DEADLINE_S: Final = 600.0  # to make the file of experts, or to read a layer's
 
 
 class RoutingSettings(NamedTuple):
-    """most_tokens: of all texts together; of one at most row_tokens."""
+    """most_tokens: of all texts together; of one at most row_tokens. limits: of what is counted,
+    in the file."""
 
     model_folder: Path
     dtype: Literal["auto", "bfloat16", "float32"]
     most_tokens: int = 60_000
     row_tokens: int = 512
+    limits: Limits = LIMITS
 
 
 class RoutingReport(NamedTuple):
-    """tokens: that were looked at."""
+    """tokens: that were looked at. held_out: of those that the others say nothing of."""
 
     profile: RoutingProfile
+    counts: RoutingCounts
+    held_out: RoutingCounts
     spec: ModelSpec
     tokens: int
 
@@ -61,9 +70,24 @@ def routing_profile(
     store = CopyingStore(source, {}, layout, deadline_s=_DEADLINE_S)
     try:
         half = AttentionHalf.load(checkpoint, spec, dtype=dtype)
-        return RoutingReport(Collection(half, store, rows, progress).profile(), spec, tokens)
+        counters = Counters(_counter(folder, spec), _counter(folder, spec))
+        profile = Collection(half, store, rows, progress, counters).profile()
+        counts, held_out = counters.kept.counts(), counters.held_out.counts()
+        return RoutingReport(profile, counts, held_out, spec, tokens)
     finally:
         store.close()
+
+
+def _counter(folder: Path, spec: ModelSpec) -> RoutingCounter:
+    of = Counted(
+        digest_of(folder),
+        tokenizer_digest(folder),
+        spec.moe_layers,
+        spec.num_experts,
+        spec.top_k,
+        spec.vocab_size,
+    )
+    return RoutingCounter(of, WHILE_MEASURING)
 
 
 def _rows(

@@ -9,7 +9,7 @@ import msgspec
 from cluster.files.json_input import read_json_file, struct_from
 from contracts.errors import ConfigError
 from contracts.placement import Placement, PlacementFile
-from models.foresight.routing_profile import digest_of
+from models.foresight.profile_file import digest_of
 from models.spec.model import ModelSpec
 from models.text.tokenizer_files import tokenizer_digest
 from planner.placement.slots import check_fits

@@ -1,27 +1,25 @@
 """Makes a routing profile: a model is run over texts, three times.
 
-1  mean outputs and frequencies of experts, and the first layer's by token
+1  mean outputs and frequencies of experts, and the first layer's by token; which went where
 2  least squares, and samples of which a network is trained
-3  on rows that were held out: how precise each kind of guess is, by layer and rank
+3  on rows held out: how precise each kind of guess is, by layer and rank; which went where
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.experts import weighted_run
-from kernels.routing import group_by_expert, local_index
-from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
-from models.decoder.kv_pool import KvPool
 from models.experts.expert_store import ExpertStore
-from models.experts.router import Routed
 from models.foresight.estimator import Estimator, Samples, trained, untrained
+from models.foresight.routing_counter import RoutingCounter
 from models.foresight.routing_profile import RoutingProfile
 from models.foresight.signals import (
     AFTER,
@@ -33,28 +31,18 @@ from models.foresight.signals import (
     hits_by_rank,
     quasi_hidden,
 )
+from models.foresight.text_run import Rows, Seen, TextRun, Visit, batches
 
-BATCH_TOKENS: Final = 2048
-HELD_OUT: Final = 4  # one row of so many
+HELD_OUT: Final = 5  # one row of so many
 SAMPLE_BYTES: Final = 512 << 20  # that a network is trained with
 _RIDGE: Final = 1e-3  # of the mean diagonal
-_BLOCK: Final = 16
 
 
-class Seen(NamedTuple):
-    """Of a batch at a layer. hidden_TD, after_TD: the residual before and after the experts; y_ND:
-    outputs of the pairs, by expert; shared_TD: of shared experts."""
+class Counters(NamedTuple):
+    """Of routing as it comes: that of the texts a profile is made of, and of those held out."""
 
-    layer: int
-    token_ids_T: Tensor
-    hidden_TD: Tensor
-    routed: Routed
-    y_ND: Tensor
-    after_TD: Tensor
-    shared_TD: Tensor | None
-
-
-Visit = Callable[[Seen], None]
+    kept: RoutingCounter
+    held_out: RoutingCounter
 
 
 class _LeastSquares:
@@ -92,15 +80,16 @@ class Collection:
         self,
         half: AttentionHalf,
         store: ExpertStore,
-        rows: Sequence[Sequence[int]],
+        rows: Rows,
         progress: Callable[[float], None] = lambda part: None,
+        counters: Counters | None = None,
     ) -> None:
-        """rows: token ids of each text."""
-        self._half, self._store, self._progress = half, store, progress
+        self._counters = counters
+        self._half, self._progress = half, progress
+        self._texts = TextRun(half, store)
         self._kept = [row for number, row in enumerate(rows) if number % HELD_OUT]
         self._held_out = [row for number, row in enumerate(rows) if number % HELD_OUT == 0]
         spec = half.spec
-        self._identity_E = local_index(list(range(spec.num_experts)), spec.num_experts)
         self._following = dict(zip(spec.moe_layers, spec.moe_layers[1:], strict=False))
         whole = 3 * len(self._kept) + len(self._held_out)  # training counts as a run
         self._done, self._whole = 0, max(1, whole)
@@ -137,9 +126,9 @@ class Collection:
                 weights[seen.layer] += float(seen.routed.topk_weights_TK.sum())
             if seen.layer == spec.moe_layers[0]:
                 hot_TE = torch.zeros(len(ids_TK), E).scatter_(1, ids_TK, 1.0)
-                of_token_VE.index_add_(0, seen.token_ids_T, hot_TE)
+                of_token_VE.index_add_(0, seen.ids_T2[:, 0], hot_TE)
 
-        self._run(self._kept, visit)
+        self._run(self._kept, self._counting(visit))
         means = {
             layer: (
                 sums[layer] / uses[layer].clamp(min=1.0).unsqueeze(1)
@@ -203,7 +192,7 @@ class Collection:
         self._done += runs
         return estimator
 
-    def precision(self, known: RoutingProfile, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    def precision(self, known: RoutingProfile, rows: Rows) -> dict[str, Tensor]:
         """[L, K] by kind of guess: how often that of a rank is right in these rows."""
         spec, half = self._half.spec, self._half
         kinds = (*KINDS, AFTER, TOKEN)
@@ -216,7 +205,7 @@ class Collection:
             layer, routed = seen.layer, seen.routed
             if layer == spec.moe_layers[0]:
                 tokens += len(seen.hidden_TD)
-                guessed[TOKEN] = known.tokens_VK[seen.token_ids_T]
+                guessed[TOKEN] = known.tokens_VK[seen.ids_T2[:, 0]]
             for kind, ids_TK in guessed.items():
                 hits[kind][layer] += hits_by_rank(ids_TK, routed.topk_ids_TK).sum(0)
             guessed.clear()
@@ -229,70 +218,30 @@ class Collection:
             found = foretold_after(half, known, layer, after, seen.after_TD)
             guessed[AFTER] = found.topk_ids_TK
 
-        self._run(rows, visit)
+        self._run(rows, self._counting(visit, held_out=True))
         return {kind: each / max(1, tokens) for kind, each in hits.items()}
 
-    def _run(self, rows: Sequence[Sequence[int]], visit: Visit) -> None:
-        for batch in _batches(rows):
-            self._run_batch(batch, visit)
+    def _counting(self, visit: Visit, *, held_out: bool = False) -> Visit:
+        """`visit`, and whole paths to a counter."""
+        if self._counters is None:
+            return visit
+        counter = self._counters.held_out if held_out else self._counters.kept
+        paths: list[NDArray[np.int64]] = []
+
+        def visit_and_count(seen: Seen) -> None:
+            visit(seen)
+            paths.append(seen.routed.topk_ids_TK.numpy())
+            if len(paths) == len(self._half.spec.moe_layers):
+                counter.add(seen.ids_T2.numpy(), np.stack(paths, 1))
+                paths.clear()
+
+        return visit_and_count
+
+    def _run(self, rows: Rows, visit: Visit) -> None:
+        for batch in batches(rows):
+            self._texts.run(batch, visit)
             self._done += len(batch)
             self._progress(self._done / self._whole)
-
-    def _run_batch(self, rows: Sequence[Sequence[int]], visit: Visit) -> None:
-        half, spec = self._half, self._half.spec
-        slices, first = [], 0
-        for row in rows:
-            last = first + -(-len(row) // _BLOCK)
-            slices.append(SequenceSlice(list(row), 0, range(first, last)))
-            first = last
-        kv = KvPool(spec, first, _BLOCK, half.dtype, half.device)
-        inputs = AttentionBatch.build(slices, block_tokens=_BLOCK, device=half.device)
-        hidden_TD = half.embed(inputs)
-        ids_T = inputs.token_ids_T
-        for layer in range(spec.num_layers):
-            attended = half.attend(layer, hidden_TD, inputs, kv)
-            hidden_TD, routed = attended.hidden_TD, attended.routed
-            if routed is not None:
-                hidden_TD = self._experts(layer, ids_T, hidden_TD, routed, visit)
-
-    def _experts(
-        self, layer: int, ids_T: Tensor, hidden_TD: Tensor, routed: Routed, visit: Visit
-    ) -> Tensor:
-        ids_TK, weights_TK = routed.topk_ids_TK, routed.topk_weights_TK
-        rows_N, weights_N, counts = group_by_expert(
-            ids_TK, weights_TK, self._identity_E, len(self._identity_E)
-        )
-        held = self._store.fetch(layer)
-        active = [expert for expert, count in enumerate(counts) if count]
-        y_ND = weighted_run(
-            routed.x_TD.index_select(0, rows_N),
-            [held.gate_up[expert] for expert in active],
-            [held.down[expert] for expert in active],
-            [counts[expert] for expert in active],
-            torch.ones_like(weights_N),
-            held.clamped,
-        )
-        out_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32)
-        out_TD.index_add_(0, rows_N, y_ND.float() * weights_N.unsqueeze(1))
-        after_TD = (hidden_TD + out_TD).to(hidden_TD.dtype)
-        shared_TD = self._half.shared(layer, routed.x_TD)
-        if shared_TD is not None:
-            after_TD.add_(shared_TD)
-        visit(Seen(layer, ids_T, hidden_TD, routed, y_ND, after_TD, shared_TD))
-        return after_TD
-
-
-def _batches(rows: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    batch: list[Sequence[int]] = []
-    tokens = 0
-    for row in rows:
-        if batch and tokens + len(row) > BATCH_TOKENS:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(row)
-        tokens += len(row)
-    if batch:
-        yield batch
 
 
 def _with_one(x_TD: Tensor) -> Tensor:

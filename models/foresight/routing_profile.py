@@ -1,4 +1,5 @@
-"""What foretells the routing of a checkpoint: measured once, kept in a file of safetensors.
+"""What foretells the routing of a checkpoint: measured once, kept in a file of safetensors, where
+counts may stand beside it (routing_counts.py).
 
     mean.L          [E, D] float32   mean output of each expert, not weighted ("default vectors"),
                                      with its part of what shared experts give on average
@@ -18,22 +19,26 @@ Source: Speculating Experts, Sections 3.1 to 3.3 and 6.1; the maps and the table
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from contracts.errors import CheckpointError
 from models.foresight.estimator import Estimator, shapes
+from models.foresight.profile_file import (
+    CHECKPOINT,
+    MAKE_ONE,
+    digest_of,
+    holds_foresight,
+    opened,
+    write_arrays,
+)
+from models.foresight.routing_counts import RoutingCounts
 from models.spec.model import ModelSpec
 from models.spec.safetensors_file import SafetensorsFile
-from models.spec.stored_names import ROUTING
-
-_DTYPES = {torch.float32: "F32", torch.uint8: "U8", torch.int32: "I32"}
-_DIGEST = "checkpoint"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,8 +54,9 @@ class RoutingProfile:
     tokens_VK: Tensor
     precision: Mapping[str, Tensor]
 
-    def write(self, path: Path, folder: Path) -> None:
-        """For the checkpoint in `folder`. Raises CheckpointError."""
+    def write(self, path: Path, folder: Path, counts: RoutingCounts | None = None) -> None:
+        """For the checkpoint in `folder`; with counts of the same, beside it. Raises
+        CheckpointError."""
         tensors = {
             **{f"mean.{layer}": tensor for layer, tensor in self.means.items()},
             **{f"frequency.{layer}": tensor for layer, tensor in self.frequencies.items()},
@@ -59,25 +65,18 @@ class RoutingProfile:
             **{f"estimator.{name}": each for name, each in self.estimator.tensors().items()},
             "tokens": self.tokens_VK,
             **{f"precision.{kind}": tensor for kind, tensor in self.precision.items()},
-            _DIGEST: torch.frombuffer(bytearray(digest_of(folder)), dtype=torch.uint8),
         }
-        try:
-            path.write_bytes(b"".join(_safetensors(tensors)))
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
+        arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
+        digest = {CHECKPOINT: np.frombuffer(digest_of(folder), np.uint8)}
+        write_arrays(path, arrays | (digest if counts is None else counts.arrays()))
 
     @staticmethod
     def read(path: Path, folder: Path, spec: ModelSpec) -> RoutingProfile:
         """Raises CheckpointError for what is no profile of the checkpoint in `folder`."""
-        file = SafetensorsFile(path)
-        if _DIGEST not in file.entries:
+        file = opened(path, folder)
+        if not holds_foresight(file):
             raise CheckpointError(
-                f"{path}: no routing profile; make one with `tandem profile --routing`"
-            )
-        if bytes(file.tensor(_DIGEST).tolist()) != digest_of(folder):
-            raise CheckpointError(
-                f"{path}: a routing profile of another checkpoint than {folder}; make one with "
-                "`tandem profile --routing`"
+                f"{path}: a routing profile of counts alone, without what foretells; {MAKE_ONE}"
             )
         experts, hidden = spec.num_experts, spec.hidden_size
 
@@ -101,17 +100,6 @@ class RoutingProfile:
         )
 
 
-def digest_of(folder: Path) -> bytes:
-    """Of the checkpoint's own words: its config, and the headers of its files with their sizes."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(set(folder.glob("*.safetensors")) - {folder / ROUTING}):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            digest.update(f"{path.name} {path.stat().st_size}".encode())
-            digest.update(file.read(min(length, path.stat().st_size)))
-    return digest.digest()
-
-
 def _tensor(file: SafetensorsFile, name: str, shape: tuple[int, ...], dtype: str = "F32") -> Tensor:
     entry = file.entries.get(name)
     if entry is None or entry.shape != shape or entry.dtype != dtype:
@@ -131,22 +119,3 @@ def _ids(file: SafetensorsFile, name: str, shape: tuple[int, ...], experts: int)
     if not ((ids >= 0) & (ids < experts)).all():
         raise CheckpointError(f"{file.path}: {name}: not all of it is an expert; make it again")
     return ids
-
-
-def _safetensors(tensors: Mapping[str, Tensor]) -> list[bytes]:
-    """A file's bytes: length of the header, header, tensors."""
-    header: dict[str, object] = {"__metadata__": {"format": "tandem routing profile"}}
-    parts: list[bytes] = []
-    first = 0
-    for name, tensor in tensors.items():
-        data = tensor.contiguous().numpy().tobytes()
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [first, first + len(data)],
-        }
-        parts.append(data)
-        first += len(data)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little"), text, *parts]

@@ -48,9 +48,9 @@ class Entry:
 class SafetensorsFile:
     """Header read at once; mapped on first use. A mapping is private: the file is never written."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, most_header_bytes: int = _MAX_HEADER_BYTES) -> None:
         self.path = path
-        self.entries = _read_header(path)
+        self.entries = _read_header(path, most_header_bytes)
         self._map: mmap.mmap | None = None
 
     def tensor(self, name: str) -> Tensor:
@@ -80,7 +80,7 @@ class SafetensorsFile:
         return self._map
 
 
-def _read_header(path: Path) -> dict[str, Entry]:
+def _read_header(path: Path, most_bytes: int) -> dict[str, Entry]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -90,7 +90,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
                     f"{path}: a Git LFS pointer, not the weights; run `git lfs pull`"
                 )
             length = int.from_bytes(prefix, "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            if size < 8 or length > min(size - 8, most_bytes):
                 raise CheckpointError(
                     f"{path}: truncated or not a safetensors file: {size} bytes, its header says"
                     f" {length}; download it again"

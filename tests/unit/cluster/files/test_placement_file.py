@@ -16,7 +16,7 @@ from cluster.files.placement_file import read_placement, write_placement
 from contracts.config import BUNDLED
 from contracts.errors import ConfigError
 from contracts.placement import PlacementFile
-from models.foresight.routing_profile import digest_of
+from models.foresight.profile_file import digest_of
 from models.spec.model import read_spec
 from models.text.tokenizer_files import tokenizer_digest
 from planner.placement.contiguous import contiguous
