@@ -34,6 +34,7 @@ from planner.costs.cost_model import (
 )
 from planner.costs.model_shape import ModelShape
 from planner.costs.refit import OnlineLinear
+from planner.costs.routing_shape import uniform_spread
 from planner.costs.stage_fit import (
     AttentionSample,
     ExpertSample,
@@ -188,7 +189,7 @@ class Predictor:
         hardware = costs.hardware
         one_token = Deployment(attention_ranks=1, expert_ranks=1, sequence_tokens=1)
         self._shared = shared_model(hardware, shape, one_token)
-        self._expert = expert_model(hardware, shape, shape.num_experts)
+        self._expert = expert_model(hardware, shape, uniform_spread(shape, 1))
 
     def replay(self, plan: Plan, samples: Samples) -> Replay:
         """The plan's timeline, tasks slowed down where both groups compute."""

@@ -18,7 +18,7 @@ from planner.costs.stages import PlanSpec
 from planner.findep.alternatives import Alternative, Workload
 from planner.findep.beyond import solve_beyond
 from planner.findep.solver import PlannedBatch, solve
-from planner.findep.split_search import Split, Verdict, judge, plan_spec, search
+from planner.findep.split_search import Split, Verdict, judge, over_layers, planned_split, search
 
 
 class PlanAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -104,8 +104,8 @@ def _verdict(problem: ModelProblem, *, beyond: bool) -> Verdict:
     workload, deployment = problem.workload, problem.deployment
     if deployment is None:
         return search(workload, find, problem.max_r2)
-    spec = plan_spec(workload, deployment, problem.max_r2)  # raises what a search would pass over
-    return judge(workload, [Split(deployment, spec, find(spec))])
+    split = planned_split(workload, deployment, find, problem.max_r2)  # raises
+    return judge(workload, [split])
 
 
 def _report(spec: PlanSpec, *, beyond: bool, verdict: Verdict | None = None) -> Report:
@@ -115,14 +115,16 @@ def _report(spec: PlanSpec, *, beyond: bool, verdict: Verdict | None = None) -> 
     best = solve_beyond(spec) if beyond else solution.best
     solve_ms = 1e3 * (monotonic_s() - start_s)
     ranks = 1 if verdict is None else verdict.best.deployment.attention_ranks
+    layers = () if verdict is None else verdict.best.layers
+
+    def told(planned: PlannedBatch) -> PlanAnswer:
+        return _answer(over_layers(planned, spec, layers), ranks)
+
     answer = FullAnswer(
-        **msgspec.structs.asdict(_answer(best, ranks)),
+        **msgspec.structs.asdict(told(best)),
         lower_bound_ms=solution.lower_bound_ms * best.samples / solution.best.samples,
         solve_ms=solve_ms,
-        baselines={
-            "naive": _answer(solution.naive, ranks),
-            "pppipe": _answer(solution.pppipe, ranks),
-        },
+        baselines={"naive": told(solution.naive), "pppipe": told(solution.pppipe)},
     )
     if verdict is not None:
         _add_verdict(answer, verdict)

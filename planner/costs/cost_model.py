@@ -1,7 +1,7 @@
 """From a model's shape and a machine's coefficients to the stage models of one deployment.
 
-Letters: E experts, K top-k, D model dim, e = ceil(E / expert_ranks) experts of the fullest rank.
-docs/notation.md restates the formulas.
+Letters: E experts, K top-k, D model dim, e slots of the fullest expert rank. How tokens spread over
+expert ranks is a `Spread`, uniform unless one is given. docs/notation.md restates the formulas.
 """
 
 from __future__ import annotations
@@ -12,12 +12,8 @@ import msgspec
 
 from contracts.errors import ConfigError
 from contracts.hardware import AttentionCost, Hardware, LinkCost, SharedCost
-from planner.costs.model_shape import (
-    AttentionWork,
-    ModelShape,
-    hit_fraction,
-    layer_mean_work,
-)
+from planner.costs.model_shape import AttentionWork, ModelShape, layer_mean_work
+from planner.costs.routing_shape import RankShare, Spread, uniform_spread
 from planner.costs.stages import Linear, StageModels
 
 PAIR_BYTES = 8  # an index (int32) and a weight (float32) travel with each (token, expert) pair
@@ -91,30 +87,40 @@ def shared_model(hardware: Hardware, shape: ModelShape, deployment: Deployment) 
     return Linear(alpha_ms, flops * cost.ms_per_flop)
 
 
-def expert_model(hardware: Hardware, shape: ModelShape, experts: int) -> Linear:
-    """x: tokens per expert. All `experts` of the rank count as active, as in FinDEP's Eq. 3."""
+def expert_model(hardware: Hardware, shape: ModelShape, spread: Spread) -> Linear:
+    """x: tokens per expert, on average. All slots of the rank count as active, as in FinDEP's
+    Eq. 3; pairs are the busiest rank's."""
     cost = hardware.expert
     weights_ms = shape.expert_elements * shape.element_bytes * cost.weight_ms_per_byte
-    alpha_ms = cost.call_ms + experts * (cost.expert_ms + weights_ms)
-    return Linear(alpha_ms, experts * shape.pair_flops * cost.ms_per_flop)
+    alpha_ms = cost.call_ms + spread.slots * (cost.expert_ms + weights_ms)
+    return Linear(alpha_ms, spread.busiest.pairs * shape.pair_flops * cost.ms_per_flop)
 
 
 def link_model(
-    link: LinkCost, shape: ModelShape, deployment: Deployment, direction: Direction
+    link: LinkCost,
+    shape: ModelShape,
+    deployment: Deployment,
+    direction: Direction,
+    spread: Spread | None = None,
 ) -> Linear:
     """x: tokens per expert of a token group. The busiest rank's bytes count: those that one
     attention rank exchanges with all expert ranks, or one expert rank with all attention ranks."""
     ag, eg = deployment.attention_ranks, deployment.expert_ranks
-    experts = shape.experts_per_rank(eg)
+    spread = spread or uniform_spread(shape, eg)
     tokens = shape.num_experts / (ag * shape.top_k)  # of one attention rank, for x = 1
-    pairs = tokens * shape.top_k * experts / shape.num_experts  # of them for one expert rank
     row_bytes = shape.hidden_size * shape.element_bytes
+
     if not link.deduplicated:
+        pairs = tokens * shape.top_k * spread.busiest.pairs / shape.num_experts
         return Linear(link.alpha_ms, ag * pairs * row_bytes * link.ms_per_byte)
-    packet_bytes = tokens * hit_fraction(shape, experts) * row_bytes
-    if direction == "a2e":
-        packet_bytes += pairs * PAIR_BYTES
-    return Linear(link.alpha_ms, max(ag, eg) * packet_bytes * link.ms_per_byte)
+
+    def packet_bytes(share: RankShare) -> float:
+        pairs = tokens * shape.top_k * share.pairs / shape.num_experts
+        pairs_bytes = pairs * PAIR_BYTES if direction == "a2e" else 0.0
+        return tokens * share.rows * row_bytes + pairs_bytes
+
+    most_bytes = max(ag * packet_bytes(spread.busiest), eg * packet_bytes(spread.mean))
+    return Linear(link.alpha_ms, most_bytes * link.ms_per_byte)
 
 
 def find_link(
@@ -144,20 +150,28 @@ def find_link(
 
 
 def stage_models(
-    shape: ModelShape, hardware: Hardware, deployment: Deployment, backend: str | None = None
+    shape: ModelShape,
+    hardware: Hardware,
+    deployment: Deployment,
+    backend: str | None = None,
+    spread: Spread | None = None,
 ) -> StageModels:
     """Raises ConfigError for a split that the hardware has no figures for."""
-    experts = shape.experts_per_rank(deployment.expert_ranks)
+    spread = spread or uniform_spread(shape, deployment.expert_ranks)
     links = {
         direction: link_model(
-            find_link(hardware, deployment, direction, backend), shape, deployment, direction
+            find_link(hardware, deployment, direction, backend),
+            shape,
+            deployment,
+            direction,
+            spread,
         )
         for direction in ("a2e", "e2a")
     }
     return StageModels(
         attention=attention_model(hardware.attention, shape, deployment),
         shared=shared_model(hardware, shape, deployment),
-        expert=expert_model(hardware, shape, experts),
+        expert=expert_model(hardware, shape, spread),
         a2e=links["a2e"],
         e2a=links["e2a"],
     )

@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 
 from contracts.errors import ResourceError
 from planner.costs.cost_model import PAIR_BYTES, Deployment
-from planner.costs.model_shape import ModelShape, hit_fraction, mean_ranks_per_token
+from planner.costs.model_shape import ModelShape
+from planner.costs.routing_shape import Spread, uniform_spread
 
 FLOAT_BYTES = 4
 GIB = float(1 << 30)
@@ -31,33 +32,38 @@ class RankMemory(NamedTuple):
 
 
 def rank_memories(
-    shape: ModelShape, deployment: Deployment, usable_bytes: float
+    shape: ModelShape, deployment: Deployment, usable_bytes: float, spread: Spread | None = None
 ) -> tuple[RankMemory, RankMemory]:
-    """(an attention rank's, the fullest expert rank's)."""
+    """(an attention rank's, the fullest expert rank's). spread: of tokens over expert ranks, where
+    it is not uniform."""
+    spread = spread or uniform_spread(shape, deployment.expert_ranks)
     attention = RankMemory(
         "attention",
         shape.attention_rank_bytes,
-        _attention_sample_bytes(shape, deployment),
+        _attention_sample_bytes(shape, deployment, spread.copies),
         usable_bytes,
     )
-    experts = shape.experts_per_rank(deployment.expert_ranks)
-    weight_bytes = shape.moe_layers * experts * shape.expert_elements * shape.element_bytes
-    rows = deployment.attention_ranks * deployment.sequence_tokens * hit_fraction(shape, experts)
+    weight_bytes = shape.moe_layers * spread.slots * shape.expert_elements * shape.element_bytes
+    rows = deployment.attention_ranks * deployment.sequence_tokens * spread.busiest.rows
     # Rows come in, sums go out, both in segments; the sums are made in float32.
     row_bytes = shape.hidden_size * (2 * shape.element_bytes + FLOAT_BYTES)
     return attention, RankMemory("expert", weight_bytes, rows * row_bytes, usable_bytes)
 
 
-def max_samples(shape: ModelShape, deployment: Deployment, usable_bytes: float) -> int:
+def max_samples(
+    shape: ModelShape, deployment: Deployment, usable_bytes: float, spread: Spread | None = None
+) -> int:
     """The most samples of one attention rank in flight. Raises ResourceError if not one fits: it
     says what would."""
-    memories = rank_memories(shape, deployment, usable_bytes)
+    spread = spread or uniform_spread(shape, deployment.expert_ranks)
+    memories = rank_memories(shape, deployment, usable_bytes, spread)
     for memory in memories:
         if memory.weight_bytes >= usable_bytes:
-            raise ResourceError(_weights_too_large(shape, memory))
+            spare = spread.slots - shape.experts_per_rank(deployment.expert_ranks)
+            raise ResourceError(_weights_too_large(shape, memory, spare))
     samples = min(memory.max_samples for memory in memories)
     if samples < 1:
-        raise ResourceError(_sample_too_long(shape, deployment, memories, usable_bytes))
+        raise ResourceError(_sample_too_long(shape, deployment, memories, spread))
     return samples
 
 
@@ -76,15 +82,14 @@ def activation_token_bytes(shape: ModelShape, copies: float) -> float:
     return elements * shape.element_bytes + shape.hidden_size * FLOAT_BYTES + pairs_bytes
 
 
-def _attention_sample_bytes(shape: ModelShape, deployment: Deployment) -> float:
-    copies = mean_ranks_per_token(shape, deployment.expert_ranks)
+def _attention_sample_bytes(shape: ModelShape, deployment: Deployment, copies: float) -> float:
     tokens = deployment.sequence_tokens
     logits_bytes = shape.vocab_size * FLOAT_BYTES  # of the last token
     activations = tokens * activation_token_bytes(shape, copies)
     return sample_kv_bytes(shape, deployment) + activations + logits_bytes
 
 
-def _weights_too_large(shape: ModelShape, memory: RankMemory) -> str:
+def _weights_too_large(shape: ModelShape, memory: RankMemory, spare_slots: int) -> str:
     """What to change so that a rank's weights fit."""
     have, need = _gib(memory.usable_bytes), _gib(memory.weight_bytes)
     if memory.group == "attention":
@@ -93,14 +98,19 @@ def _weights_too_large(shape: ModelShape, memory: RankMemory) -> str:
             f"give devices with more than {need} usable"
         )
     layer_bytes = shape.moe_layers * shape.expert_elements * shape.element_bytes
-    most = int(memory.usable_bytes // layer_bytes)  # experts of each layer that a rank can hold
+    most = int(memory.usable_bytes // layer_bytes)  # slots of each layer that a rank can hold
     if most == 0:
         return (
             f"memory_bytes: one expert of every layer is {_gib(layer_bytes)}, {have} are usable: "
             "give larger devices"
         )
+    if most <= spare_slots:
+        return (
+            f"spare_slots={spare_slots}: a rank with its share of {shape.num_experts} experts is "
+            f"{need}, {have} are usable, which is {most} slots of every layer: lower it"
+        )
     # A rank that is full to the last byte has no room for a sample.
-    ranks = -(-shape.num_experts // most)
+    ranks = -(-shape.num_experts // (most - spare_slots))
     return (
         f"expert_ranks: a rank's share of {shape.num_experts} experts is {need}, "
         f"{have} are usable: {min(ranks, shape.num_experts)} or more would fit"
@@ -111,11 +121,11 @@ def _sample_too_long(
     shape: ModelShape,
     deployment: Deployment,
     memories: tuple[RankMemory, RankMemory],
-    usable_bytes: float,
+    spread: Spread,
 ) -> str:
     tight = min(memories, key=lambda memory: memory.max_samples)
     left = _gib(tight.usable_bytes - tight.weight_bytes)
-    fits = _longest(shape, deployment, usable_bytes)
+    fits = _longest(shape, deployment, tight.usable_bytes, spread)
     advice = f"at most sequence_tokens={fits} fits" if fits else "not even one token fits"
     return (
         f"sequence_tokens={deployment.sequence_tokens}: one sample needs "
@@ -125,7 +135,7 @@ def _sample_too_long(
     )
 
 
-def _longest(shape: ModelShape, deployment: Deployment, usable_bytes: float) -> int:
+def _longest(shape: ModelShape, deployment: Deployment, usable_bytes: float, spread: Spread) -> int:
     """The largest sequence_tokens of which one sample fits, by bisection; 0 if none does."""
     low, high = 0, deployment.sequence_tokens
     while low + 1 < high:
@@ -136,7 +146,8 @@ def _longest(shape: ModelShape, deployment: Deployment, usable_bytes: float) -> 
             sequence_tokens=middle,
             context_tokens=deployment.context_tokens,
         )
-        fits = all(m.max_samples >= 1 for m in rank_memories(shape, trial, usable_bytes))
+        memories = rank_memories(shape, trial, usable_bytes, spread)
+        fits = all(memory.max_samples >= 1 for memory in memories)
         low, high = (middle, high) if fits else (low, middle)
     return low
 

@@ -114,12 +114,6 @@ def layer_mean_work(shape: ModelShape, start: int, stop: int) -> AttentionWork:
     return total
 
 
-def mean_ranks_per_token(shape: ModelShape, expert_ranks: int) -> float:
-    """Expert ranks that a token's experts are spread over, on average, for uniform routing: what it
-    is copied to. The fullest rank holds ceil(E / eg) experts; all are taken to."""
-    return expert_ranks * hit_fraction(shape, shape.experts_per_rank(expert_ranks))
-
-
 def hit_fraction(shape: ModelShape, experts: int) -> float:
     """Fraction of tokens that chose at least one of `experts` given ones, for uniform routing."""
     missed = 1.0

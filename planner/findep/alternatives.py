@@ -20,12 +20,21 @@ from planner.costs.cost_model import (
     attention_model,
     expert_model,
     find_link,
-    link_model,
     shared_model,
     tokens_per_expert,
 )
 from planner.costs.memory import rank_memories
 from planner.costs.model_shape import ModelShape
+from planner.costs.prefill_ways import (
+    PARTS,
+    LayerMs,
+    PrefillGroup,
+    exchange_model,
+    exchanged_ms,
+    gather_ms,
+    gathered_ms,
+)
+from planner.costs.routing_shape import RoutingOf, RoutingShape, Spread, uniform, uniform_spread
 from planner.costs.stages import Linear
 
 MAX_SAMPLES = 1024  # per device; beyond, throughput no longer changes
@@ -44,7 +53,7 @@ class Alternative(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """What is asked of `devices` devices."""
+    """What is asked of `devices` devices. routing_of: None where routing is uniform."""
 
     shape: ModelShape
     hardware: Hardware
@@ -54,6 +63,11 @@ class Workload(NamedTuple):
     usable_bytes: float
     max_samples: int = MAX_SAMPLES
     backend: str | None = None
+    routing_of: RoutingOf | None = None
+
+    def routing(self, ranks: int) -> RoutingShape:
+        """With experts divided among so many ranks."""
+        return uniform(self.shape, ranks) if self.routing_of is None else self.routing_of(ranks)
 
     def deployment(self, attention_ranks: int, expert_ranks: int) -> Deployment:
         return Deployment(
@@ -84,12 +98,12 @@ class _Compute(NamedTuple):
         )
 
 
-def _compute(workload: Workload, deployment: Deployment, experts: int) -> _Compute:
+def _compute(workload: Workload, deployment: Deployment, spread: Spread) -> _Compute:
     shape, hardware = workload.shape, workload.hardware
     return _Compute(
         attention_model(hardware.attention, shape, deployment),
         shared_model(hardware, shape, deployment) or Linear(0.0, 0.0),
-        expert_model(hardware, shape, experts),
+        expert_model(hardware, shape, spread),
         tokens_per_expert(shape, deployment),
     )
 
@@ -98,26 +112,23 @@ def _colocated(workload: Workload) -> Alternative:
     """All devices in both roles at once. The better of one batch, and two half-batches of which one
     computes while the other communicates, at the bound of such an overlap: no straw man."""
     name, devices, shape = "colocated DP+EP", workload.devices, workload.shape
-    deployment = workload.deployment(devices, devices)
-    attention, expert = rank_memories(shape, deployment, workload.usable_bytes)
-    weight_bytes = attention.weight_bytes + expert.weight_bytes
-    samples = _fitting(workload, weight_bytes, attention.sample_bytes + expert.sample_bytes)
+    deployment, routing = workload.deployment(devices, devices), workload.routing(devices)
+    memories = rank_memories(shape, deployment, workload.usable_bytes, routing.mean)
+    weight_bytes = sum(memory.weight_bytes for memory in memories)
+    samples = _fitting(workload, weight_bytes, sum(memory.sample_bytes for memory in memories))
     if samples < 1:
         return _does_not_fit(name, weight_bytes, workload)
-    compute = _compute(workload, deployment, shape.experts_per_rank(devices))
-    a2e, e2a = (_all_to_all(workload, direction) for direction in ("a2e", "e2a"))
     best: Alternative | None = None
-    for parts in (1, 2):
+    for parts in PARTS:
         part = samples // parts
         if part < 1:
             continue
-        me = part * compute.tokens_per_expert
-        compute_ms = compute.layer_ms(part)
-        exchange_ms = a2e.at(me) + e2a.at(me) if devices > 1 else 0.0
-        layer_ms = max(parts * compute_ms, parts * exchange_ms, compute_ms + exchange_ms)
-        exposed = 1.0 - parts * compute_ms / layer_ms
+        times = [_colocated_ms(workload, deployment, part, spread) for spread in routing.layers]
+        each_ms = [exchanged_ms(parts, layer) for layer in times]
+        makespan_ms = shape.moe_layers * sum(each_ms) / len(each_ms)
+        exposed = 1.0 - parts * sum(layer.compute for layer in times) / sum(each_ms)
         note = f"{part * parts} samples a device" + (", two half-batches" if parts == 2 else "")
-        found = _alternative(name, workload, part * parts, layer_ms * shape.moe_layers, exposed)
+        found = _alternative(name, workload, part * parts, makespan_ms, exposed)
         found = found._replace(note=note)
         if best is None or found.samples_per_s > best.samples_per_s:
             best = found
@@ -125,12 +136,24 @@ def _colocated(workload: Workload) -> Alternative:
     return best
 
 
+def _colocated_ms(
+    workload: Workload, deployment: Deployment, samples: int, spread: Spread
+) -> LayerMs:
+    compute = _compute(workload, deployment, spread)
+    if workload.devices == 1:
+        return LayerMs(compute.layer_ms(samples), 0.0)
+    group, me = prefill_group(workload), samples * compute.tokens_per_expert
+    a2e = exchange_model(group.a2e, group, spread, back=False)
+    e2a = exchange_model(group.e2a, group, spread, back=True)
+    return LayerMs(compute.layer_ms(samples), a2e.at(me) + e2a.at(me))
+
+
 def _weight_gathering(workload: Workload) -> Alternative:
     """The first layer's experts are everywhere; two more full layers are held, the one that
     computes and the one that is gathered."""
     name, devices, shape = "weight gathering", workload.devices, workload.shape
     # One rank of each kind: all tokens of a device meet all experts on it.
-    deployment = workload.deployment(1, 1)
+    deployment, everything = workload.deployment(1, 1), uniform_spread(shape, 1)
     attention, expert = rank_memories(shape, deployment, workload.usable_bytes)
     layer_bytes = expert.weight_bytes / shape.moe_layers
     whole_layers = 1 if devices == 1 else min(3, shape.moe_layers)
@@ -141,31 +164,32 @@ def _weight_gathering(workload: Workload) -> Alternative:
     samples = _fitting(workload, weight_bytes, attention.sample_bytes + expert.sample_bytes)
     if samples < 1:
         return _does_not_fit(name, weight_bytes, workload)
-    compute_ms = _compute(workload, deployment, shape.num_experts).layer_ms(samples)
-    gather_ms = 0.0
+    compute_ms = _compute(workload, deployment, everything).layer_ms(samples)
+    moved_ms = 0.0
     if devices > 1:
-        link = _any_split(workload, "a2e")
-        gathered_bytes = (devices - 1) / devices * layer_bytes
-        gather_ms = (devices - 1) * link.alpha_ms + gathered_bytes * link.ms_per_byte
-    later_ms = max(compute_ms, gather_ms)
-    makespan_ms = compute_ms + (shape.moe_layers - 1) * later_ms
+        moved_ms = gather_ms(any_split(workload, "a2e"), devices, layer_bytes)
+    makespan_ms = gathered_ms(shape.moe_layers, LayerMs(compute_ms, moved_ms))
     exposed = 1.0 - shape.moe_layers * compute_ms / makespan_ms
     found = _alternative(name, workload, samples, makespan_ms, exposed)
     return found._replace(
-        note=f"{samples} samples a device, gather {gather_ms:.3g} ms a layer, "
+        note=f"{samples} samples a device, gather {moved_ms:.3g} ms a layer, "
         f"compute {compute_ms:.3g} ms"
     )
 
 
-def _all_to_all(workload: Workload, direction: Direction) -> Linear:
-    """x: tokens per expert. A device's own experts need no exchange: (N-1)/N of the volume."""
-    devices = workload.devices
-    link = _any_split(workload, direction)
-    model = link_model(link, workload.shape, workload.deployment(devices, devices), direction)
-    return Linear(model.alpha_ms, model.beta_ms * (devices - 1) / devices)
+def prefill_group(workload: Workload) -> PrefillGroup:
+    """The devices as prefill workers. Raises ConfigError where the hardware has no figures."""
+    return PrefillGroup(
+        workload.shape,
+        workload.hardware,
+        workload.devices,
+        any_split(workload, "a2e"),
+        any_split(workload, "e2a"),
+        workload.routing(workload.devices),
+    )
 
 
-def _any_split(workload: Workload, direction: Direction) -> LinkCost:
+def any_split(workload: Workload, direction: Direction) -> LinkCost:
     """Figures for all devices at once; those of the most even split where the file has some for
     single splits only."""
     hardware, devices = workload.hardware, workload.devices

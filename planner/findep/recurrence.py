@@ -9,6 +9,7 @@ its length, because equal jobs pass three servers in a row at the pace of the sl
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from contracts.plan import Order
 from planner.findep.orders import TaskStage, position, static_order
@@ -47,6 +48,16 @@ def makespan_ms(schedule: Schedule) -> float:
         if gain_ms is not None:
             return _last_end(states[-1], left_over_ms) + gain_ms
     return _last_end(states[-1], left_over_ms)
+
+
+def makespan_of_layers_ms(layers: Sequence[Schedule]) -> float:
+    """The same of layers that differ in their token groups: a schedule for each, of one plan."""
+    times = [[_folded(layer, each) for each in layer.micro_batches] for layer in layers]
+    first, following, left_over = _tasks(layers[0].order, len(times[0]), layers[0].shared_lag)
+    free = _Free(len(times[0]))
+    for index, of_layer in enumerate(times):
+        _layer(free, following if index else first, of_layer)
+    return _last_end(free.all(), sum(times[-1][index].shared_ms for _, index in left_over))
 
 
 @functools.lru_cache(maxsize=4096)

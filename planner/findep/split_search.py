@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from contracts.errors import ConfigError, ResourceError
 from planner.costs.cost_model import (
@@ -13,8 +15,9 @@ from planner.costs.cost_model import (
     tokens_per_expert,
 )
 from planner.costs.memory import max_samples
-from planner.costs.stages import PlanSpec
+from planner.costs.stages import PlanSpec, StageModels
 from planner.findep.alternatives import Alternative, Workload, alternatives
+from planner.findep.recurrence import makespan_of_layers_ms
 from planner.findep.schedule import schedule_of
 from planner.findep.solver import PlannedBatch
 
@@ -23,12 +26,14 @@ _BALANCED = 0.85  # busy fraction from which on a group counts as busy
 
 
 class Split(NamedTuple):
-    """One split. `planned` is None, and `problem` says why, where none is possible."""
+    """One split. `planned` is None, and `problem` says why, where none is possible. layers: the
+    stages of each layer, where these differ: `spec` then has their means."""
 
     deployment: Deployment
     spec: PlanSpec | None
     planned: PlannedBatch | None
     problem: str = ""
+    layers: tuple[StageModels, ...] = ()
 
     @property
     def samples_per_s(self) -> float:
@@ -60,13 +65,14 @@ def plan_spec(workload: Workload, deployment: Deployment, max_r2: int = DEFAULT_
             f"expert_ranks={deployment.expert_ranks}: the model has {shape.num_experts} experts, "
             "and every expert rank needs one: lower it"
         )
-    samples = min(max_samples(shape, deployment, workload.usable_bytes), workload.max_samples)
+    spread = workload.routing(deployment.expert_ranks).mean
+    most = max_samples(shape, deployment, workload.usable_bytes, spread)
     try:
         return PlanSpec(
-            stages=stage_models(shape, hardware, deployment, workload.backend),
+            stages=stage_models(shape, hardware, deployment, workload.backend, spread),
             tokens_per_expert_per_sample=tokens_per_expert(shape, deployment),
             num_layers=shape.moe_layers,
-            max_samples=samples,
+            max_samples=min(most, workload.max_samples),
             max_r2=max_r2,
             has_shared=shape.num_shared_experts > 0,
             **chunk_costs(hardware.attention, shape, deployment),
@@ -75,13 +81,43 @@ def plan_spec(workload: Workload, deployment: Deployment, max_r2: int = DEFAULT_
         raise ConfigError(str(error)) from None
 
 
+def layer_stages(workload: Workload, deployment: Deployment) -> tuple[StageModels, ...]:
+    """Of each layer with experts; () where all are alike. Raises ConfigError."""
+    routing = workload.routing(deployment.expert_ranks)
+    if routing.is_even:
+        return ()
+    shape, hardware, backend = workload.shape, workload.hardware, workload.backend
+    return tuple(
+        stage_models(shape, hardware, deployment, backend, spread) for spread in routing.layers
+    )
+
+
+def over_layers(
+    planned: PlannedBatch, spec: PlanSpec, layers: Sequence[StageModels]
+) -> PlannedBatch:
+    """With the makespan that it has where layers differ: a plan is found for their mean, which is
+    too short where now one stage limits and now another."""
+    if not layers:
+        return planned
+    schedules = [
+        schedule_of(msgspec.structs.replace(spec, stages=stages), planned.plan) for stages in layers
+    ]
+    return msgspec.structs.replace(planned, makespan_ms=makespan_of_layers_ms(schedules))
+
+
 def plan_split(workload: Workload, deployment: Deployment, solve: Solve, max_r2: int) -> Split:
     """Never raises for a split that cannot be: `problem` says why."""
     try:
-        spec = plan_spec(workload, deployment, max_r2)
+        return planned_split(workload, deployment, solve, max_r2)
     except (ConfigError, ResourceError) as error:
         return Split(deployment, None, None, error.message)
-    return Split(deployment, spec, solve(spec))
+
+
+def planned_split(workload: Workload, deployment: Deployment, solve: Solve, max_r2: int) -> Split:
+    """Raises as `plan_spec` does."""
+    spec = plan_spec(workload, deployment, max_r2)
+    layers = layer_stages(workload, deployment)
+    return Split(deployment, spec, over_layers(solve(spec), spec, layers), layers=layers)
 
 
 def search(workload: Workload, solve: Solve, max_r2: int = DEFAULT_MAX_R2) -> Verdict:

@@ -24,7 +24,8 @@ from planner.costs.cost_model import (
     quadratic_fraction,
     stage_models,
 )
-from planner.costs.model_shape import chunk_work, hit_fraction, mean_ranks_per_token
+from planner.costs.model_shape import chunk_work, hit_fraction
+from planner.costs.routing_shape import uniform_spread
 from planner.placement.contiguous import contiguous
 from planner.placement.slots import ExpertPlacement
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, spec_of, split
@@ -159,7 +160,7 @@ def test_link_bytes_are_those_of_the_packets_that_dispatch_cuts(
         max(ag, eg) * num_bytes
     )  # bytes that one attention rank sends, or one expert rank gets
     assert link_model(link, small, split(ag, eg), "a2e").at(me) == pytest.approx(busiest, rel=0.05)
-    assert mean_ranks_per_token(small, eg) <= min(eg, 4) + 1e-9
+    assert uniform_spread(small, eg).copies <= min(eg, 4) + 1e-9
 
 
 def test_a_split_without_printed_figures_is_refused_with_those_that_have() -> None:
