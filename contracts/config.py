@@ -398,7 +398,7 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     place of a token {key: TOKEN, priority: be, tenant: NAME} may stand: the class of its requests
     that name none (ls unless said), and with which other tokens it takes its turns (none)."""
     metrics_key: str | None = None
-    """The bearer token of /metrics and /load. null: these are open to all."""
+    """The bearer token of /metrics, /load and /status. null: these are open to all."""
     tls_certificate: InputPath | None = None
     """PEM file, together with tls_key. null: plain HTTP."""
     tls_key: InputPath | None = None

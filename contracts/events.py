@@ -28,6 +28,7 @@ class Stage(enum.StrEnum):
 
 
 TRANSFERS = (Stage.A2E, Stage.E2A)
+BUSY = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.SEND, Stage.FINISH)
 
 
 class TaskSpan(msgspec.Struct, frozen=True, array_like=True):

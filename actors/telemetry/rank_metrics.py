@@ -8,13 +8,12 @@ from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
 from contracts import metrics
 from contracts.clock import Clock
-from contracts.events import TRANSFERS, Stage, TaskSpan
+from contracts.events import BUSY, TRANSFERS, Stage, TaskSpan
 from contracts.worker import Group, WorkerSpec
 
 _EXPORTED = frozenset(
     (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, *TRANSFERS, Stage.GATHER, Stage.HOST_COPY)
 )
-_BUSY = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.SEND, Stage.FINISH)
 _DIRECTIONS = {Group.ATTENTION: "a2e", Group.PREFILL: "gather"}
 
 
@@ -38,7 +37,7 @@ class RankMetrics(Telemetry):
         """Has read at each scrape what they have counted so far."""
         spec, direction = self._spec, _DIRECTIONS.get(self._spec.group, "e2a")
         stage_s = timeline.stage_seconds
-        busy = self.rate(lambda: sum(stage_s[stage] for stage in _BUSY))
+        busy = self.rate(lambda: sum(stage_s[stage] for stage in BUSY))
         self.read(
             metrics.CHANNEL_BYTES, direction, spec.backend, of=growth(lambda: bytes_moved()[0])
         )

@@ -8,6 +8,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from contracts.worker import RankStatus
+
 FinishReason = Literal["stop", "length"]
 ErrorType = Literal[
     "invalid_request_error",
@@ -226,6 +228,17 @@ class Load(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     server_load: int
     pipelines: dict[str, PipelineLoad]
+
+
+class Status(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The server from inside. problems: why it is not ready, or not all of this could be found out;
+    none: it is. ranks: what each says of itself, the planner left out."""
+
+    model: str
+    version: str
+    problems: list[str]
+    pipelines: dict[str, PipelineLoad]
+    ranks: list[RankStatus]
 
 
 class Health(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):

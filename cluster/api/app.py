@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
@@ -13,10 +12,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from actors.telemetry.telemetry import CONTENT_TYPE, Telemetry, merge_expositions
+from actors.telemetry.telemetry import Telemetry
 from cluster.api import answer_types
 from cluster.api.answers import json_response
-from cluster.api.callers import Callers, check_key, check_metrics_key
+from cluster.api.callers import Callers, check_key
 from cluster.api.chat import chat_completions
 from cluster.api.classification import classify
 from cluster.api.completions import completions
@@ -27,13 +26,12 @@ from cluster.api.openapi import openapi_document
 from cluster.api.request_log import AccessLog, RequestLog
 from cluster.api.schemas import ServedModel
 from cluster.api.scoring import score
-from cluster.api.scrapes import Scrapes
-from cluster.api.session import EventStream, Services, Session
+from cluster.api.session import AskRanks, EventStream, ExtraMetrics, Services, Session
 from cluster.api.tokenizing import Tokenizing
 from cluster.api.tokens import detokenize, tokenize
+from cluster.api.watched import Plain, load, metrics_of, status_of
 from cluster.files.version import version
 from cluster.routing.backend import Backend
-from contracts import metrics
 from contracts.clock import Clock, monotonic_s
 from contracts.config import HttpConfig, LimitsConfig
 from contracts.errors import (
@@ -42,17 +40,12 @@ from contracts.errors import (
     UnknownModelError,
 )
 from contracts.logs import event
-from contracts.metrics import Outcome, Pipeline
-from contracts.requests import Priority
+from contracts.metrics import Outcome
 from models.text.tokenizer import Tokenizer
 
 log = logging.getLogger("tandem.ingress")
 
-SCRAPE_TIMEOUT_S = 5.0
-
 Endpoint = Callable[[Services, Session, Request], Awaitable[Response]]
-Plain = Callable[[Services, Request], Awaitable[Response]]
-ExtraMetrics = Callable[[], Awaitable[str]]
 
 
 def build_app(
@@ -63,12 +56,13 @@ def build_app(
     *,
     telemetry: Telemetry | None = None,
     extra: ExtraMetrics | None = None,
+    ranks: AskRanks | None = None,
     share_between_keys: bool = False,
     limits: LimitsConfig = LimitsConfig(),  # noqa: B008  (frozen)
     clock: Clock = monotonic_s,
 ) -> App:
     """The application in front of `backend`. extra: the ranks' metrics in Prometheus text format.
-    share_between_keys: as in `KvConfig`.
+    ranks: what they say of themselves. share_between_keys: as in `KvConfig`.
 
     Starting and closing the backend is the caller's business.
     """
@@ -87,6 +81,7 @@ def build_app(
         telemetry=telemetry or Telemetry(),
         clock=clock,
         extra=extra,
+        ranks=ranks,
     )
     callers = Callers(http.clients, share_between_keys=share_between_keys)
     app = App()
@@ -106,8 +101,9 @@ def build_app(
         app.router.routes.append(Route(path, counted, methods=["POST"]))  # else 405
     for path, plain in (
         ("/health", _health),
-        ("/load", _load),
-        ("/metrics", _metrics_of(services)),
+        ("/load", load),
+        ("/metrics", metrics_of(services)),
+        ("/status", status_of(services)),
         ("/openapi.json", _openapi),
         ("/version", _version),
         ("/v1/models", _models),
@@ -212,45 +208,6 @@ async def _health(services: Services, request: Request) -> Response:
 
 async def _version(services: Services, request: Request) -> Response:
     return json_response(answer_types.Version(version=version()))
-
-
-async def _load(services: Services, request: Request) -> Response:
-    """Requests under way, and of their sequences those that wait for a first answer."""
-    check_metrics_key(services.http, request)
-    requests = Counter(session.pipeline for session in services.sessions)
-    waiting = services.backend.waiting()
-    pipelines = {
-        pipeline.value: answer_types.PipelineLoad(
-            requests=requests[pipeline],
-            waiting={one.label: waiting.get((pipeline.value, one.label), 0) for one in Priority},
-        )
-        for pipeline in Pipeline
-    }
-    return json_response(answer_types.Load(server_load=requests.total(), pipelines=pipelines))
-
-
-def _metrics_of(services: Services) -> Plain:
-    scrapes = Scrapes(lambda: _scrape(services), services.clock)
-
-    async def answer(services: Services, request: Request) -> Response:
-        check_metrics_key(services.http, request)
-        return Response(await scrapes.text(), headers={"Content-Type": CONTENT_TYPE})
-
-    return answer
-
-
-async def _scrape(services: Services) -> str:
-    for (pipeline, label), waiting in services.backend.waiting().items():
-        services.telemetry.set(metrics.QUEUE_DEPTH, pipeline, label, to=waiting)
-    texts = [services.telemetry.exposition()]
-    if services.extra is not None:
-        try:
-            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                texts.append(await services.extra())
-        except TimeoutError:  # the ingress's own metrics are still worth a scrape
-            reason = f"none within {SCRAPE_TIMEOUT_S:g} s"
-            event(log, "rank_metrics_failed", logging.WARNING, error=reason)
-    return merge_expositions(texts)
 
 
 async def _openapi(services: Services, request: Request) -> Response:

@@ -82,7 +82,8 @@ def openapi_document(model: ServedModel, http: HttpConfig, costs: Bounds | None 
         *(answers.Classification, answers.Scoring),
         *(schemas.TokenizeBody, schemas.DetokenizeBody),
         *(answers.Tokenized, answers.Detokenized),
-        *(answers.ModelList, answers.Health, answers.Version, answers.Load, answers.ErrorAnswer),
+        *(answers.ModelList, answers.Health, answers.Version, answers.Load, answers.Status),
+        answers.ErrorAnswer,
     ]
     _, components = msgspec.json.schema_components(shapes, ref_template=_REF)
     bounded(components, request_bounds(model, http))
@@ -158,7 +159,7 @@ def _plain_paths(keys: bool) -> Schema:
 
 def _server_paths(metrics_key: bool) -> Schema:
     health, version = _answered(answers.Health, None), _answered(answers.Version, None)
-    load = _answered(answers.Load, None)
+    load, status = _answered(answers.Load, None), _answered(answers.Status, None)
     text = {
         "description": "Metrics in Prometheus text format",
         "content": {"text/plain": {"schema": {"type": "string"}}},
@@ -167,6 +168,7 @@ def _server_paths(metrics_key: bool) -> Schema:
         "/health": {"get": _operation("Does every rank serve?", health, (500, 503), False)},
         "/version": {"get": _operation("Version", version, (500,), False)},
         "/load": {"get": _watched("What runs and waits", load, metrics_key)},
+        "/status": {"get": _watched("What each rank says of itself", status, metrics_key)},
         "/metrics": {"get": _watched("Metrics", text, metrics_key)},
     }
 

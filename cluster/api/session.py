@@ -25,9 +25,12 @@ from contracts.config import HttpConfig
 from contracts.errors import ClientGoneError, RequestTimeoutError, TandemError
 from contracts.metrics import Outcome, Pipeline
 from contracts.requests import Caller, Priority, Usage
+from contracts.worker import RankStatus
 from models.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
+ExtraMetrics = Callable[[], Awaitable[str]]
+AskRanks = Callable[[], Awaitable[list[RankStatus]]]
 
 # In scope["state"], from a front of our own: to be called with what to do once the client has left,
 # or with None when that matters no more. Elsewhere a task waits for it, which takes longer.
@@ -37,7 +40,7 @@ Watch = Callable[[Callable[[], None] | None], None]
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):
     """What every endpoint works with. extra: metrics of the ranks, in Prometheus text format.
-    sessions: of the requests under way."""
+    ranks: what they say of themselves. sessions: of the requests under way."""
 
     backend: Backend
     tokenizer: Tokenizer
@@ -48,7 +51,8 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     http: HttpConfig
     telemetry: Telemetry
     clock: Clock
-    extra: Callable[[], Awaitable[str]] | None
+    extra: ExtraMetrics | None
+    ranks: AskRanks | None = None
     sessions: set[Session] = msgspec.field(default_factory=set)
 
 

@@ -13,7 +13,18 @@ import sys
 from collections.abc import Sequence
 
 from cluster.cli.arguments import EXIT_ERROR, Parser, version
-from cluster.cli.commands import bench, bulk, config, demo, doctor, plan, profile, serve, stop
+from cluster.cli.commands import (
+    bench,
+    bulk,
+    config,
+    demo,
+    doctor,
+    plan,
+    profile,
+    serve,
+    status,
+    stop,
+)
 from cluster.serving.ray_environment import before_ray_is_imported
 from contracts.config import LogConfig
 from contracts.errors import TandemError
@@ -43,6 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="tandem", description="Serves Mixture-of-Experts language models on Ray.")
     parser.add_argument("--version", action="version", version=f"tandem {version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, demo, plan, profile, bulk, bench, doctor, config, stop):
+    for command in (serve, demo, status, plan, profile, bulk, bench, doctor, config, stop):
         command.add(commands)
     return parser

@@ -105,7 +105,7 @@ class DirectFront:
         """Returns once the port answers. Raises ResourceError if it is taken, and stays so."""
         config = self._config
         if config.api_keys and config.metrics_key is None and config.host not in LOOPBACK:
-            hint = "/metrics and /load need no key; set http.metrics_key"
+            hint = "/metrics, /load and /status need no key; set http.metrics_key"
             event(log, "metrics_open", logging.WARNING, host=config.host, hint=hint)
         listening = await _bind_patiently(config.host, config.port)
         self.port: int = listening.getsockname()[1]

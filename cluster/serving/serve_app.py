@@ -29,7 +29,7 @@ from cluster.fleet.codec import (
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.launch import launch
 from cluster.serving.front import DirectFront
-from cluster.serving.wiring import build_ingress_app
+from cluster.serving.wiring import AskGroups, build_ingress_app
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, TandemError
 from contracts.events import TaskSpan
@@ -184,7 +184,10 @@ class Ingress:
     async def _build(self) -> ASGIApp:
         directory = decode_directory(await self._groups.directory.remote())
         app = await build_ingress_app(
-            self._config, directory, self._rank_metrics, self._prefill_addresses
+            self._config,
+            directory,
+            AskGroups(self._rank_metrics, self._rank_status),
+            self._prefill_addresses,
         )
         if self._config.http.front == "direct":
             self._front = DirectFront(app, self._config.http)
@@ -200,6 +203,10 @@ class Ingress:
     async def _rank_metrics(self) -> list[str]:
         texts: list[str] = await self._groups.metrics.remote()
         return texts
+
+    async def _rank_status(self) -> list[RankStatus]:
+        found: list[RankStatus] = await self._groups.status.remote()
+        return found
 
 
 def _trace_of(error: Exception) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 from ray.exceptions import RayError
@@ -28,9 +29,11 @@ from cluster.routing.prefill_peer import Find
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_socket import RankClientConfig
 from contracts.config import ChannelConfig, TandemConfig
+from contracts.errors import NotReadyError
 from contracts.garbage import spare_what_lives_on
 from contracts.logs import event
 from contracts.messages import STATE_PERIOD_S
+from contracts.worker import RankStatus
 from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
 from planner.routing.request_work import work_of
@@ -105,10 +108,17 @@ def pipelines(config: TandemConfig, directory: Directory, find: Find | None = No
     return Pipelines(generating, prefilling)
 
 
+class AskGroups(NamedTuple):
+    """What the launcher of the ranks tells of them. Raises RayError."""
+
+    metrics: Callable[[], Awaitable[list[str]]]
+    status: Callable[[], Awaitable[list[RankStatus]]]
+
+
 async def build_ingress_app(
     config: TandemConfig,
     directory: Directory,
-    rank_metrics: Callable[[], Awaitable[list[str]]],
+    ask: AskGroups,
     find: Find,
 ) -> Starlette:
     """The application, connected to every rank, or to those that are there: workers may be lost
@@ -122,10 +132,17 @@ async def build_ingress_app(
 
     async def extra() -> str:
         try:
-            return merge_expositions(await rank_metrics())
+            return merge_expositions(await ask.metrics())
         except RayError as error:  # the ingress's own metrics are still worth a scrape
             event(log, "rank_metrics_failed", logging.WARNING, error=error)
             return ""
+
+    async def ranks() -> list[RankStatus]:
+        try:
+            return await ask.status()
+        except RayError as error:
+            event(log, "rank_status_failed", logging.WARNING, error=error)
+            raise NotReadyError("the launcher of the ranks does not answer") from None
 
     app = build_app(
         backend,
@@ -133,6 +150,7 @@ async def build_ingress_app(
         model,
         config.http,
         extra=extra,
+        ranks=ranks,
         share_between_keys=config.kv.share_between_keys,
         limits=config.limits,
     )

@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from actors.channels.handshake import Identity
 from cluster.api.app import build_app
 from cluster.api.schemas import ServedModel
+from cluster.api.session import AskRanks
 from cluster.routing.admission import Admission
 from cluster.routing.least_work import LeastWork
 from cluster.routing.placer import RoutingConfig
@@ -128,10 +129,11 @@ def serve_api(
     *,
     eos_text: str = EOS,
     config: LimitsConfig | None = None,
+    ask: AskRanks | None = None,
     **limits: int,
 ) -> Iterator[Api]:
-    """The API in front of `ranks`; config: its section `limits`; limits: fields of
-    RoutingConfig."""
+    """The API in front of `ranks`; config: its section `limits`; ask: what ranks say of themselves;
+    limits: fields of RoutingConfig."""
     tokenizer = Tokenizer.load(folder)
     loop = Loop()
     settings = msgspec.structs.replace(http or HttpConfig(), port=0)
@@ -148,7 +150,9 @@ def serve_api(
             vocab_size=tokenizer.vocab_size,
             eos_token_ids=tuple(eos),
         )
-        app = build_app(admission, tokenizer, model, settings, limits=config or LimitsConfig())
+        app = build_app(
+            admission, tokenizer, model, settings, limits=config or LimitsConfig(), ranks=ask
+        )
         front = DirectFront(app, settings)
         await front.start()
         return admission, app, front

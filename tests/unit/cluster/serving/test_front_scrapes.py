@@ -131,7 +131,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         yield api
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/load"])
+@pytest.mark.parametrize("path", ["/metrics", "/load", "/status"])
 def test_metrics_have_a_key_of_their_own(guarded: Api, path: str) -> None:
     """FINDINGS A7: an own key. Clients of the model are not those who watch it."""
     assert guarded.http.get(path).status_code == 401
