@@ -1,0 +1,170 @@
+"""A layer's experts on ranks: the placement with which the layer takes least time, by a sample of
+its routing (`planner/placement/objective.py`).
+
+Several starts (in order, balanced by load, grown from experts that go together, co-clustered with
+token ids, at random), exchanges from each, replicas into the spare slots of the best, changes
+again. A part of the sample is kept out: what is no better there than experts in order, or than
+what the group has, is not taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.placement.layout import EMPTY, Homes, Layout, Sample
+from planner.placement.lines import (
+    Line,
+    check_slots,
+    contiguous_line,
+    first_homes,
+    held,
+    layer_slots,
+    line_of,
+    moved,
+    ranks_of,
+)
+from planner.placement.objective import Objective, PlacementCosts, usual_costs
+from planner.placement.routing import LayerRouting, Measured, TokenCounts, measure
+from planner.placement.samples import sample_of, split
+from planner.placement.search import descend, fill, improved
+from planner.placement.starts import starts
+from planner.placement.sums import Floats, Ints, totals
+from planner.placement.token_ranks import local_share, token_ranks
+
+WORK = 100_000_000  # of the search among layouts, about two seconds; with replicas a fourth of it
+BEST = 2  # of the starts are searched on from
+NEARLY = 0.9  # where nothing is known, a load may be over even by so much of what it is in order
+LOCAL = 0.2  # of a layer's price, if all pairs were on the ranks that their token ids belong to
+
+
+class PlacedLayer(NamedTuple):
+    """expert_of_slot: rank after rank. rank_of_id_V: of each token id up to the largest counted.
+    measured: on what was kept out of the sample; baseline: the same of experts in order, or of the
+    `start`. moves: experts that come to ranks that did not have them, from there."""
+
+    expert_of_slot: Line
+    rank_of_id_V: Ints
+    measured: Measured
+    baseline: Measured
+    moves: int
+
+
+def solve_layer(
+    routing: LayerRouting,
+    slots_per_rank: Sequence[int],
+    *,
+    costs: PlacementCosts | None = None,
+    start: Sequence[int] | None = None,
+    most_moves: int | None = None,
+    seed: int = 0,
+) -> PlacedLayer:
+    """costs: the usual ones where nothing is known. start: the expert of each slot as it is; the
+    search begins there, an expert that moves has to save `costs.move`, and at most `most_moves`
+    do. The same arguments give the same placement. Raises ConfigError where slots do not fit."""
+    check_slots(routing.num_experts, slots_per_rank)
+    ranks, top_k = len(slots_per_rank), routing.sets_PK.shape[1]
+    fitted, kept = split(routing)
+    before = contiguous_line(fitted.load(), slots_per_rank) if start is None else tuple(start)
+    if costs is None:
+        costs = usual_costs(top_k, ranks)
+        if start is None:
+            limit = 1 + NEARLY * (measure(fitted, layer_slots(before, slots_per_rank)).load - 1)
+            costs = costs._replace(load_limit=max(costs.load_limit, limit))
+    line = before
+    if ranks > 1 and len(kept.sets_PK):
+        sample = sample_of(fitted, costs, ranks)
+        if start is None:
+            layout = _placed(fitted, sample, slots_per_rank, seed)
+        else:
+            layout = _followed(sample, slots_per_rank, before, most_moves)
+        line = line_of(
+            layout.experts_S, layout.ranks_S, slots_per_rank, () if start is None else before
+        )
+    return _judged(routing, kept, slots_per_rank, costs, before, line, following=start is not None)
+
+
+def _placed(
+    routing: LayerRouting, sample: Sample, slots_per_rank: Sequence[int], seed: int
+) -> Layout:
+    E, homes_R = sample.experts, first_homes(sample.experts, slots_per_rank)
+    rng = np.random.default_rng(seed)
+    layouts = []
+    for ranks_E in starts(routing.counts, _together(sample), homes_R, rng):
+        layouts.append(Layout(sample, np.arange(E), ranks_E))
+        descend(layouts[-1], 20 * E)
+    found = _searched(layouts, WORK, rng)
+    spare = sum(slots_per_rank) - E
+    if spare:
+        more_R = np.asarray(slots_per_rank) - homes_R
+        found = _searched([_with_replicas(each, more_R) for each in found[:BEST]], WORK // 4, rng)
+    return min(found, key=lambda layout: price_with_ids(layout, routing.counts))
+
+
+def _searched(layouts: list[Layout], work: int, rng: np.random.Generator) -> list[Layout]:
+    """What is found from the cheapest on, ascending."""
+    best = sorted(layouts, key=Layout.price)[:BEST]
+    found = [each for layout in best for each in improved(layout, work // BEST, rng)]
+    return sorted(found + layouts, key=Layout.price)
+
+
+def price_with_ids(layout: Layout, counts: TokenCounts) -> float:
+    """A layout's price, less a part for what its ranks have of the pairs of their token ids: of
+    two that are about as cheap, the one that other uses of a profile gain from as well."""
+    return layout.price() * (1 - LOCAL * local_share(counts, layout.slot_table() >= 0))
+
+
+def _with_replicas(layout: Layout, more_R: Ints) -> Layout:
+    """With so many slots more on each rank, and replicas in them."""
+    ranks_S = np.concatenate([layout.ranks_S, np.repeat(np.arange(len(more_R)), more_R)])
+    experts_S = np.concatenate([layout.experts_S, np.full(more_R.sum(), EMPTY)])
+    wider = Layout(layout.sample, experts_S, ranks_S)
+    fill(wider)
+    descend(wider, 20 * len(experts_S))
+    return wider
+
+
+def _followed(
+    sample: Sample, slots_per_rank: Sequence[int], start: Line, most_moves: int | None
+) -> Layout:
+    experts_S, ranks_S = np.array(start, np.int64), ranks_of(slots_per_rank)
+    as_it_is = Layout(sample, experts_S, ranks_S)
+    price = sample.objective.costs.move * as_it_is.price()
+    most = len(start) if most_moves is None else most_moves
+    homes = Homes(held(start, slots_per_rank, sample.experts), price, most)
+    layout = Layout(sample, experts_S, ranks_S, homes)
+    descend(layout, 20 * len(start))
+    return layout
+
+
+def _together(sample: Sample) -> Floats:
+    """[E, E] how often experts go together; on the diagonal, how often each is chosen."""
+    sets_MK, E = sample.sets_MK, sample.experts
+    K = sets_MK.shape[1]
+    at_N = sets_MK[:, :, None] * E + sets_MK[:, None, :]
+    return totals(at_N, np.repeat(sample.weights_M, K * K), E * E).reshape(E, E)
+
+
+def _judged(
+    routing: LayerRouting,
+    kept: LayerRouting,
+    slots_per_rank: Sequence[int],
+    costs: PlacementCosts,
+    before: Line,
+    after: Line,
+    *,
+    following: bool,
+) -> PlacedLayer:
+    """`after` if it is the better on what was kept out, else `before`."""
+    was, now = (measure(kept, layer_slots(line, slots_per_rank)) for line in (before, after))
+    tokens, top_k = kept.sets_PK.shape
+    objective = Objective(costs, 1.0, float(top_k), len(slots_per_rank))
+    mean = top_k / len(slots_per_rank)
+    price_was, price_now = (float(objective.price(m.copies, m.load * mean)) for m in (was, now))
+    moves = moved(before, after, slots_per_rank) if following else 0
+    if not tokens or price_now >= price_was * (1 - moves * costs.move):
+        after, now, moves = before, was, 0
+    label_V = token_ranks(routing.counts, held(after, slots_per_rank, routing.num_experts))
+    return PlacedLayer(after, label_V, now, was, moves)

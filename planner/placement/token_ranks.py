@@ -1,0 +1,80 @@
+"""Which rank a token id belongs to: the one that has most of the experts it goes to, within a
+bound on what a rank is given.
+
+Shapes: N (token id, expert) pairs, V token ids, E experts, R ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.placement.routing import TokenCounts
+from planner.placement.sums import Bools, Floats, Ints, totals
+
+ID_LOAD = 1.1  # pairs of a rank's token ids over the mean, at most: the paper's relaxation
+
+
+def shares(ids_N: Ints, experts_N: Ints, times_N: Ints, holds_ER: Bools) -> Floats:
+    """[V, R] pairs of each id that a rank has the expert of; the last column: all of its pairs."""
+    V, R = int(ids_N.max()) + 1 if len(ids_N) else 0, holds_ER.shape[1]
+    here_NR = holds_ER[experts_N] * times_N[:, None]
+    columns = [totals(ids_N, column_N, V) for column_N in (*here_NR.T, times_N)]
+    return np.stack(columns, 1).reshape(V, R + 1)
+
+
+def rank_of_ids(shares_VR1: Floats, limit: float = ID_LOAD) -> Ints:
+    """[V] ranks, of `shares`. Who loses least goes elsewhere where a rank has too much; ids without
+    a pair go to the ranks in turn."""
+    mine_VR, times_V = shares_VR1[:, :-1].copy(), shares_VR1[:, -1]
+    V, R = mine_VR.shape
+    room = limit * times_V.sum() / R
+    label_V: Ints = np.where(times_V > 0, mine_VR.argmax(1), np.arange(V) % R)
+    for _ in range(R):
+        load_R = totals(label_V, times_V, R)
+        over = int(load_R.argmax())
+        if load_R[over] <= room:
+            break
+        open_R = load_R < room
+        open_R[over] = False
+        if not open_R.any():
+            break
+        _give_away(label_V, mine_VR, times_V, over, load_R, room)
+    return label_V
+
+
+def _give_away(
+    label_V: Ints, mine_VR: Floats, times_V: Floats, over: int, load_R: Floats, room: float
+) -> None:
+    """Ids of that rank to others with room, least regret a pair first, until it has no more than
+    its share. Changes label_V and load_R."""
+    ids = np.flatnonzero((label_V == over) & (times_V > 0))
+    other_VR = mine_VR[ids].copy()
+    other_VR[:, over] = -1.0
+    regret_V = (mine_VR[ids, over] - other_VR.max(1)) / times_V[ids]
+    for n in np.argsort(regret_V, kind="stable"):
+        if load_R[over] <= room:
+            return
+        times = times_V[ids[n]]
+        fits_R = load_R + times <= room
+        fits_R[over] = False
+        if not fits_R.any():
+            continue
+        rank = int(np.where(fits_R, other_VR[n], -1.0).argmax())
+        label_V[ids[n]] = rank
+        load_R[over] -= times
+        load_R[rank] += times
+
+
+def token_ranks(counts: TokenCounts, holds_ER: Bools) -> Ints:
+    """[V] the rank of each token id up to the largest that was counted."""
+    return rank_of_ids(shares(counts.ids_N, counts.experts_N, counts.times_N, holds_ER))
+
+
+def local_share(counts: TokenCounts, holds_ER: Bools) -> float:
+    """LAR by that table: the part of the counted pairs whose expert is on their token id's rank."""
+    shares_VR1 = shares(counts.ids_N, counts.experts_N, counts.times_N, holds_ER)
+    if not len(shares_VR1):
+        return 0.0
+    label_V = rank_of_ids(shares_VR1)
+    local_V = shares_VR1[np.arange(len(label_V)), label_V]
+    return float(local_V.sum() / max(1.0, shares_VR1[:, -1].sum()))

@@ -1,0 +1,128 @@
+"""The solver of placements on samples whose best placement is known, and on poor samples."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from benchmarks.placement.synthetic import planted, routing_of
+from contracts.errors import ConfigError
+from planner.placement.layout import Layout
+from planner.placement.lines import contiguous_line, held, layer_slots, moved
+from planner.placement.objective import PlacementCosts, usual_costs
+from planner.placement.routing import measure
+from planner.placement.samples import sample_of, split
+from planner.placement.solve import price_with_ids, solve_layer
+from tests.support.made_up_routing import any_routing, grouped
+
+
+def test_one_rank_has_its_experts_in_order() -> None:
+    routing = any_routing(9, 3, 500, seed=0)
+    assert solve_layer(routing, [9]).expert_of_slot == tuple(range(9))
+
+
+@pytest.mark.parametrize(("experts", "slots"), [(6, (3, 3)), (7, (3, 2, 2)), (8, (4, 4))])
+@pytest.mark.parametrize("seed", range(4))
+def test_small_layers_are_placed_as_well_as_by_trying_everything(
+    experts: int, slots: tuple[int, ...], seed: int
+) -> None:
+    routing = any_routing(experts, 2, 3000, seed)
+    fitted, _ = split(routing)
+    costs = usual_costs(2, len(slots))
+    sample = sample_of(fitted, costs, len(slots))
+    prices = {
+        ranks: price_with_ids(Layout(sample, np.arange(experts), np.array(ranks)), routing.counts)
+        for ranks in set(itertools.permutations(np.repeat(np.arange(len(slots)), slots).tolist()))
+    }
+    placed = solve_layer(routing, slots, costs=costs)
+    where = held(placed.expert_of_slot, slots, experts).argmax(1)
+    assert prices[tuple(where.tolist())] == pytest.approx(min(prices.values()))
+
+
+@pytest.mark.parametrize(("experts", "groups"), [(16, 4), (24, 3), (64, 8)])
+@pytest.mark.parametrize("seed", range(3))
+def test_planted_groups_are_found_again(experts: int, groups: int, seed: int) -> None:
+    routing, group_E = planted(experts, 3, groups, stray=0.05, tokens=4000, seed=seed)
+    each = experts // groups
+    line = solve_layer(routing, [each] * groups).expert_of_slot
+    for rank in range(groups):
+        assert len(set(group_E[list(line[rank * each : (rank + 1) * each])])) == 1
+
+
+def test_groups_of_a_router_that_are_in_order_already_stay_together() -> None:
+    routing = grouped(32, 4, 4, tokens=4000, seed=0)
+    placed = solve_layer(routing, [8] * 4)
+    assert placed.measured.copies <= placed.baseline.copies
+    assert placed.expert_of_slot == tuple(range(32))
+
+
+def test_the_same_arguments_give_the_same_placement() -> None:
+    routing = any_routing(16, 2, 2000, seed=3)
+    one, other = (solve_layer(routing, [5, 5, 5, 5], seed=7) for _ in range(2))
+    assert one.expert_of_slot == other.expert_of_slot
+    assert (one.rank_of_id_V == other.rank_of_id_V).all()
+
+
+def test_dear_pairs_are_balanced_and_dear_copies_saved() -> None:
+    routing = any_routing(16, 2, 4000, seed=5)
+    even, near = (
+        solve_layer(routing, [4] * 4, costs=PlacementCosts(pair, copy, load_limit=np.inf))
+        for pair, copy in ((10.0, 0.1), (0.1, 10.0))
+    )
+    assert even.measured.load < near.measured.load
+    assert near.measured.copies < even.measured.copies
+
+
+def test_a_start_is_left_only_where_that_pays_and_no_further_than_allowed() -> None:
+    routing = any_routing(16, 2, 6000, seed=1)
+    settled = solve_layer(routing, [5] * 4).expert_of_slot
+    again = solve_layer(routing, [5] * 4, start=settled)
+    assert again.moves <= 2
+    other = any_routing(16, 2, 6000, seed=2)
+    free = solve_layer(other, [5] * 4, start=settled)
+    few = solve_layer(other, [5] * 4, start=settled, most_moves=3)
+    assert 0 < few.moves <= 3 < free.moves
+    assert free.measured.copies < few.measured.copies < few.baseline.copies
+    dear = PlacementCosts(pair=2.0, copy=1.0, move=0.5)
+    stays = solve_layer(other, [5] * 4, start=settled, costs=dear)
+    assert (stays.expert_of_slot, stays.moves) == (settled, 0)
+
+
+def test_who_stays_on_a_rank_stays_in_its_slot() -> None:
+    settled = solve_layer(any_routing(16, 2, 6000, seed=1), [5] * 4).expert_of_slot
+    placed = solve_layer(any_routing(16, 2, 6000, seed=2), [5] * 4, start=settled)
+    kept = sum(a == b for a, b in zip(settled, placed.expert_of_slot, strict=True))
+    assert kept == 20 - placed.moves
+    assert placed.moves == moved(settled, placed.expert_of_slot, [5] * 4)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 4, 300])
+def test_few_tokens_give_a_placement_all_the_same(tokens: int) -> None:
+    routing = any_routing(16, 2, tokens, seed=0)
+    placed = solve_layer(routing, [5, 6, 5])
+    assert sorted(set(placed.expert_of_slot)) == list(range(16))
+    if tokens < 4:
+        assert placed.expert_of_slot == contiguous_line(routing.load(), [5, 6, 5])
+
+
+def test_one_text_repeated_is_not_taken_for_more_than_it_is() -> None:
+    routing = any_routing(16, 2, 7, seed=0)
+    sets_PK, ids_P = np.tile(routing.sets_PK, (300, 1)), np.tile(routing.ids_P, 300)
+    placed = solve_layer(routing_of(16, sets_PK, ids_P), [4] * 4)
+    assert sorted(placed.expert_of_slot) == list(range(16))
+    assert placed.measured.copies <= placed.baseline.copies
+
+
+def test_what_is_measured_is_what_was_kept_out() -> None:
+    routing = any_routing(12, 2, 3000, seed=0)
+    placed = solve_layer(routing, [4] * 3)
+    _, kept = split(routing)
+    assert placed.measured == measure(kept, layer_slots(placed.expert_of_slot, [4] * 3))
+
+
+@pytest.mark.parametrize("slots", [(4, 3), (9, 4), (-1, 9), ()])
+def test_slots_that_do_not_fit_are_refused(slots: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="8 experts need as many slots"):
+        solve_layer(any_routing(8, 2, 100, seed=0), slots)
