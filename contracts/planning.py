@@ -121,6 +121,17 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True, tag="routing"):
     paths: Annotated[bytes, Meta(max_length=MAX_PLANNER_FRAME_BYTES)]
 
 
+class PlacementHeld(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
+    """An expert rank's first message on every connection to the planner: the placement that is
+    complete on it and in use (after a move, the new one), and the largest generation that it was
+    ever told of, were it refused or failed. A planner that has just begun knows by it where experts
+    are, and which numbers are spent: until every expert rank has said it, nothing is proposed."""
+
+    rank: str
+    placement: Placement
+    newest: Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
 class PlacementProposal(msgspec.Struct, frozen=True, tag="proposal"):
     """To every expert rank: make this placement ready, and tell the attention ranks."""
 
@@ -146,5 +157,7 @@ class PlacementOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome")
     seconds: Annotated[float, Meta(ge=0)] = 0.0
 
 
-ToPlanner = PlanQuery | BatchReport | ExpertReport | RoutingReport | PlacementOutcome
+ToPlanner = (
+    PlanQuery | BatchReport | ExpertReport | RoutingReport | PlacementHeld | PlacementOutcome
+)
 FromPlanner = PlanAnswer | ModelsChanged | PlacementProposal

@@ -51,7 +51,7 @@ class Formation(NamedTuple):
 
     def placement(self, group: Group) -> Placement:
         """That which concerns a rank of `group`."""
-        of = Group.EXPERT if group is Group.ATTENTION else group
+        of = Group.EXPERT if group in (Group.ATTENTION, Group.PLANNER) else group
         return self.placements.get(of, Placement())
 
 
