@@ -25,10 +25,10 @@ _TOLERANCE = 0.1  # of values of order 1 to 10 in bfloat16
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = False) -> Tensor:
     """As kernels/norm.py."""
-    fused = _fused(x)
-    if fused is None or not x.is_contiguous():
+    own = fused(x)
+    if own is None or not x.is_contiguous():
         return norm.rms_norm(x, weight_D, eps, round_once=round_once)
-    out: Tensor = fused.rms_norm(x, weight_D, eps, round_once)
+    out: Tensor = own.rms_norm(x, weight_D, eps, round_once)
     return out
 
 
@@ -36,45 +36,46 @@ def norm_and_turn(
     x_THd: Tensor, weight_Hd: Tensor | None, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
     """A new tensor: each head normed by its weight (None: as it is), then turned by rope."""
-    fused = _fused(x_THd)
-    if fused is None or x_THd.stride()[1:] != (x_THd.shape[2], 1):
+    own = fused(x_THd)
+    if own is None or x_THd.stride()[1:] != (x_THd.shape[2], 1):
         normed = x_THd if weight_Hd is None else norm.rms_norm(x_THd, weight_Hd, eps)
         return rope.apply_rope(normed, cos, sin)
-    out_THd: Tensor = fused.norm_and_turn(x_THd, weight_Hd, eps, cos, sin)
+    out_THd: Tensor = own.norm_and_turn(x_THd, weight_Hd, eps, cos, sin)
     return out_THd
 
 
 def gated(h_NF2: Tensor) -> Tensor:
     """silu(gate) * up of [N, 2F], as a fresh [N, F]."""
-    fused = _fused(h_NF2)
-    if fused is None:
+    own = fused(h_NF2)
+    if own is None:
         return experts.gated(h_NF2)
-    out_NF: Tensor = fused.gated(h_NF2)
+    out_NF: Tensor = own.gated(h_NF2)
     return out_NF
 
 
 def rows_of(x_TD: Tensor, rows_N: Tensor) -> Tensor:
     """x[rows], a new tensor [N, D]."""
-    fused = _fused(x_TD)
-    if fused is None or not x_TD.is_contiguous():
+    own = fused(x_TD)
+    if own is None or not x_TD.is_contiguous():
         return x_TD.index_select(0, rows_N)
-    out_ND: Tensor = fused.rows_of(x_TD, rows_N)
+    out_ND: Tensor = own.rows_of(x_TD, rows_N)
     return out_ND
 
 
 def add_up(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:
     """Fills out_TD float32: of each token, the weighted sum of the rows places_TK of y, in order of
     k."""
-    fused = _fused(y_ND)
-    if fused is not None:
-        fused.weighted_sums(y_ND, places_TK, weights_TK.contiguous(), out_TD)
+    own = fused(y_ND)
+    if own is not None:
+        own.weighted_sums(y_ND, places_TK, weights_TK.contiguous(), out_TD)
         return
     out_TD.zero_()
     for k in range(places_TK.shape[1]):
         out_TD.addcmul_(y_ND.index_select(0, places_TK[:, k]), weights_TK[:, k : k + 1])
 
 
-def _fused(x: Tensor) -> ModuleType | None:
+def fused(x: Tensor) -> ModuleType | None:
+    """kernels/triton_kernels.py, where it computes with tensors like that; else None."""
     if not x.is_cuda or x.dtype is not torch.bfloat16 or x.numel() == 0:
         return None
     here = x.device.index == torch.cuda.current_device()  # triton launches nowhere else
@@ -87,6 +88,7 @@ def _triton_kernels() -> ModuleType | None:
     try:
         kernels = importlib.import_module("kernels.triton_kernels")
         _try(kernels)
+        _try_slots(kernels)
     except Exception as error:  # noqa: BLE001  (no triton, no compiler, a wrong result: do without)
         reason = f"{type(error).__name__}: {error}"
         event(log, "fused_kernels_off", logging.WARNING, reason=reason)
@@ -119,3 +121,18 @@ def _try(kernels: ModuleType) -> None:
     ]
     for found, expected in pairs:
         torch.testing.assert_close(found, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
+
+
+def _try_slots(kernels: ModuleType) -> None:
+    """As `_try`."""
+    T, D, F = _TRIED
+    x_TD = torch.randn(T, D, device="cuda").bfloat16()
+    gate_up, down = (torch.randn(2, *s, device="cuda").bfloat16() for s in ((2 * F, D), (D, F)))
+    slots_TK = torch.ones(T, 1, device="cuda", dtype=torch.int32)
+    found_ND = torch.empty(T, D, device="cuda").bfloat16()
+    kernels.slot_experts(x_TD, slots_TK, gate_up, down, found_ND)
+    expected_ND = experts.gated(x_TD @ gate_up[1].t()) @ down[1].t()
+    largest = expected_ND.abs().max().float()
+    torch.testing.assert_close(
+        found_ND / largest, expected_ND / largest, atol=_TOLERANCE, rtol=_TOLERANCE
+    )

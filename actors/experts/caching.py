@@ -46,8 +46,8 @@ def expert_cache(
     config, model = spec.config, layout.spec
     if layout.device.type != "cpu":
         raise ConfigError(
-            f"{spec.name}: experts are not cached on {spec.device} yet: leave experts.slots and "
-            "experts.bytes out, and set prefill.experts to resident or streamed"
+            f"{spec.name}: expert ranks keep all of their experts on {spec.device}: leave "
+            "experts.slots and experts.bytes out, or set groups.device=cpu"
         )
     form = _form(spec, layout)
     slots = slots_for(config.experts, sum(form.sizes), model, own)
@@ -59,10 +59,10 @@ def expert_cache(
         deadline_s=config.groups.ready_timeout_s,
         direct=config.experts.direct,
     )
-    order = eviction(config.experts.evict, slots, _frequencies(spec, model, own))
+    order = eviction(config.experts.evict, slots, frequencies(spec, model, own))
     deadline_s = config.channel.deadline_s
     cache = ExpertCache(FileTier(file), form, slots, order, pays, deadline_s=deadline_s)
-    _show(cache, spec.name, telemetry)
+    show(cache, spec.name, telemetry)
     return cache
 
 
@@ -72,7 +72,7 @@ def _form(spec: WorkerSpec, layout: ExpertLayout) -> ExpertForm:
     return AsStored(Checkpoint(Path(spec.model_folder)), layout.spec, layout.dtype)
 
 
-def _show(cache: ExpertCache, name: str, telemetry: Telemetry) -> None:
+def show(cache: ExpertCache, name: str, telemetry: Telemetry) -> None:
     """How often experts were there, and what it cost to bring the others."""
     traffic = cache.traffic
     telemetry.read(metrics.EXPERT_WAIT, name, of=lambda: traffic.waited_s)
@@ -90,13 +90,15 @@ def foresight(spec: WorkerSpec, half: AttentionHalf) -> Foresight | None:
         return None
     needed = config.hints in ("fitted", "quasi", "estimator")
     profile = _profile(spec, half.spec, f"experts.hints={config.hints}" if needed else None)
+    if profile is not None:
+        profile = profile.on(half.device)
     return Foresight(
         half, profile, config.hints, again=config.hint_again, speculation=_speculation(config, half)
     )
 
 
-def _frequencies(
-    spec: WorkerSpec, model: ModelSpec, own: Mapping[int, Sequence[int]] | None
+def frequencies(
+    spec: WorkerSpec, model: ModelSpec, own: Mapping[int, Sequence[int]] | None = None
 ) -> dict[ExpertKey, float]:
     """Of use, of those that the worker may keep; empty where nobody asks for them."""
     if spec.config.experts.evict != "pinned":

@@ -12,6 +12,8 @@ import torch
 
 from actors.experts.cached_plane import CachedPlane
 from actors.experts.caching import expert_cache, foresight
+from actors.experts.device_caching import device_cache
+from actors.experts.device_plane import DevicePlane
 from actors.experts.peer_supply import LockstepSupply, PeerSupply
 from actors.experts.plane import ExpertPlane
 from actors.experts.stored_plane import StoredPlane
@@ -95,6 +97,8 @@ def cached_supply(
     spec: WorkerSpec, layout: ExpertLayout, timeline: Timeline, telemetry: Telemetry
 ) -> OwnSupply:
     """Experts that come and go. Raises CheckpointError, ResourceError, ConfigError."""
+    if layout.device.type == "cuda":
+        return _device_supply(spec, layout, timeline, telemetry)
     cache = expert_cache(spec, layout, telemetry)
 
     def new_plane(half: AttentionHalf) -> CachedPlane:
@@ -102,6 +106,21 @@ def cached_supply(
         return CachedPlane(spec.name, half, cache, timeline, monotonic_s, ahead)
 
     return OwnSupply(new_plane, cache.close, cache.num_bytes)
+
+
+def _device_supply(
+    spec: WorkerSpec, layout: ExpertLayout, timeline: Timeline, telemetry: Telemetry
+) -> OwnSupply:
+    """The same in a GPU's memory."""
+    held, deadline_s = device_cache(spec, layout, telemetry), spec.config.channel.deadline_s
+
+    def new_plane(half: AttentionHalf) -> DevicePlane:
+        ahead = foresight(spec, half)
+        return DevicePlane(
+            spec.name, half, held, timeline, monotonic_s, ahead, deadline_s=deadline_s
+        )
+
+    return OwnSupply(new_plane, held.close)  # its memory is taken already
 
 
 def expert_supply(

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from actors.experts.plane import TaskKey
 from contracts.clock import Clock
+from models.experts.device_lanes import Arrival
 from models.experts.expert_wants import Guess
 from models.experts.router import Routed
-from models.foresight.foresight import Foresight, Foretold
+from models.foresight.foresight import Foresight, Foretold, Found
 from planner.policies.read_ahead import Trial
 
 Owner = tuple[int, int]
 """Batch, micro-batch."""
 
 _MOST_FORETOLD = 64
+
+
+class Asked(NamedTuple):
+    """What is foretold, with its ids on their way to the host."""
+
+    found: Found
+    ids: Arrival
 
 
 class LookingAhead:
@@ -73,6 +81,25 @@ class LookingAhead:
     def begins(self, key: TaskKey, hidden_TD: Tensor, routed: Routed) -> None:
         """They begin; hidden_TD: the residual before them."""
         self._tell(key, self._foresight.before_experts, key.layer, hidden_TD, routed)
+
+    def asks(
+        self, key: TaskKey, hidden_TD: Tensor, routed: Routed, fetch: Callable[[Tensor], Arrival]
+    ) -> Asked | None:
+        """In the place of `begins`, on a device: what is foretold comes to the host by `fetch`;
+        then call `comes`. None: nothing is."""
+        if self._trial is not None and not self._trial.is_on:
+            return None
+        start_s = self._clock()
+        found = self._foresight.find(key.layer, hidden_TD, routed)
+        asked = None if found is None else Asked(found, fetch(found.routed.topk_ids_TK))
+        self._spent_s += self._clock() - start_s
+        return asked
+
+    def comes(self, key: TaskKey, asked: Asked) -> None:
+        """It has come."""
+        start_s = self._clock()
+        self._pass_on(key, self._foresight.tell(asked.found, asked.ids.tensor.tolist()))
+        self._spent_s += self._clock() - start_s
 
     def ended(self, key: TaskKey, hidden_TD: Tensor) -> None:
         """They have been added."""

@@ -24,7 +24,7 @@ from contracts.errors import ChannelError
 from contracts.expert_slots import Eviction, ExpertKey, ReadingAhead
 from contracts.requests import Priority
 from kernels.linear import Product
-from models.experts.expert_form import ExpertForm
+from models.experts.expert_form import SlotForm
 from models.experts.expert_tier import Tier
 from models.experts.expert_traffic import DEMAND, USED_HINT, WASTED_HINT, Traffic
 from models.experts.expert_wants import Guess, Hints, Taken, Want, running_mean
@@ -52,7 +52,7 @@ class ExpertCache:
     def __init__(
         self,
         tier: Tier,
-        form: ExpertForm,
+        form: SlotForm,
         slots: int,
         order: Eviction,
         pays: ReadingAhead,
@@ -162,6 +162,15 @@ class ExpertCache:
             self._pinned.add(key)
             left -= pairs[expert]
         return taken
+
+    def take_ready(self, want: Want) -> list[Taken]:
+        """As `take`, of all that are there, in any place."""
+        self._advance()
+        if want.error:
+            raise ChannelError(want.error)
+        ready = [ExpertKey(want.layer, expert) for expert in want.left if expert in want.ready]
+        self._pinned.update(ready)
+        return [Taken(key.expert, self._slot_of[key]) for key in ready]
 
     def done(self, want: Want, taken: Sequence[Taken]) -> None:
         """They have been computed with."""

@@ -9,7 +9,7 @@ AsStored     as its checkpoint stores it (fp8 blocks, MXFP4, bfloat16 where floa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from models.experts.expert_store import ExpertBuffer
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint
 
-SlotMemory = Sequence[memoryview]
-"""The bytes of one expert's tensors."""
+SlotMemory = Sequence[Any]
+"""The bytes of one expert's tensors, as memoryviews; on a device a `DeviceSlot`."""
 
 Pieces = Callable[[int, int], Iterator[memoryview]]
 """Of (layer, expert): what its slot holds, in that order. Used up before the next call."""
@@ -48,18 +48,23 @@ class ExpertSlots(Protocol):
         """gate_up and down of what stands there."""
 
 
-class ExpertForm(Protocol):
+class SlotForm(Protocol):
+    """What a cache keeps."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def slots(self, count: int) -> ExpertSlots: ...
+
+
+class ExpertForm(SlotForm, Protocol):
     """sizes: in bytes, of one expert's tensors. name: of the form, by which files are told
     apart."""
 
     @property
-    def spec(self) -> ModelSpec: ...
-    @property
     def sizes(self) -> Sequence[int]: ...
     @property
     def name(self) -> str: ...
-
-    def slots(self, count: int) -> ExpertSlots: ...
 
     def pieces(self, checkpoint: Checkpoint) -> Pieces:
         """Raises CheckpointError."""

@@ -80,15 +80,44 @@ def open_host_source(
     pinned: list[Tensor] = []
     if layout.packed or not can_map:
         try:
-            with _open_file(checkpoint, layout, store, deadline_s) as file:
-                memory = _mapped(file, layout)
+            parts, memory = _open_memory(checkpoint, layout, store, deadline_s)
             pinned = [] if on_cpu else [memory]
-            parts = ExpertMemory(_layers(memory, layout), layout)
         except ResourceError as error:
             if not can_map:
                 raise
             event(log, "experts_packed_as_read", logging.WARNING, reason=error.message)
     return HostSource(parts, layout.spec.num_experts, pinned)
+
+
+class PinnedExperts:
+    """The experts of all layers in the node's memory, each by itself, pinned for a GPU until
+    `close`."""
+
+    def __init__(
+        self, folder: Path, layout: ExpertLayout, *, store: Path | None, deadline_s: float
+    ):
+        """As `open_host_source`. Raises CheckpointError, ResourceError."""
+        self._memory, memory = _open_memory(Checkpoint(folder), layout, store, deadline_s)
+        self._pinned = [memory] if layout.device.type == "cuda" else []
+
+    def expert(self, layer: int, expert: int) -> Sequence[Tensor]:
+        """Its pieces, as they stand: no copies."""
+        return self._memory.expert(layer, expert)
+
+    def close(self) -> None:
+        """No copy to a GPU may be under way. May be called twice."""
+        for memory in self._pinned:
+            unpin(memory)
+        self._pinned = []
+
+
+def _open_memory(
+    checkpoint: Checkpoint, layout: ExpertLayout, store: Path | None, deadline_s: float
+) -> tuple[ExpertMemory, Tensor]:
+    """And the memory where they stand."""
+    with _open_file(checkpoint, layout, store, deadline_s) as file:
+        memory = _mapped(file, layout)
+    return ExpertMemory(_layers(memory, layout), layout), memory
 
 
 class ExpertMemory:
@@ -103,6 +132,10 @@ class ExpertMemory:
         pieces = self._layout.pieces(self._tensors[layer], first, last)
         for stored, out in zip(pieces, into, strict=True):
             out.copy_(stored, non_blocking=True)
+
+    def expert(self, layer: int, expert: int) -> Sequence[Tensor]:
+        """Its pieces, as they stand: no copies."""
+        return self._layout.pieces(self._tensors[layer], expert, expert + 1)
 
 
 def _mapped(file: IO[bytes], layout: ExpertLayout) -> Tensor:

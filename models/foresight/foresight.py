@@ -75,6 +75,14 @@ class Foretold(NamedTuple):
         self.by.learn(self.layer, self.ids, ids_TK)
 
 
+class Found(NamedTuple):
+    """The routing that is foretold for a layer, where it was computed. is_whole: of all rows."""
+
+    layer: int
+    routed: Routed
+    is_whole: bool
+
+
 class Speculation(NamedTuple):
     """Experts that are run because they were foretold (Speculating Experts, Algorithm 1).
 
@@ -130,6 +138,11 @@ class Foresight:
     def before_experts(self, layer: int, hidden_TD: Tensor, routed: Routed) -> Foretold | None:
         """What the layer after `layer` may want, of many rows for some. hidden_TD: the residual
         that the experts of `layer` are added to."""
+        found = self.find(layer, hidden_TD, routed)
+        return None if found is None else self.tell(found, found.routed.topk_ids_TK.tolist())
+
+    def find(self, layer: int, hidden_TD: Tensor, routed: Routed) -> Found | None:
+        """As `before_experts`; on a device nothing waits for what is found."""
         following = self._next_of.get(layer)
         if following is None:
             return None
@@ -140,8 +153,11 @@ class Foresight:
             routed = Routed(some(routed.x_TD), ids_TK, weights_TK)
         kind = self._kind_of[following]
         found = foretold(self._half, self._profile, kind, layer, following, hidden_TD, routed)
-        ids: Ids = found.topk_ids_TK.tolist()
-        return Foretold(following, ids, self.before, found if is_whole else None)
+        return Found(following, found, is_whole)
+
+    def tell(self, found: Found, ids: Ids) -> Foretold:
+        """ids: those of `found`."""
+        return Foretold(found.layer, ids, self.before, found.routed if found.is_whole else None)
 
     @property
     def speculates(self) -> bool:

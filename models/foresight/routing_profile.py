@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from contracts.errors import CheckpointError
@@ -53,6 +54,23 @@ class RoutingProfile:
     estimator: Estimator
     tokens_VK: Tensor
     precision: Mapping[str, Tensor]
+
+    def on(self, device: torch.device) -> RoutingProfile:
+        """With what guesses are computed from in that device's memory."""
+        if device.type == "cpu":
+            return self
+
+        def moved(by_layer: Mapping[int, Tensor]) -> dict[int, Tensor]:
+            return {layer: tensor.to(device) for layer, tensor in by_layer.items()}
+
+        estimator = {name: each.to(device) for name, each in self.estimator.tensors().items()}
+        return dataclasses.replace(
+            self,
+            means=moved(self.means),
+            maps=moved(self.maps),
+            after=moved(self.after),
+            estimator=Estimator(**estimator),
+        )
 
     def write(self, path: Path, folder: Path, counts: RoutingCounts | None = None) -> None:
         """For the checkpoint in `folder`; with counts of the same, beside it. Raises

@@ -1,0 +1,227 @@
+"""What a device has under way: compute, and beside it copies of experts to it and of ids from it.
+
+    compute   |##0##|  |#####1#####|        |##2##|     `mark`: what has been queued so far
+    copies       |==a==|==b==|  |==c==|                 `wait`: what is queued from here on waits
+    ids            |0|         |1|                      `fetch`: to the host, which looks or waits
+
+The host queues, and waits for ids alone. Copies run in the order in which they are queued; so does
+what is computed. All of a lane is used by one thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from contracts.clock import Clock, monotonic_s
+
+
+class Mark(NamedTuple):
+    """A point in the order of what is copied, or of what is computed. number: larger ones of the
+    same queue come later."""
+
+    number: int
+    event: Any = None
+
+
+class Arrival(Protocol):
+    """Of a tensor at the host. tensor: its values, once it `has_come`."""
+
+    @property
+    def has_come(self) -> bool: ...
+    @property
+    def tensor(self) -> Tensor: ...
+
+
+class DeviceLane(Protocol):
+    """copied_s, copies: so far, as far as known. exposed_s: for how long what was to be computed
+    waited for copies."""
+
+    @property
+    def copied_s(self) -> float: ...
+    @property
+    def copies(self) -> int: ...
+    @property
+    def exposed_s(self) -> float: ...
+
+    def copy(self, stored: Sequence[Tensor], into: Sequence[Tensor], after: Mark | None) -> Mark:
+        """Queues a copy from the host's memory, to begin once `after`, a mark of the compute, has
+        passed."""
+
+    def mark(self) -> Mark:
+        """Of all that has been queued to be computed."""
+
+    def wait(self, copied: Mark) -> None:
+        """What is queued to be computed from here on waits for that copy, and so for all before."""
+
+    def has_passed(self, mark: Mark) -> bool: ...
+
+    def fetch(self, tensor: Tensor) -> Arrival:
+        """Queues its copy to the host: as it stands once what has been queued is computed."""
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """The same on the device, for what is queued from here on."""
+
+    def drain(self) -> None:
+        """Waits for all copies, before memory is freed."""
+
+
+def device_lane(device: torch.device) -> DeviceLane:
+    return CudaLane(device) if device.type == "cuda" else InlineLane()
+
+
+class _Come(NamedTuple):
+    tensor: Tensor
+    has_come: bool = True
+
+
+class InlineLane:
+    """Of a CPU: what is queued is done."""
+
+    exposed_s = 0.0
+
+    def __init__(self, clock: Clock = monotonic_s) -> None:
+        self._clock, self._numbers = clock, itertools.count(1)
+        self.copied_s, self.copies = 0.0, 0
+
+    def copy(self, stored: Sequence[Tensor], into: Sequence[Tensor], after: Mark | None) -> Mark:
+        start_s = self._clock()
+        for source, target in zip(stored, into, strict=True):
+            target.copy_(source)
+        self.copied_s += self._clock() - start_s
+        self.copies += 1
+        return self.mark()
+
+    def mark(self) -> Mark:
+        return Mark(next(self._numbers))
+
+    def wait(self, copied: Mark) -> None:
+        """It is there."""
+
+    def has_passed(self, mark: Mark) -> bool:
+        return True
+
+    def fetch(self, tensor: Tensor) -> _Come:
+        return _Come(tensor)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def drain(self) -> None:
+        """Nothing is queued."""
+
+
+_Span = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+class _Fetched:
+    def __init__(self, tensor: Tensor, event: torch.cuda.Event) -> None:
+        self.tensor, self._event = tensor, event
+
+    @property
+    def has_come(self) -> bool:
+        return _has_passed(self._event)
+
+
+class CudaLane:
+    """To be made after the slots. Times are the GPU's, known when it is looked for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._numbers = device, itertools.count(1)
+        self._copying, self._fetching = _stream(device), _stream(device)
+        # What had the slots' memory before may still be at work.
+        self._copying.wait_stream(torch.cuda.current_stream(device))
+        self._copied_s, self._copies, self._exposed_s = 0.0, 0, 0.0
+        self._under_way: deque[_Span] = deque()
+        self._waits: deque[_Span] = deque()
+
+    @property
+    def copied_s(self) -> float:
+        self._settle()
+        return self._copied_s
+
+    @property
+    def copies(self) -> int:
+        return self._copies
+
+    @property
+    def exposed_s(self) -> float:
+        self._settle()
+        return self._exposed_s
+
+    def copy(self, stored: Sequence[Tensor], into: Sequence[Tensor], after: Mark | None) -> Mark:
+        start, end = _event(timed=True), _event(timed=True)
+        if after is not None and not _has_passed(after.event):
+            self._copying.wait_event(after.event)
+        start.record(self._copying)
+        with torch.cuda.stream(self._copying):
+            for source, target in zip(stored, into, strict=True):
+                target.copy_(source, non_blocking=True)
+        end.record(self._copying)
+        self._under_way.append((start, end))
+        return Mark(next(self._numbers), end)
+
+    def mark(self) -> Mark:
+        event = _event()
+        event.record(torch.cuda.current_stream(self._device))
+        return Mark(next(self._numbers), event)
+
+    def wait(self, copied: Mark) -> None:
+        if _has_passed(copied.event):
+            return
+        compute = torch.cuda.current_stream(self._device)
+        asked, began = _event(timed=True), _event(timed=True)
+        asked.record(compute)
+        compute.wait_event(copied.event)
+        began.record(compute)
+        self._waits.append((asked, began))
+
+    def has_passed(self, mark: Mark) -> bool:
+        return _has_passed(mark.event)
+
+    def fetch(self, tensor: Tensor) -> _Fetched:
+        ready, come = _event(), _event()
+        ready.record(torch.cuda.current_stream(self._device))
+        self._fetching.wait_event(ready)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        with torch.cuda.stream(self._fetching):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._fetching)  # its memory is not used again before
+        come.record(self._fetching)
+        return _Fetched(host, come)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def drain(self) -> None:
+        self._copying.synchronize()
+        self._fetching.synchronize()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Adds the times of what is through."""
+        while self._under_way and _has_passed(self._under_way[0][1]):
+            start, end = self._under_way.popleft()
+            self._copied_s += 1e-3 * start.elapsed_time(end)
+            self._copies += 1
+        while self._waits and _has_passed(self._waits[0][1]):
+            asked, began = self._waits.popleft()
+            self._exposed_s += 1e-3 * asked.elapsed_time(began)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
+def _event(*, timed: bool = False) -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+
+
+def _has_passed(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
