@@ -37,11 +37,18 @@ class Kind(enum.IntEnum):
     A2E = 0
     E2A = 1
     HINT = 2  # what a later layer may want: local experts [n], and how likely each is [n]
+    # Of a generation of placement (actors/experts/generations.py); `batch` is the attempt, the
+    # payload uint8 [n].
+    PLACED = 3  # from an expert rank: its experts are there; the placement as msgpack
+    WITHDRAWN = 4  # from an expert rank: they will not be; why
+    REFUSED = 5  # from an attention rank: it does not go over to it; why
+    RETIRED = 6  # from an attention rank: it uses none before it any more
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
     """What a payload is. `batch` and `micro_batch` are the attention rank's own numbers; the expert
     rank copies them into its answer. `sent_s`, on the sender's monotonic clock, is for timelines.
+    `generation`: of the placement that the payload's local experts are of.
     """
 
     kind: Kind
@@ -52,6 +59,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     token_group: int
     priority: Priority = Priority.LS
     sent_s: float = 0.0
+    generation: int = 0
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):

@@ -29,7 +29,7 @@ from actors.channels.base import (
     transfers,
 )
 from actors.experts.dispatch import RankSlice, plan_dispatch
-from actors.experts.expert_server import merge
+from actors.experts.merged_call import merge
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import PeerError, PeerHungError

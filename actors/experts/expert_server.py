@@ -1,4 +1,5 @@
-"""The loop of an expert rank: queues of token groups per (class, layer), served by merging.
+"""The loop of an expert rank: queues of token groups, served by merging. A queue is of one class,
+layer and generation of placement.
 
 Token groups arrive from any attention rank. The rank picks a queue, merges everything that waits in
 it into one grouped GEMM, and answers each token group with one weighted sum per token. A call
@@ -12,8 +13,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 import torch
 
@@ -24,11 +25,13 @@ from actors.channels.base import (
     Kind,
     Packet,
     Part,
+    PeerJoined,
     PeerLost,
     transfer_span,
     transfers,
 )
-from actors.experts.rank_experts import Pairs, RankExperts
+from actors.experts.merged_call import Call, QueueKey
+from actors.experts.rank_experts import RankExperts
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError
@@ -41,68 +44,34 @@ from planner.policies.task_times import TaskTimes
 log = logging.getLogger("tandem.expert")
 
 
-class MergedGroups(NamedTuple):
-    """Token groups of one layer as one call; group g owns rows first_row[g] to first_row[g + 1]."""
+class Generations(Protocol):
+    """What the rank does about generations of placement. Owned by the server's thread."""
 
-    pairs: Pairs
-    first_row: list[int]
+    def heard(self, packet: Packet) -> None:
+        """An attention rank's REFUSED or RETIRED."""
 
+    def joined(self, peer: str) -> None: ...
 
-def merge(packets: list[Packet]) -> MergedGroups:
-    """Concatenates token groups; pairs are sorted by local expert, ties in packet order."""
-    if len(packets) == 1:
-        x_UD, rows_N, weights_N, counts_e = packets[0].tensors
-        return MergedGroups(Pairs(x_UD, rows_N, weights_N, counts_e), [0, x_UD.shape[0]])
-    first_row = [0]
-    rows, experts = [], []
-    for packet in packets:
-        x_UD, rows_N, _, counts_e = packet.tensors
-        rows.append(rows_N + first_row[-1])
-        experts.append(torch.arange(len(counts_e), device=x_UD.device).repeat_interleave(counts_e))
-        first_row.append(first_row[-1] + x_UD.shape[0])
-    order_N = torch.cat(experts).argsort(stable=True)
-    pairs = Pairs(
-        torch.cat([packet.tensors[0] for packet in packets]),
-        torch.cat(rows)[order_N],
-        torch.cat([packet.tensors[2] for packet in packets])[order_N],
-        torch.stack([packet.tensors[3] for packet in packets]).sum(0),
-    )
-    return MergedGroups(pairs, first_row)
+    def lost(self, peer: str) -> None: ...
+
+    def look(self) -> Iterable[int]:
+        """Goes on with what is under way; the generations that nobody uses any more, whose experts
+        are gone."""
 
 
-class Call:
-    """A merged call of experts, from its first slice to its answers."""
+class OneGeneration:
+    """A `Generations`: that of the launch, for good."""
 
-    __slots__ = ("computation", "groups", "interrupted", "packets", "y_UD")
+    def heard(self, packet: Packet) -> None:
+        """Nothing was proposed."""
 
-    def __init__(self, packets: list[Packet], experts: RankExperts) -> None:
-        self.packets = packets
-        self.groups = merge(packets)
-        self.interrupted = False
-        self.y_UD: torch.Tensor | None = None  # once it is through
-        self.computation = experts.begin(packets, self.groups.pairs)
+    def joined(self, peer: str) -> None:
+        """It has the same."""
 
-    @property
-    def layer(self) -> int:
-        return self.packets[0].header.layer
+    lost = joined
 
-    @property
-    def priority(self) -> int:
-        return int(self.packets[0].header.priority)
-
-    @property
-    def tokens(self) -> int:
-        return self.groups.first_row[-1]
-
-    def run(self, until_s: float, clock: Clock) -> None:
-        """To its end, to the first yield after that time, or until it lacks experts."""
-        steps = self.computation.steps
-        try:
-            next(steps)
-            while clock() < until_s and self.computation.missing is not None:
-                next(steps)
-        except StopIteration as done:
-            self.y_UD = done.value
+    def look(self) -> Iterable[int]:
+        return ()
 
 
 class ExpertServer:
@@ -118,6 +87,7 @@ class ExpertServer:
         policy: QueuePolicy = oldest_of_best_class,
         choice: Preemption[QueueHead] | None = None,
         max_merge_tokens: int = 8192,
+        generations: Generations | None = None,
     ) -> None:
         """policy: the choice among queues; choice: if there is one, it makes it instead, at every
         yield."""
@@ -128,7 +98,8 @@ class ExpertServer:
         self._policy = policy
         self._choice = choice
         self._max_merge_tokens = max_merge_tokens
-        self._queues: defaultdict[tuple[int, int], list[Packet]] = defaultdict(list)
+        self._generations = generations or OneGeneration()
+        self._queues: defaultdict[QueueKey, list[Packet]] = defaultdict(list)
         self._begun: dict[int, Call] = {}  # stand at a yield, by number
         self._numbers = 0
         self._lacks_experts = False  # all that there is to do, as it was looked at last
@@ -141,12 +112,17 @@ class ExpertServer:
         for happening in self._poll(timeout_s):
             if isinstance(happening, Packet):
                 self._take(happening)
-            elif isinstance(happening, PeerLost):
+            elif isinstance(happening, PeerJoined):
+                self._generations.joined(happening.peer)
+            else:
                 self._forget(happening)
+                self._generations.lost(happening.peer)
         self._experts.look()
+        for generation in self._generations.look():
+            self._discard(generation)
         head = self._next()
         if head is not None:
-            key = head.priority, head.layer
+            key = QueueKey(head.priority, head.layer, head.generation)
             self._run(head, self._begun.pop(head.number) if head.begun else self._call(key))
 
     def close(self) -> None:
@@ -173,13 +149,46 @@ class ExpertServer:
 
     def _take(self, packet: Packet) -> None:
         header = packet.header
-        if header.kind is Kind.HINT:
-            self._experts.hinted(packet)
+        if header.kind is not Kind.A2E or not self._experts.holds(header.generation):
+            self._take_aside(packet)
             packet.release()
             return
         self._experts.arrived(packet)
-        self._queues[int(header.priority), header.layer].append(packet)
+        self._queues[QueueKey.of(header)].append(packet)
         self._timeline.add(transfer_span(packet, self._endpoint.name))
+
+    def _take_aside(self, packet: Packet) -> None:
+        """Nothing of it is computed."""
+        kind, generation = packet.header.kind, packet.header.generation
+        if kind in (Kind.REFUSED, Kind.RETIRED):
+            self._generations.heard(packet)
+        elif kind is Kind.HINT and self._experts.holds(generation):
+            self._experts.hinted(packet)
+        elif kind is Kind.A2E:  # other experts than it means are here, or none
+            self._endpoint.drop(
+                packet.peer,
+                f"{packet.peer} sent tokens for generation {generation} of the placement, which "
+                f"{self._endpoint.name} does not have: launch it anew with the group",
+            )
+
+    def _discard(self, generation: int) -> None:
+        """Drops what still waits for a generation that is gone: batches that were given up."""
+        for number, call in list(self._begun.items()):
+            if call.key.generation == generation:
+                for packet in self._stop(number).packets:
+                    packet.release()
+        for key in [key for key in self._queues if key.generation == generation]:
+            for packet in self._queues.pop(key):
+                self._experts.dropped(packet)
+                packet.release()
+
+    def _stop(self, number: int) -> Call:
+        """A call that stands at a yield is given up; its packets are nobody's."""
+        call = self._begun.pop(number)
+        if call is self._last:
+            self._interrupt_last()
+        call.computation.close()
+        return call
 
     def _forget(self, lost: PeerLost) -> None:
         """Drops what a lost attention rank still waits for."""
@@ -192,14 +201,10 @@ class ExpertServer:
         )
         for number, call in list(self._begun.items()):
             if any(packet.peer == peer for packet in call.packets):
-                if call is self._last:
-                    self._interrupt_last()
-                del self._begun[number]
-                call.computation.close()
+                self._stop(number)
                 for packet in call.packets:
                     self._experts.arrived(packet)
-                key = call.priority, call.layer
-                self._queues[key][:0] = call.packets  # the others' run again
+                self._queues[call.key][:0] = call.packets  # the others' run again
         for key, packets in list(self._queues.items()):
             kept = [packet for packet in packets if packet.peer != peer]
             for packet in packets:
@@ -231,9 +236,10 @@ class ExpertServer:
                 continue
             slice_s = self._times.predict("slice", call.tokens)
             first, groups = call.packets[0].arrived_s, len(call.packets)
+            priority, layer, generation = call.key
             yield QueueHead(
-                call.priority,
-                call.layer,
+                priority,
+                layer,
                 first,
                 groups,
                 call.tokens,
@@ -241,17 +247,20 @@ class ExpertServer:
                 slice_s,
                 missing,
                 number,
+                generation,
             )
 
     def _waiting_heads(self) -> Iterator[QueueHead]:
         """Queues of which a call can be begun."""
-        for (priority, layer), packets in self._queues.items():
+        for (priority, layer, generation), packets in self._queues.items():
             missing = self._experts.missing(packets)
             if missing is not None:
-                oldest_s = packets[0].arrived_s
-                yield QueueHead(priority, layer, oldest_s, len(packets), missing=missing)
+                oldest_s, groups = packets[0].arrived_s, len(packets)
+                yield QueueHead(
+                    priority, layer, oldest_s, groups, missing=missing, generation=generation
+                )
 
-    def _call(self, key: tuple[int, int]) -> Call:
+    def _call(self, key: QueueKey) -> Call:
         """The token groups of a queue, as many as fit one merged call."""
         waiting = self._queues.pop(key)
         tokens, count = 0, 0
@@ -310,7 +319,7 @@ class ExpertServer:
                 start_s,
                 end_s,
                 first.batch,
-                call.layer,
+                first.layer,
                 first.micro_batch,
                 group,
                 tokens,
@@ -333,6 +342,7 @@ class ExpertServer:
                 header.token_group,
                 header.priority,
                 sent_s,
+                header.generation,
             )
             self._endpoint.commit(reservation, answer)
         except PeerError:

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, Protocol
 
 from torch import Tensor
 
-from actors.channels.base import Packet
+from actors.channels.base import Header, Packet
 from kernels.experts import ClampedGate
 from kernels.steps import Steps
 from models.experts.cached_sum import CachedSum
@@ -48,6 +48,9 @@ class Computation(Protocol):
 
 class RankExperts(Protocol):
     """Owned by the server's thread."""
+
+    def holds(self, generation: int) -> bool:
+        """Whether the experts of that generation of the placement are there."""
 
     def arrived(self, packet: Packet) -> None:
         """It waits to be computed with."""
@@ -88,13 +91,26 @@ class _Resident:
 
 
 class AllThere:
-    """A `RankExperts`."""
+    """A `RankExperts`: a half of each generation; what two of them have in common is there once."""
 
-    def __init__(self, half: ExpertHalf) -> None:
-        self._half = half
+    def __init__(self, half: ExpertHalf, generation: int = 0) -> None:
+        self._halves = {generation: half}
+
+    def holds(self, generation: int) -> bool:
+        return generation in self._halves
+
+    def place(self, generation: int, half: ExpertHalf) -> None:
+        self._halves[generation] = half
+
+    def free(self, generation: int) -> None:
+        del self._halves[generation]
+
+    def half(self, generation: int) -> ExpertHalf:
+        return self._halves[generation]
 
     def begin(self, packets: Sequence[Packet], pairs: Pairs) -> _Resident:
-        return _Resident(self._half.steps(packets[0].header.layer, *pairs))
+        header = packets[0].header
+        return _Resident(self._halves[header.generation].steps(header.layer, *pairs))
 
     def missing(self, packets: Sequence[Packet]) -> int:
         return 0
@@ -146,15 +162,27 @@ class SomeThere:
         cache: ExpertCache,
         own: Mapping[int, Sequence[int]],
         clamped: ClampedGate | None = None,
+        generation: int = 0,
     ) -> None:
         """own: by layer, the rank's experts, by local index."""
-        self._cache, self._own, self._clamped = cache, own, clamped
+        self._cache, self._clamped = cache, clamped
+        self._own = {generation: own}
         self._wants: dict[Packet, Want] = {}
         self._hinted: OrderedDict[_Owner, int] = OrderedDict()  # the layer
 
+    def holds(self, generation: int) -> bool:
+        return generation in self._own
+
+    def place(self, generation: int, own: Mapping[int, Sequence[int]]) -> None:
+        """Nothing is to be brought in for it: what is wanted is read."""
+        self._own[generation] = own
+
+    def free(self, generation: int) -> None:
+        del self._own[generation]
+
     def arrived(self, packet: Packet) -> None:
         header = packet.header
-        experts = self._wanted(header.layer, packet.tensors[3])
+        experts = self._wanted(header, packet.tensors[3])
         self._wants[packet] = self._cache.want(
             header.layer, list(experts), header.priority, _owner(packet)
         )
@@ -164,7 +192,7 @@ class SomeThere:
 
     def begin(self, packets: Sequence[Packet], pairs: Pairs) -> _Cached:
         x_UD, rows_N, weights_N, counts_e = pairs
-        wanted = self._wanted(packets[0].header.layer, counts_e)
+        wanted = self._wanted(packets[0].header, counts_e)
         wants = [self._wants.pop(packet) for packet in packets]
         want = wants[0] if len(wants) == 1 else self._cache.merge(wants, list(wanted))
         return _Cached(self._cache, want, CachedSum(x_UD, rows_N, weights_N, wanted, self._clamped))
@@ -175,7 +203,8 @@ class SomeThere:
     def hinted(self, packet: Packet) -> None:
         """Guesses that no expert here fits are left out: they cost an answer nothing."""
         layer, owner = packet.header.layer, _owner(packet)
-        own, (index_n, confidence_n) = self._own.get(layer, ()), packet.tensors
+        own = self._own[packet.header.generation].get(layer, ())
+        index_n, confidence_n = packet.tensors
         guesses = [
             Guess(own[index], confidence)
             for index, confidence in zip(index_n.tolist(), confidence_n.tolist(), strict=True)
@@ -203,9 +232,10 @@ class SomeThere:
     def close(self) -> None:
         self._cache.close()
 
-    def _wanted(self, layer: int, counts_e: Tensor) -> dict[int, int]:
+    def _wanted(self, header: Header, counts_e: Tensor) -> dict[int, int]:
         """Pairs of each expert that has some, in the order of the rank's experts."""
-        counts = zip(self._own[layer], counts_e.tolist(), strict=True)
+        own = self._own[header.generation][header.layer]
+        counts = zip(own, counts_e.tolist(), strict=True)
         return {expert: count for expert, count in counts if count}
 
 

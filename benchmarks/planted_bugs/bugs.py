@@ -51,6 +51,11 @@ _RANK, _ON_RANK = (
 )
 _SUMS = ("tests/unit/actors/experts/test_cached_plane.py",)
 _FORESEEN = ("tests/unit/models/foresight/test_foresight.py",)
+_GENERATIONS, _SWITCHING, _FOLLOWING = (
+    "actors/experts/generations.py",
+    "actors/experts/switching.py",
+    ("tests/property/test_generations.py",),
+)
 
 BUGS: tuple[Bug, ...] = (
     Bug(
@@ -633,5 +638,68 @@ BUGS: tuple[Bug, ...] = (
         "means[rank] += _NEWEST * (right - means[rank])",
         "means[rank] -= _NEWEST * (right - means[rank])",
         _FORESEEN,
+    ),
+    Bug(
+        "placement: a PLACED that crossed a refusal counts",
+        _SWITCHING,
+        "if attempt != candidate.attempt:",
+        "if False:",
+        _FOLLOWING,
+    ),
+    Bug(
+        "placement: freed when one class has nothing more to come",
+        _GENERATIONS,
+        "return min(self.retired.values()) >= generation",
+        "return max(self.retired.values()) >= generation",
+        _FOLLOWING,
+    ),
+    Bug(
+        "placement: freed when one attention rank refuses",
+        _GENERATIONS,
+        "if all(peer.refused for peer in peers):",
+        "if any(peer.refused for peer in peers):",
+        _FOLLOWING,
+    ),
+    Bug(
+        "placement: retired while something older is under way",
+        _SWITCHING,
+        "if not self._owes_retired or any(older < self.generation for older in self._live):",
+        "if not self._owes_retired:",
+        _FOLLOWING,
+    ),
+    Bug(
+        "placement: a refusal that came before the proposal is forgotten",
+        _GENERATIONS,
+        "peer.unborn = max(peer.unborn, generation)",
+        "pass",
+        _FOLLOWING,
+    ),
+    Bug(
+        "placement: gone over to before all have it",
+        _SWITCHING,
+        "if len(candidate.placed) < len(self._experts):",
+        "if len(candidate.placed) < len(self._experts) - 1:",
+        _FOLLOWING,
+    ),
+    Bug(
+        "placement: withdrawn after it was placed",
+        _GENERATIONS,
+        "loading = self._next is not None and self._next.stage is Stage.LOADING\n        return",
+        "loading = self._next is not None\n        return",
+        _FOLLOWING,
+    ),
+    Bug(
+        "placement: who refused is not told that others use it",
+        _GENERATIONS,
+        "if not any(peer.uses(generation) for peer in peers):",
+        "if True:",
+        _FOLLOWING,
+    ),
+    Bug(
+        "placement: a lost attention rank is waited for",
+        _GENERATIONS,
+        "if self._peers.pop(name, None) is None or self._next is None:",
+        "if self._peers.get(name) is None or self._next is None:",
+        _FOLLOWING,
     ),
 )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 class QueueHead(NamedTuple):
     """A non-empty queue of token groups of one class at one layer; or a call of that class that
     stands at a yield (`begun`). missing: experts that it needs and that are still to be read.
-    number: of what has begun."""
+    number: of what has begun. generation: of the placement that they came with."""
 
     priority: int
     layer: int
@@ -20,6 +20,7 @@ class QueueHead(NamedTuple):
     slice_s: float = 0.0  # to its next yield, predicted; 0: not known
     missing: int = 0
     number: int = 0
+    generation: int = 0
 
 
 QueuePolicy = Callable[[Sequence[QueueHead]], QueueHead]

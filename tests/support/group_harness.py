@@ -169,7 +169,8 @@ def experts_of(worker: Rank) -> ExpertHalf:
     assert isinstance(worker.loop, ExpertLoop)
     experts = worker.loop.server._experts
     assert isinstance(experts, AllThere)
-    return experts._half
+    (half,) = experts._halves.values()
+    return half
 
 
 def half_of(worker: Rank) -> AttentionHalf:

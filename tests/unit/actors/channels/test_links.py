@@ -72,7 +72,7 @@ def test_a_payload_without_any_token_is_still_a_packet(backend: str) -> None:
 
 
 def test_a_header_arrives_as_it_was_sent(backend: str) -> None:
-    head = Header(Kind.E2A, 1, 2**40, 61, 3, 5, Priority.BE, 123.25)
+    head = Header(Kind.E2A, 1, 2**40, 61, 3, 5, Priority.BE, 123.25, 2**33)
     with linked(backend) as (left, right):
         send(left, "right", [torch.ones(2)], head)
         packet = first_packet(right)

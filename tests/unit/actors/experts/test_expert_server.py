@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from actors.channels.base import Header, Kind, Packet, Part, PeerLost
-from actors.experts.expert_server import ExpertServer
+from actors.experts.expert_server import ExpertServer, OneGeneration
 from actors.experts.rank_experts import AllThere
 from actors.telemetry.timeline import Timeline
 from contracts.clock import ManualClock
@@ -22,6 +22,17 @@ from planner.policies.preemption import Preemption
 LAYER = {Priority.LS: 1, Priority.BE: 2}  # so that the log tells one from the other
 
 
+class Freed(OneGeneration):
+    """gone: generations that the next look finds unused."""
+
+    def __init__(self) -> None:
+        self.gone: list[int] = []
+
+    def look(self) -> list[int]:
+        gone, self.gone = self.gone, []
+        return gone
+
+
 class Rig:
     """log: the class of each step that ran. Calls have three."""
 
@@ -31,19 +42,38 @@ class Rig:
         self.answered: list[str] = []
         self.arrived: list[Any] = []
         choice: Preemption[QueueHead] = Preemption(oldest_of_best_class, be_share=be_share)
+        self.dropped: list[tuple[str, str]] = []
+        self.generations = Freed()
         endpoint: Any = SimpleNamespace(
-            name="expert-0", poll=self._poll, reserve=self._reserve, commit=self._commit
+            name="expert-0",
+            poll=self._poll,
+            reserve=self._reserve,
+            commit=self._commit,
+            drop=lambda *told: self.dropped.append(told),
         )
         half: Any = SimpleNamespace(steps=self._steps)
+        self.experts = AllThere(half)
         self.server = ExpertServer(
-            endpoint, AllThere(half), timeline=Timeline(100), clock=self.clock, choice=choice
+            endpoint,
+            self.experts,
+            timeline=Timeline(100),
+            clock=self.clock,
+            choice=choice,
+            generations=self.generations,
         )
 
-    def ask(self, priority: Priority, peer: str = "attention-0") -> None:
-        header = Header(Kind.A2E, 1, 0, LAYER[priority], 0, 0, priority)
+    def ask(
+        self, priority: Priority, peer: str = "attention-0", *, generation: int = 0
+    ) -> list[bool]:
+        """Whether its packet has been released: empty, or once True."""
+        header = Header(Kind.A2E, 1, 0, LAYER[priority], 0, 0, priority, generation=generation)
         nothing = torch.zeros(1, dtype=torch.int64)
         tensors = [torch.zeros(1, 1), nothing, torch.zeros(1), nothing]
-        self.arrived.append(Packet(peer, header, tensors, self.clock(), None))
+        released: list[bool] = []
+        self.arrived.append(
+            Packet(peer, header, tensors, self.clock(), lambda: released.append(True))
+        )
+        return released
 
     def lose(self, peer: str) -> None:
         self.arrived.append(PeerLost(peer, PeerDeadError(peer)))
@@ -107,3 +137,39 @@ def test_after_a_rank_whose_be_work_waited_is_lost_idle_time_makes_no_credit() -
     rig.ask(LS)
     rig.step()
     assert rig.log[4:] == [LS]
+
+
+def test_token_groups_of_two_generations_are_never_one_call() -> None:
+    rig = Rig(be_share=0.0)
+    rig.experts.place(1, rig.experts.half(0))
+    for generation in (0, 1, 0, 1):
+        rig.ask(LS, generation=generation)
+    rig.step(8)
+    assert rig.log == [LS] * 6  # two calls of three steps, each of two token groups
+    assert len(rig.answered) == 4
+
+
+def test_tokens_for_a_generation_that_is_not_here_end_the_link_and_are_not_computed() -> None:
+    rig = Rig(be_share=0.0)
+    released = rig.ask(LS, "attention-1", generation=3)
+    rig.ask(LS)
+    rig.step(4)
+    assert released == [True]
+    ((peer, reason),) = rig.dropped
+    assert peer == "attention-1"
+    assert "generation 3" in reason
+    assert rig.answered == ["attention-0"]
+
+
+def test_what_waits_for_a_generation_that_is_gone_is_released_without_an_answer() -> None:
+    rig = Rig(be_share=0.0)
+    rig.experts.place(1, rig.experts.half(0))
+    begun = rig.ask(BE)
+    rig.step()  # to its first yield
+    waiting = rig.ask(BE)
+    other = rig.ask(LS, generation=1)
+    rig.generations.gone = [0]
+    rig.step(5)
+    assert (begun, waiting, other) == ([True], [True], [True])
+    assert len(rig.answered) == 1
+    assert rig.log == [BE, LS, LS, LS]

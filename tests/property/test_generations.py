@@ -1,0 +1,73 @@
+"""Generations of placement: both ends of the protocol on a simulated wire, whatever fails."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.simulated_generations import Faults, World, settled
+
+chances = st.sampled_from((0.0, 0.1, 0.4))
+faults = st.builds(
+    Faults,
+    load_fails=chances,
+    load_late=chances,
+    proposal_lost=chances,
+    other_placement=st.sampled_from((0.0, 0.0, 0.2)),
+    deaths=st.integers(0, 2),
+    expert_dies=st.sampled_from((False, False, False, True)),
+    impatient=st.booleans(),
+)
+worlds = st.builds(
+    World,
+    seed=st.integers(0, 1 << 32),
+    experts=st.integers(1, 4),
+    attentions=st.integers(1, 4),
+    proposals=st.integers(1, 12),
+    faults=faults,
+)
+
+
+@settings(max_examples=120)
+@given(world=worlds)
+def test_no_tokens_come_where_their_generation_is_not_and_all_end_with_one_and_the_same(
+    world: World,
+) -> None:
+    world.run()
+    assert not settled(world)
+
+
+@given(seed=st.integers(0, 1 << 32), attentions=st.integers(1, 4))
+def test_without_faults_everybody_goes_over_to_what_is_proposed(seed: int, attentions: int) -> None:
+    world = World(seed, 3, attentions, 1, Faults())
+    world.run()
+    assert not settled(world)
+    assert world.switches == attentions
+    assert {expert.machine.current for expert in world.experts.values()} == {1}
+
+
+def test_the_faults_of_the_property_lead_to_every_way_out() -> None:
+    """Else it would hold for the wrong reason."""
+    mixed = Faults(0.1, 0.1, 0.1, 0.1, 1, impatient=True)
+    reasons, switches, again = set(), 0, 0
+    for seed in range(60):
+        world = World(seed, 3, 3, 8, mixed)
+        world.run()
+        assert not settled(world)
+        switches += world.switches
+        again += world.placed_again
+        for expert in world.experts.values():
+            reasons |= {report.reason for report in expert.reports}
+    assert switches > 100
+    assert again > 0
+    for part in (
+        "cannot read",
+        "not there within",
+        "refused it",
+        "another placement",
+        "no word of",
+        "is under way",
+        "is not newer",
+        "has refused generation",
+    ):
+        assert any(part in reason for reason in reasons), part

@@ -1,0 +1,302 @@
+"""Both machines of generations of placement on a simulated wire: links that keep order by class
+only, with any delay; deaths, a planner that reaches some ranks only, loads that fail or take too
+long, batches that are dropped while their packets are under way."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from actors.channels.base import Kind
+from actors.experts.generations import Action, ExpertGenerations, Free, Load, Report, Tell
+from actors.experts.switching import AttentionGenerations
+from contracts.placement import Placement
+from contracts.planning import Outcome
+from contracts.requests import Priority
+
+DEADLINE_S = 10.0
+TRAFFIC_S = 100.0
+
+
+def proposal(generation: int, variant: int = 0) -> Placement:
+    """Of each variant another one."""
+    return Placement(
+        num_experts=1,
+        generation=generation,
+        slots_per_rank=(1,) * (variant + 1),
+        expert_of_slot=((0,) * (variant + 1),),
+    )
+
+
+class Faults(NamedTuple):
+    """Probabilities, or times of the whole."""
+
+    load_fails: float = 0.0
+    load_late: float = 0.0
+    proposal_lost: float = 0.0  # on its way to one rank
+    other_placement: float = 0.0  # one rank is told another than the rest
+    deaths: int = 0  # of attention ranks
+    expert_dies: bool = False
+    impatient: bool = False  # attention ranks have half the patience of expert ranks
+
+
+class World:
+    """Runs to its end in `run`. broken: what must never be, in words."""
+
+    def __init__(
+        self, seed: int, experts: int, attentions: int, proposals: int, faults: Faults
+    ) -> None:
+        self.random = random.Random(seed)
+        self.faults = faults
+        self.now_s = 0.0
+        self.broken: list[str] = []
+        self.switches = self.placed_again = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._last_s: dict[tuple[str, str, Priority], float] = {}
+        self.experts = {f"expert-{n}": Expert(self, f"expert-{n}") for n in range(experts)}
+        names = tuple(self.experts)
+        self.attentions = {
+            f"attention-{n}": Attention(self, f"attention-{n}", names) for n in range(attentions)
+        }
+        for attention in self.attentions:
+            for expert in self.experts.values():
+                expert.do(expert.machine.joined(attention))
+            self.after(self.random.random(), self.attentions[attention].turn)
+        for generation in range(1, proposals + 1):
+            self.after(self.random.uniform(0.0, TRAFFIC_S), self._proposing(generation))
+        victims = self.random.sample(list(self.attentions), min(faults.deaths, attentions))
+        for victim in victims:
+            at_s = self.random.uniform(0.0, TRAFFIC_S)
+            self.after(at_s, self.attentions[victim].die)
+        if faults.expert_dies:
+            dying = self.random.choice(names)
+            self.after(self.random.uniform(0.0, TRAFFIC_S), self._killing(dying))
+
+    def run(self) -> None:
+        end_s = TRAFFIC_S + 8 * DEADLINE_S
+        for second in range(int(2 * end_s)):
+            self.after(second / 2, self._look)
+        while self._events:
+            self.now_s, _, happens = heapq.heappop(self._events)
+            happens()
+
+    def after(self, delay_s: float, happens: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now_s + delay_s, next(self._numbers), happens))
+
+    def send(self, sender: str, to: str, priority: Priority, arrives: Callable[[], None]) -> None:
+        """In order within (sender, receiver, class); mostly at once, now and then late."""
+        link, delay_s = (sender, to, priority), self.random.choice((0.001, 0.1, 3.0))
+        due_s = max(self._last_s.get(link, 0.0), self.now_s + self.random.random() * delay_s)
+        self._last_s[link] = due_s
+        self.after(due_s - self.now_s, arrives)
+
+    def _look(self) -> None:
+        for expert in self.experts.values():
+            expert.do(expert.machine.look(self.now_s))
+        for attention in self.attentions.values():
+            attention.do(attention.machine.look(self.now_s))
+
+    def _proposing(self, generation: int) -> Callable[[], None]:
+        def propose() -> None:
+            for expert in self.experts.values():
+                if self.random.random() < self.faults.proposal_lost:
+                    continue
+                other = self.random.random() < self.faults.other_placement
+                told = proposal(generation, 1 if other else 0)
+                self.after(self.random.random() * 2.0, functools.partial(expert.proposed, told))
+
+        return propose
+
+    def _killing(self, name: str) -> Callable[[], None]:
+        def kill() -> None:
+            """The group is lost: every attention rank ends its links."""
+            self.experts.pop(name)
+            for attention in self.attentions.values():
+                self.after(self.random.random(), attention.die)
+
+        return kill
+
+
+class Expert:
+    """holds: the generations whose tokens it can compute. loading: what takes memory too."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.machine = ExpertGenerations(0, DEADLINE_S)
+        self.holds = {0}
+        self.loading: set[int] = set()
+        self.reports: list[Report] = []
+        self._told: dict[int, Placement] = {}
+
+    def proposed(self, told: Placement) -> None:
+        self._told[told.generation] = told
+        self.do(self.machine.proposed(told, self.world.now_s))
+
+    def do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Tell):
+                self._tell(action)
+            elif isinstance(action, Load):
+                self._load(action.placement.generation)
+            elif isinstance(action, Free):
+                self.holds.discard(action.generation)
+                self.loading.discard(action.generation)
+            else:
+                self.reports.append(action)
+
+    def takes(self, peer: str, generation: int, done: Callable[[], None]) -> None:
+        """Tokens, which wait for their turn. Those of a generation that goes are dropped."""
+        if generation not in self.holds:
+            self.world.broken.append(f"{self.name} has no {generation}, {peer} wants it")
+        waits_s = self.world.random.choice((0.0, 0.01, 5.0))
+
+        def compute() -> None:
+            if generation in self.holds:
+                self.world.send(self.name, peer, Priority.LS, done)
+
+        self.world.after(waits_s, compute)
+
+    def _load(self, generation: int) -> None:
+        world = self.world
+        self.loading.add(generation)
+        if len(self.loading | self.holds) > 2:
+            world.broken.append(f"{self.name} has three at once")
+        late = world.random.random() < world.faults.load_late
+        takes_s = world.random.random() * DEADLINE_S * (2.0 if late else 0.5)
+        fails = world.random.random() < world.faults.load_fails
+        world.after(takes_s, functools.partial(self._loaded, generation, fails))
+
+    def _loaded(self, generation: int, fails: bool) -> None:
+        if generation not in self.loading:
+            return  # given up
+        if fails:
+            self.do(self.machine.failed(generation, f"{self.name} cannot read"))
+            return
+        self.loading.discard(generation)
+        self.holds.add(generation)
+        self.do(self.machine.loaded(generation))
+
+    def _tell(self, tell: Tell) -> None:
+        attention = self.world.attentions.get(tell.peer)
+        self.world.placed_again += tell.kind is Kind.PLACED and tell.attempt > 0
+        if attention is not None and self.name in self.world.experts:
+            told = functools.partial(
+                attention.hears, self.name, tell, self._told.get(tell.generation, proposal(0))
+            )
+            self.world.send(self.name, tell.peer, Priority.LS, told)
+
+
+class Attention:
+    def __init__(self, world: World, name: str, experts: tuple[str, ...]) -> None:
+        self.world, self.name, self.experts = world, name, experts
+        patience_s = DEADLINE_S / 2 if world.faults.impatient else DEADLINE_S
+        self.machine = AttentionGenerations(experts, proposal(0), patience_s)
+        self.open: set[int] = set()  # calls that wait for answers
+        self._calls = itertools.count()
+        self.is_dead = False
+        self._gone_for: set[str] = set()  # expert ranks that know that it is dead
+
+    def turn(self) -> None:
+        """Another layer of some batch, then a while of nothing."""
+        if self.is_dead or self.world.now_s > TRAFFIC_S:
+            return
+        self._call()
+        self.world.after(self.world.random.choice((0.01, 0.5, 8.0)), self.turn)
+
+    def _call(self) -> None:
+        world, generation = self.world, self.machine.began()
+        number = next(self._calls)
+        self.open.add(number)
+        to = world.random.sample(self.experts, world.random.randint(1, len(self.experts)))
+        left = set(to)
+        priority = world.random.choice(list(Priority))
+
+        def end() -> None:
+            if number in self.open and not self.is_dead:
+                self.open.discard(number)
+                self.do(self.machine.ended(generation))
+
+        def answered(expert: str) -> None:
+            left.discard(expert)
+            if not left:
+                end()
+
+        def asks(expert: str) -> Callable[[Expert], None]:
+            done = functools.partial(answered, expert)
+            return lambda rank: rank.takes(self.name, generation, done)
+
+        for expert in to:
+            self._send(expert, priority, asks(expert))
+        if world.random.random() < 0.2:  # its batch is dropped, with packets under way
+            world.after(world.random.random() * 0.1, end)
+
+    def hears(self, expert: str, tell: Tell, told: Placement) -> None:
+        if self.is_dead:
+            return
+        now_s, before = self.world.now_s, self.machine.generation
+        if tell.kind is Kind.PLACED:
+            self.do(self.machine.placed(expert, told, tell.attempt, now_s))
+        else:
+            self.do(self.machine.withdrawn(tell.generation, tell.reason, now_s))
+        self.world.switches += self.machine.generation != before
+
+    def do(self, tells: Iterable[Tell]) -> None:
+        for tell in tells:
+            classes = Priority if tell.kind is Kind.RETIRED else (Priority.LS,)
+            for priority in classes:
+                self._send(tell.peer, priority, functools.partial(self._deliver, tell, priority))
+
+    def die(self) -> None:
+        """Expert ranks hear of it after what it has sent, if that comes at all."""
+        if self.is_dead:
+            return
+        self.is_dead = True
+        self.world.attentions.pop(self.name)
+        for expert in self.world.experts.values():
+            at_s = self.world.random.random()
+            self.world.after(at_s, functools.partial(self._lost_to, expert))
+
+    def _lost_to(self, expert: Expert) -> None:
+        self._gone_for.add(expert.name)
+        expert.do(expert.machine.lost(self.name))
+
+    def _deliver(self, tell: Tell, priority: Priority, rank: Expert) -> None:
+        machine = rank.machine
+        if tell.kind is Kind.RETIRED:
+            rank.do(machine.retired(self.name, tell.generation, priority))
+        else:
+            rank.do(machine.refused(self.name, tell.generation, tell.attempt, tell.reason))
+
+    def _send(self, expert: str, priority: Priority, arrives: Callable[[Expert], None]) -> None:
+        def arrive() -> None:
+            rank = self.world.experts.get(expert)
+            if rank is not None and expert not in self._gone_for:
+                arrives(rank)
+
+        self.world.send(self.name, expert, priority, arrive)
+
+
+def settled(world: World) -> list[str]:
+    """What is not as it must be in the end, in words."""
+    wrong = list(world.broken)
+    for name, expert in world.experts.items():
+        if expert.machine.under_way is not None:
+            wrong.append(f"{name} waits for {expert.machine.under_way}")
+        if expert.holds != {expert.machine.current} or expert.loading:
+            wrong.append(f"{name} has {expert.holds} and {expert.loading}")
+        outcomes = [r for r in expert.reports if r.outcome is not Outcome.READY]
+        if len({r.generation for r in outcomes}) < len(outcomes):
+            wrong.append(f"{name} reports an end twice: {outcomes}")
+    for name, attention in world.attentions.items():
+        waiting = [g for g, c in attention.machine._candidates.items() if not c.refused]
+        if waiting or attention.open:
+            wrong.append(f"{name} waits for {waiting}, and answers of {attention.open}")
+        for expert in world.experts.values():
+            if expert.machine.current != attention.machine.generation:
+                wrong.append(f"{name} uses {attention.machine.generation}, {expert.name} not")
+    return wrong
