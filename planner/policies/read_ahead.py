@@ -6,39 +6,48 @@ import statistics
 from collections import deque
 from typing import Final
 
-TRIED: Final = 12  # passes of a trial
-KEPT: Final = 240  # passes between two trials
+TRIED: Final = 12  # passes of each way in a trial
+BLOCK: Final = 4  # of them at a time, so that what drifts does so for both ways
+KEPT: Final = 240  # passes between two trials, at most
+_SOON: Final = 24  # passes before the first trial: twice as many before each next one
 _OUTLIERS: Final = 6  # one pass in so many, the longest, is not looked at
 
 
 class Trial:
     """Whether looking ahead costs less than it saves, found out by doing both: passes go the way
     that cost less of late, and in one of twenty the other way. No estimate of what a guess costs
-    and what it hides holds on every machine; both together are measured."""
+    and what it hides holds on every machine; both together are measured.
+
+        on … on │ off off off off │ on on on on │ … three of each │ the cheaper way … │ …
+          kept    a block, whose first pass finds what the other way has left and does not count
+    """
 
     def __init__(self) -> None:
         self.is_on = True
-        self._costs = {way: deque[float](maxlen=2 * TRIED) for way in (True, False)}
-        self._is_trial, self._left, self._is_first = True, 2 * TRIED, True
+        self._costs = {way: deque[float](maxlen=TRIED) for way in (True, False)}
+        self._kept = self._left = _SOON
+        self._blocks = 0  # of this trial, still to come
+        self._counts = False
 
     def passed(self, cost_s: float) -> None:
         """A pass has ended: the seconds in which it waited for experts, and spent on guesses."""
-        if not self._is_first:  # a first one finds what the other way has left
+        if self._counts:
             self._costs[self.is_on].append(cost_s)
-        self._is_first = False
+        self._counts = self._blocks > 0
         self._left -= 1
         if self._left == 0:
             self._turn()
 
     def _turn(self) -> None:
-        """At the end of a trial the better way is kept for a while; then the other one is tried."""
-        before = self.is_on
-        if self._is_trial and all(self._costs.values()):
+        """At the end of a trial the better way is kept for a while; then both are tried."""
+        self._counts = False
+        if self._blocks == 1:
             self.is_on = _usual(self._costs[True]) <= _usual(self._costs[False])
-            self._is_trial, self._left = False, KEPT
-        else:
-            self.is_on, self._is_trial, self._left = not self.is_on, True, TRIED
-        self._is_first = self.is_on != before
+            self._blocks, self._left = 0, self._kept
+            self._kept = min(KEPT, 2 * self._kept)
+            return
+        self._blocks = self._blocks - 1 if self._blocks else 2 * TRIED // BLOCK
+        self.is_on, self._left = not self.is_on, BLOCK
 
 
 def _usual(costs: deque[float]) -> float:
