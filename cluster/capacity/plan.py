@@ -170,7 +170,10 @@ def _add_verdict(answer: FullAnswer, verdict: Verdict) -> None:
 def _add_offload(answer: FullAnswer, workload: Workload, tier: Tier) -> None:
     shape, context = workload.shape, workload.context_tokens + workload.sequence_tokens
     answer.offload = offloaded_tokens(workload.hardware, shape, tier, context)
-    most = most_sequences(shape, tier.kept)
+    if tier.held >= 1.0:
+        answer.offload_advice = "All experts fit as they are stored: none is read."
+        return
+    most = most_sequences(shape, tier.held)
     answer.offload_advice = (
         f"From {most + 1} sequence(s) on a step wants more experts of a layer than are kept: keep "
         "more of them, or stream whole layers (prefill.experts=streamed)."

@@ -58,13 +58,15 @@ class StagesFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class OffloadFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Experts that are read as they are wanted. kept: part of all of them; tier_bytes_per_s: at
-    which the others are read; hits: how many of those that are wanted are there (None: as of even
-    routing)."""
+    """Experts that are read as they are wanted. kept: part of all of them that there is room for as
+    they are computed with; tier_bytes_per_s: at which the others are read; hits: how many of those
+    that are wanted are there (None: as of even routing). stored_bits_per_weight: as the checkpoint
+    stores them, scales included, with experts.stored (None: as they are computed with)."""
 
     kept: Annotated[float, Meta(ge=0, lt=1)]
     tier_bytes_per_s: Annotated[float, Meta(gt=0, le=1e15)]
     hits: Annotated[float, Meta(ge=0, le=1)] | None = None
+    stored_bits_per_weight: Annotated[float, Meta(gt=0, le=32)] | None = None
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -171,10 +173,19 @@ def _model_problem(file: ModelFile, where: str, devices: int | None) -> ModelPro
     )
     _check_devices(hardware, workload.devices, where)
     deployment = None if split is None else workload.deployment(*split)
-    tier, given = None, file.offload
-    if given is not None:
-        tier = Tier(given.kept, given.tier_bytes_per_s, given.hits)
+    tier = None if file.offload is None else _tier(file.offload, 8 * shape.element_bytes, where)
     return ModelProblem(workload, deployment, file.max_r2, tier)
+
+
+def _tier(given: OffloadFile, computed_bits: int, where: str) -> Tier:
+    """computed_bits: of a weight."""
+    stored_bits = given.stored_bits_per_weight or computed_bits
+    if stored_bits > computed_bits:
+        raise ConfigError(
+            f"{where}: offload.stored_bits_per_weight: {stored_bits:g}, but a weight is computed "
+            f"with as {computed_bits} bits: give at most those, or leave it out"
+        )
+    return Tier(given.kept, given.tier_bytes_per_s, given.hits, stored_bits / computed_bits)
 
 
 def _split(file: ModelFile, devices: int | None, where: str) -> tuple[tuple[int, int] | None, int]:

@@ -45,7 +45,7 @@ class Counters(NamedTuple):
     held_out: RoutingCounter
 
 
-class _LeastSquares:
+class LeastSquares:
     """W with x W nearest to y, over all rows."""
 
     def __init__(self, size: int, outputs: int) -> None:
@@ -145,8 +145,8 @@ class Collection:
         """Least squares to the next router's logits, and samples of what they were."""
         spec, half = self._half.spec, self._half
         E, D = spec.num_experts, spec.hidden_size
-        before = {layer: _LeastSquares(D + E + 1, E) for layer in self._following}
-        after = {layer: _LeastSquares(D + 1, E) for layer in self._following}
+        before = {layer: LeastSquares(D + E + 1, E) for layer in self._following}
+        after = {layer: LeastSquares(D + 1, E) for layer in self._following}
         samples: dict[int, list[Samples]] = {layer: [] for layer in self._following}
         tokens = max(1, sum(map(len, self._kept)))
         stride = -(-tokens * len(self._following) * (D + E) * 4 // SAMPLE_BYTES)

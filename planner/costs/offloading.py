@@ -35,12 +35,20 @@ class OffloadedToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tier(NamedTuple):
-    """kept: part of all experts. hits: of those that are wanted; None: `kept`, as of even routing,
-    and none where a step wants more than is kept: then what was used longest ago comes next."""
+    """kept: part of all experts that there is room for as they are computed with. hits: of those
+    that are wanted; None: `held`, as of even routing, and none where a step wants more than is
+    held: then what was used longest ago comes next. stored_fraction: bytes of an expert as it is
+    held and read, of those that it is computed with."""
 
     kept: float
     bytes_per_s: float
     hits: float | None = None
+    stored_fraction: float = 1.0
+
+    @property
+    def held(self) -> float:
+        """Part of all experts."""
+        return min(1.0, self.kept / self.stored_fraction)
 
 
 def wanted(shape: ModelShape, sequences: int) -> float:
@@ -48,13 +56,13 @@ def wanted(shape: ModelShape, sequences: int) -> float:
     return shape.num_experts * (1.0 - (1.0 - shape.top_k / shape.num_experts) ** sequences)
 
 
-def most_sequences(shape: ModelShape, kept: float) -> int:
-    """So many sequences and no more want no more experts of a layer at once than are kept of it;
-    0: already one wants more."""
+def most_sequences(shape: ModelShape, held: float) -> int:
+    """So many sequences and no more want no more experts of a layer at once than are held of it,
+    a part below 1; 0: already one wants more."""
     share = shape.top_k / shape.num_experts
-    if share >= kept:
-        return int(share == kept)
-    return math.floor(math.log1p(-kept) / math.log1p(-share) + 1e-9)
+    if share >= held:
+        return int(share == held)
+    return math.floor(math.log1p(-held) / math.log1p(-share) + 1e-9)
 
 
 def offloaded_token(
@@ -64,9 +72,9 @@ def offloaded_token(
     active = wanted(shape, sequences)
     hits = tier.hits
     if hits is None:
-        hits = tier.kept if active <= tier.kept * shape.num_experts else 0.0
+        hits = tier.held if active <= tier.held * shape.num_experts * (1 + 1e-9) else 0.0
     missing = (1.0 - hits) * active
-    expert_bytes = shape.expert_elements * shape.element_bytes
+    expert_bytes = shape.expert_elements * shape.element_bytes * tier.stored_fraction
     read_ms = 1e3 * missing * expert_bytes / tier.bytes_per_s
     compute_ms = _layer_ms(hardware, shape, active, sequences, context_tokens)
     layers = shape.moe_layers

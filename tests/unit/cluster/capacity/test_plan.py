@@ -116,6 +116,11 @@ def test_a_budget_of_experts_gives_times_of_a_token(tmp_path: Path, capsys: Capt
     assert "From 5 sequence(s) on" in answer["offload_advice"]
     assert plan(tmp_path, spec) == 0
     assert "read ahead, at best" in capsys.readouterr().out
+    half = {"kept": 0.5, "tier_bytes_per_s": 5e10, "stored_bits_per_weight": 8}
+    assert plan(tmp_path, {**MODEL, "offload": half}, "--json") == 0
+    stored = json.loads(capsys.readouterr().out)
+    assert all(row["missing"] == 0.0 for row in stored["offload"])
+    assert "none is read" in stored["offload_advice"]
     assert plan(tmp_path, MODEL, "--json") == 0
     assert "offload" not in json.loads(capsys.readouterr().out)
 
@@ -226,6 +231,12 @@ WRONG_MODEL: list[tuple[str, object, str]] = [
     ("offload", {"kept": 0.5, "tier_bytes_per_s": 0}, "tier_bytes_per_s"),
     ("offload", {"kept": 0.5}, "tier_bytes_per_s"),
     ("offload", {"kept": 0.5, "tier_bytes_per_s": 1e9, "hits": 2}, "hits"),
+    ("offload", {"kept": 0.5, "tier_bytes_per_s": 1e9, "stored_bits_per_weight": 0}, "stored_bits"),
+    (
+        "offload",
+        {"kept": 0.5, "tier_bytes_per_s": 1e9, "stored_bits_per_weight": 24},
+        "stored_bits",
+    ),
 ]
 
 

@@ -57,6 +57,17 @@ def test_twice_the_rate_halves_what_a_read_adds() -> None:
     assert slow.missing == pytest.approx(SHAPE.top_k / 2)
 
 
+def test_experts_that_are_kept_as_they_are_stored_are_more_and_read_sooner() -> None:
+    computed = offloaded_token(HARDWARE, SHAPE, Tier(0.25, 1e9), 1, 64)
+    tier = Tier(0.25, 1e9, stored_fraction=0.5)
+    stored = offloaded_token(HARDWARE, SHAPE, tier, 1, 64)
+    assert tier.held == 0.5
+    assert stored.missing == pytest.approx(SHAPE.top_k / 2)
+    adds = computed.on_demand_ms - computed.resident_ms
+    assert stored.on_demand_ms - stored.resident_ms == pytest.approx(adds / 2 * (0.5 / 0.75))
+    assert offloaded_token(HARDWARE, SHAPE, Tier(0.5, 1e9, None, 0.5), 64, 64).missing == 0.0
+
+
 @pytest.mark.parametrize("kept", [0.05, 0.25, 0.5, 0.9])
 def test_so_many_sequences_and_no_more_want_no_more_than_is_kept(kept: float) -> None:
     most = most_sequences(SHAPE, kept)
