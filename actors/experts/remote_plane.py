@@ -39,6 +39,7 @@ from models.experts.expert_wants import Guess
 from models.experts.router import Routed
 from models.foresight.foresight import Foresight
 from planner.findep.split import token_group_bounds
+from planner.placement.replicas import MAX_TOP_K
 from planner.placement.slots import ExpertPlacement
 
 
@@ -162,10 +163,11 @@ class RemotePlane:
         self._endpoint.commit(reservation, header)
 
     def _hint(self, key: TaskKey, layer: int, guesses: Sequence[Guess]) -> None:
-        """Tells each rank what that layer may want of its experts. One that cannot be told has
-        nothing to read ahead: if it is lost, `poll` says so."""
-        placed = self._placement.layer(layer)
-        slots_n = placed.slot_of_expert[[guess.expert for guess in guesses]]
+        """Tells each rank what that layer may want of its experts; of replicas the one that would
+        be chosen if a token wanted them all. A rank that cannot be told has nothing to read ahead:
+        if it is lost, `poll` says so."""
+        placed, guesses = self._placement.layer(layer), guesses[:MAX_TOP_K]
+        slots_n = placed.of_pairs(np.array([[guess.expert for guess in guesses]]))[0]
         confidence_n = np.array([guess.confidence for guess in guesses], np.float32)
         for rank, (low, high) in enumerate(placed.bounds):
             there_n = (slots_n >= low) & (slots_n < high)

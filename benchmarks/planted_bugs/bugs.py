@@ -24,6 +24,7 @@ _BOOKS = ("tests/property/test_block_manager.py", "tests/property/test_block_con
 _SAMPLER = ("tests/property/test_sampler.py", "tests/unit/actors/ranks/test_sampling_on_ranks.py")
 _EXECUTOR = ("tests/unit/actors/engine/test_executor.py",)
 _DISPATCH = ("tests/property/test_dispatch.py", "tests/unit/actors/engine/test_executor.py")
+_REPLICAS, _CHOSEN = "planner/placement/replicas.py", ("tests/property/test_replicas.py",)
 _ROUTER = ("tests/property/test_router.py", "tests/unit/planner/routing/test_router.py")
 _PROMISES = ("tests/property/test_promises.py", "tests/property/test_router.py")
 _JOURNAL = ("tests/unit/actors/ranks/test_worker_log.py",)
@@ -192,10 +193,10 @@ BUGS: tuple[Bug, ...] = (
         _EXECUTOR,
     ),
     Bug(
-        "dispatch: a token on a group's edge is of the group before",
+        "dispatch: a token on a group's edge is of the group after",
         "actors/experts/dispatch.py",
-        'np.arange(len(topk_ids_TK)), "right")',
-        'np.arange(len(topk_ids_TK)), "left")',
+        "group_T[[start for start, _ in token_groups[1:]]]",
+        "group_T[[start - 1 for start, _ in token_groups[1:]]]",
         _DISPATCH,
     ),
     Bug(
@@ -208,16 +209,44 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "dispatch: rows count from the group's start",
         "actors/experts/dispatch.py",
-        "return None if rows_U is None else rows_U + start, index_N",
-        "return rows_U, index_N",
+        "rows_N[low:high] - piece.rank * tokens",
+        "rows_N[low:high] - first",
         _DISPATCH,
     ),
     Bug(
         "dispatch: positions among the distinct tokens are one too high",
         "actors/experts/dispatch.py",
-        "return np.flatnonzero(present), position[token_N] - 1",
-        "return np.flatnonzero(present), position[token_N]",
+        "index_N = before_N[at_N] - before_N[first_N]",
+        "index_N = before_N[at_N + 1] - before_N[first_N]",
         _DISPATCH,
+    ),
+    Bug(
+        "replicas: every rank that has an expert is taken for one that the token must go to",
+        _REPLICAS,
+        "has_ER.sum(axis=1) == 1",
+        "has_ER.sum(axis=1) >= 1",
+        _CHOSEN,
+    ),
+    Bug(
+        "replicas: any rank that has something of what is left will do",
+        _REPLICAS,
+        "self._packed(counts_UR == most_U[:, None])",
+        "self._packed(counts_UR > 0)",
+        _CHOSEN,
+    ),
+    Bug(
+        "replicas: of two ranks the busier gets more",
+        _REPLICAS,
+        "twice = items * pairs + load_R[other] - load_R[one] + pairs",
+        "twice = items * pairs + load_R[one] - load_R[other] + pairs",
+        _CHOSEN,
+    ),
+    Bug(
+        "replicas: ranks are filled as if none had anything yet",
+        _REPLICAS,
+        "heights = [load_R[rank] for rank in ranks]",
+        "heights = [0 for _ in ranks]",
+        _CHOSEN,
     ),
     Bug(
         "dispatch: a packet carries the layer that comes next",

@@ -1,59 +1,53 @@
 """A placement as dispatch looks things up in it: arrays made once, by layer.
 
-Shapes: T tokens, K experts of each, E experts, P replicas of the expert that has most.
+Shapes: T tokens, K experts of each, E experts, R ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from contracts.errors import ConfigError
 from contracts.placement import Placement
+from planner.placement.replicas import MAX_RANKS, Fewest, InTurn
 
 Array = NDArray[np.int64]
 
 
 class LayerSlots:
     """Slots of one layer. `bounds`: [first, last) of each rank; `count`: of all; `expert_of_slot`:
-    which expert is in each."""
+    which expert is in each; `slots_of_expert`: where each is, by rank."""
 
-    __slots__ = (
-        "_replicas_E",
-        "_slots_EP",
-        "bounds",
-        "count",
-        "expert_of_slot",
-        "slot_of_expert",
-    )
+    __slots__ = ("_choice", "_first_E", "bounds", "count", "expert_of_slot", "slots_of_expert")
 
     def __init__(self, experts: Sequence[int], bounds: Sequence[tuple[int, int]]) -> None:
         """experts: of each slot."""
         self.bounds, self.count = tuple(bounds), len(experts)
         self.expert_of_slot: Array = np.array(experts, np.int64)
-        slots: dict[int, list[int]] = {expert: [] for expert in sorted(set(experts))}
+        slots: list[list[int]] = [[] for _ in range(max(experts, default=-1) + 1)]
         for slot, expert in enumerate(experts):
             slots[expert].append(slot)
-        self.slot_of_expert: Array = np.array([each[0] for each in slots.values()], np.int64)
-        self._replicas_E: Array | None = None
-        most = max(map(len, slots.values()), default=0)
-        if most > 1:
-            padded = [each + each[:1] * (most - len(each)) for each in slots.values()]
-            self._slots_EP: Array = np.array(padded, np.int64)
-            self._replicas_E = np.array([len(each) for each in slots.values()], np.int64)
+        self.slots_of_expert = tuple(map(tuple, slots))
+        kind = np.int16 if self.count < 1 << 15 else np.int64  # narrow ones are sorted sooner
+        self._first_E = np.array([each[0] for each in slots], kind)
+        self._choice: Fewest | InTurn | None = None
+        if len(experts) > len(slots):
+            slot_ER = np.full((len(slots), len(bounds)), -1, kind)
+            for rank, (low, high) in enumerate(bounds):
+                slot_ER[self.expert_of_slot[low:high], rank] = range(low, high)
+            self._choice = (Fewest if len(bounds) <= MAX_RANKS else InTurn)(slot_ER)
 
-    def of_pairs(self, topk_ids_TK: Array) -> Array:
-        """[T, K] the slot that answers each pair. Token t of a micro-batch takes replica t modulo
-        their number: a pure rule that spreads the tokens of a large batch evenly."""
-        if self._replicas_E is None:
-            slot_TK: Array = self.slot_of_expert[topk_ids_TK]
-            return slot_TK
-        token_T1 = np.arange(len(topk_ids_TK))[:, None]
-        replica_TK = token_T1 % self._replicas_E[topk_ids_TK]
-        chosen_TK: Array = self._slots_EP[topk_ids_TK, replica_TK]
-        return chosen_TK
+    def of_pairs(self, topk_ids_TK: Array, free_rank: int | None = None) -> NDArray[Any]:
+        """[T, K] the slot that answers each pair. A token goes to the fewest ranks that have its
+        experts; of equals, to those that have least to do for these tokens. free_rank: one to which
+        it costs nothing. Equal ids give equal slots."""
+        if self._choice is None:
+            return self._first_E.take(topk_ids_TK)
+        return self._choice.slots(topk_ids_TK, free_rank)
 
 
 class ExpertPlacement:

@@ -1,0 +1,173 @@
+"""Which replica answers, against every way in which ranks could have been chosen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts.placement import Placement
+from planner.placement.slots import ExpertPlacement, LayerSlots
+from tests.support.placements import replicated
+
+EXACT = 3  # experts that no rank which is chosen anyway has: up to so many the fewest are found
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Placement, np.ndarray, int | None]:
+    """A layer with replicas, experts of some tokens, and perhaps a rank that costs nothing."""
+    ranks = draw(st.integers(2, 10))  # above 8 sets are wider
+    experts = draw(st.integers(ranks, 14))
+    extra = draw(st.lists(st.integers(0, 6), min_size=ranks, max_size=ranks).filter(any))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    placement = replicated(experts, extra, num_layers=1, moe_layers=[0], seed=int(rng.integers(99)))
+    tokens, top_k = draw(st.integers(1, 12)), draw(st.integers(1, min(8, experts)))
+    ids_TK = np.argsort(rng.random((tokens, experts)), axis=1)[:, :top_k].astype(np.int64)
+    return placement, ids_TK, draw(st.none() | st.integers(0, ranks - 1))
+
+
+@settings(deadline=None)
+@given(cases())
+def test_a_token_goes_to_the_fewest_ranks(case: tuple[Placement, np.ndarray, int | None]) -> None:
+    placement, ids_TK, free_rank = case
+    before = ids_TK.copy()
+    slot_TK = _layer(placement).of_pairs(ids_TK, free_rank)
+    assert (ids_TK == before).all()
+    assert (np.array(placement.expert_of_slot[0])[slot_TK] == ids_TK).all()
+    holders = _holders(placement)
+    for experts, slots in zip(ids_TK.tolist(), slot_TK.tolist(), strict=True):
+        sets = [holders[expert] for expert in experts]
+        free = set() if free_rank is None else {free_rank}
+        forced = free.union(*(ranks for ranks in sets if len(ranks) == 1))
+        left = [ranks for ranks in sets if not ranks & forced]
+        fewest = _fewest(left, placement.ranks)
+        most = max(_greedy(left))
+        assert len(left) > EXACT or most == fewest
+        found = set(_ranks(placement, slots)) | forced
+        assert fewest <= len(found) - len(forced) <= most
+
+
+@settings(deadline=None)
+@given(cases())
+def test_no_rank_has_much_more_to_do_than_one_token_after_another_would_give_it(
+    case: tuple[Placement, np.ndarray, int | None],
+) -> None:
+    placement, ids_TK, free_rank = case
+    ids_TK = np.repeat(ids_TK, 20, axis=0)
+    found = _load(placement, _layer(placement).of_pairs(ids_TK, free_rank))
+    expected = _load(placement, _in_turn(placement, ids_TK, free_rank))
+    assert found.max() <= 1.1 * expected.max() + 2 * ids_TK.shape[1]
+
+
+@settings(deadline=None)
+@given(st.integers(2, 10), st.integers(1, 8), st.integers(1, 60))
+def test_ranks_that_have_everything_differ_by_a_token_at_most(
+    ranks: int, top_k: int, tokens: int
+) -> None:
+    everywhere = LayerSlots([*range(8)] * ranks, [(8 * n, 8 * n + 8) for n in range(ranks)])
+    ids_TK = np.tile(np.arange(top_k), (tokens, 1))
+    slots = everywhere.of_pairs(ids_TK)
+    assert all(len(set(row)) == 1 for row in (slots // 8).tolist())
+    shares = np.bincount(slots[:, 0] // 8, minlength=ranks)
+    assert shares.max() - shares.min() <= 1
+
+
+@settings(deadline=None)
+@given(cases(), cases())
+def test_equal_tokens_get_equal_slots_whatever_was_asked_before(
+    case: tuple[Placement, np.ndarray, int | None], other: tuple[Placement, np.ndarray, int | None]
+) -> None:
+    placement, ids_TK, free_rank = case
+    layer = _layer(placement)
+    first = layer.of_pairs(ids_TK, free_rank)
+    layer.of_pairs(other[1] % placement.num_experts, free_rank)
+    assert np.array_equal(layer.of_pairs(ids_TK.copy(order="F"), free_rank), first)
+
+
+def test_each_of_many_ranks_is_as_good_as_another() -> None:
+    """Two experts, each on 56 ranks: more than a narrow set holds."""
+    ranks = 56
+    everywhere = LayerSlots([0, 1] * ranks, [(2 * n, 2 * n + 2) for n in range(ranks)])
+    slots = everywhere.of_pairs(np.tile([[1, 0]], (ranks * 3, 1)))
+    assert np.bincount(slots[:, 1] // 2).tolist() == [3] * ranks
+
+
+def test_beyond_that_many_ranks_a_pair_still_goes_where_its_expert_is() -> None:
+    ranks = 70
+    everywhere = LayerSlots([0, 1] * ranks, [(2 * n, 2 * n + 2) for n in range(ranks)])
+    slots = everywhere.of_pairs(np.tile([[1, 0]], (ranks * 2, 1)))
+    assert (slots % 2 == [[1, 0]]).all()
+    assert np.bincount(slots[:, 1] // 2).tolist() == [2] * ranks
+
+
+def _layer(placement: Placement) -> LayerSlots:
+    return ExpertPlacement(placement).layer(0)
+
+
+def _holders(placement: Placement) -> list[set[int]]:
+    """Ranks of each expert."""
+    experts = [set(placement.experts_of(rank)[0]) for rank in range(placement.ranks)]
+    return [
+        {rank for rank, have in enumerate(experts) if expert in have}
+        for expert in range(placement.num_experts)
+    ]
+
+
+def _ranks(placement: Placement, slots: Sequence[int]) -> list[int]:
+    bounds = placement.slot_bounds
+    return [next(n for n, (low, high) in enumerate(bounds) if low <= s < high) for s in slots]
+
+
+def _load(placement: Placement, slot_TK: np.ndarray) -> np.ndarray:
+    return np.bincount(_ranks(placement, slot_TK.ravel().tolist()), minlength=placement.ranks)
+
+
+def _fewest(sets: Sequence[set[int]], ranks: int) -> int:
+    """Ranks that have one of each set."""
+    for count in range(ranks + 1):
+        for chosen in itertools.combinations(range(ranks), count):
+            if all(one.intersection(chosen) for one in sets):
+                return count
+    raise AssertionError("a set is empty")
+
+
+def _greedy(sets: Sequence[set[int]]) -> Iterator[int]:
+    """How many ranks the rule takes, for every way to break its ties."""
+    if not sets:
+        yield 0
+        return
+    ranks = set[int]().union(*sets)
+    has = {rank: sum(rank in one for one in sets) for rank in ranks}
+    for rank in ranks:
+        if has[rank] == max(has.values()):
+            yield from (1 + more for more in _greedy([one for one in sets if rank not in one]))
+
+
+def _in_turn(placement: Placement, ids_TK: np.ndarray, free_rank: int | None) -> np.ndarray:
+    """The rule as it is written, token by token."""
+    holders, load = _holders(placement), [0] * placement.ranks
+    slot_of = {
+        (rank, expert): low + placement.experts_of(rank)[0].index(expert)
+        for rank, (low, _) in enumerate(placement.slot_bounds)
+        for expert in placement.experts_of(rank)[0]
+    }
+    slots = []
+    for experts in ids_TK.tolist():
+        sets = [holders[expert] for expert in experts]
+        chosen = set() if free_rank is None else {free_rank}
+        chosen = chosen.union(*(ranks for ranks in sets if len(ranks) == 1))
+        while left := [ranks for ranks in sets if not ranks & chosen]:
+            chosen.add(
+                min(
+                    set[int]().union(*left),
+                    key=lambda rank: (-sum(rank in one for one in left), load[rank]),
+                )
+            )
+        for expert in experts:
+            rank = min(holders[expert] & chosen, key=load.__getitem__)
+            load[rank] += 1
+            slots.append(slot_of[rank, expert])
+    return np.array(slots)
