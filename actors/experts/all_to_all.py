@@ -82,6 +82,7 @@ class AllToAll:
             routed.topk_weights_TK.cpu().numpy(),
             [(0, routed.x_TD.shape[0])],
             self._placement.layer(layer),
+            free_rank=self._workers.index(self._endpoint.name),
         )
         return self._exchange(layer, routed.x_TD, {piece.rank: piece for piece in slices})
 
