@@ -20,6 +20,7 @@ from cluster.capacity.disk_rate import disk_rate
 from cluster.files.hardware import load_hardware
 from cluster.files.model_folder import check_tokenizer, resolve_model_folder
 from cluster.files.terminal import Terminal
+from cluster.fleet.placements import check_placement_file
 from cluster.serving.front import bind
 from contracts import machine
 from contracts.config import TandemConfig
@@ -70,6 +71,7 @@ def examine(config: TandemConfig, environment: Mapping[str, str]) -> list[Findin
         lambda: _groups(config),
         lambda: _prefill(config),
         lambda: _experts(config),
+        lambda: _placement(config),
         lambda: _port(config),
         _descriptors,
         _niceness,
@@ -292,11 +294,41 @@ def group_weight_bytes(config: TandemConfig, spec: ModelSpec) -> tuple[int, int]
     """Bytes of weights in each attention rank, and in all expert ranks together. Raises
     ConfigError."""
     dtype, expert_bytes = resolve_dtype(spec, config.model.dtype), _expert_bytes(config, spec)
-    experts, ranks = len(spec.moe_layers) * spec.num_experts, config.groups.expert_ranks
+    ranks = config.groups.expert_ranks
+    experts = _placed_experts(config, spec) if ranks else len(spec.moe_layers) * spec.num_experts
     if config.experts.is_bounded and ranks:
         experts = min(experts, ranks * slots_for(config.experts, expert_bytes, spec))
     attention = total_bytes(layout.attention_half_tensors(spec), dtype)
     return attention, experts * expert_bytes
+
+
+def _placed_experts(config: TandemConfig, spec: ModelSpec) -> int:
+    """Slots of the group that has the placement, in all layers together. Raises ConfigError."""
+    folder, placing = resolve_model_folder(config.model.path), config.placement
+    placement = check_placement_file(config, folder, spec)
+    if placement is not None:
+        return sum(map(len, placement.expert_of_slot))
+    spare = placing.spare_slots * config.groups.expert_ranks if placing.follow != "off" else 0
+    return len(spec.moe_layers) * (spec.num_experts + spare)
+
+
+def _placement(config: TandemConfig) -> Finding:
+    """Where the experts are."""
+    placing, spec = config.placement, _readable(config)
+    if placing.file is None:
+        found = "experts in order, each once"
+        if placing.follow != "off" and config.groups.expert_ranks:
+            found += f"; they follow the traffic, with {placing.spare_slots} spare slots a rank"
+        return Finding("placement", "ok", found)
+    if spec is None:
+        return Finding("placement", "warning", "not looked at: the model cannot be read")
+    try:
+        slots = _placed_experts(config, spec)
+    except TandemError as error:
+        return Finding("placement", "error", error.message)
+    more = slots - len(spec.moe_layers) * spec.num_experts
+    size = more * _expert_bytes(config, spec) / MIB
+    return Finding("placement", "ok", f"{placing.file}: {more} replicas, {size:,.0f} MiB")
 
 
 def _prefill(config: TandemConfig) -> Finding:
@@ -364,12 +396,20 @@ def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
         "gathered": resident + min(copied, 2) + copied / workers,
         "streamed": resident + min(copied, 2),
         "hybrid": resident + min(copied, 2) + min(copied, prefill.shard_window) / workers,
-        "all_to_all": layers / workers,
+        "all_to_all": _lockstep_share(config, spec),
         "cached": 0,
     }[prefill.experts]
     if prefill.experts == "cached":
         held = slots_for(config.experts, expert_bytes, spec) / spec.num_experts
     return total_bytes(layout.attention_half_tensors(spec), dtype) + round(held * layer_bytes)
+
+
+def _lockstep_share(config: TandemConfig, spec: ModelSpec) -> float:
+    """Layers' worth of experts in a worker of all_to_all."""
+    slots = len(spec.moe_layers) * spec.num_experts
+    if config.placement.file is not None and config.groups.expert_ranks == 0:
+        slots = _placed_experts(config, spec)
+    return slots / spec.num_experts / config.groups.prefill_ranks
 
 
 def _expert_bytes(config: TandemConfig, spec: ModelSpec) -> int:

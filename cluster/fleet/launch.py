@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import ray
 
 from actors.channels.handshake import new_token
 from actors.ranks.remote import RayRank
-from actors.ranks.rendezvous import Formation, Seat, contiguous_placements, form_group, make_specs
+from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
 from cluster.files.hardware import load_hardware
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.member import Member
@@ -28,10 +29,12 @@ from cluster.fleet.nodes import (
     resolve_device,
     seat_ranks,
 )
+from cluster.fleet.placements import configured_placements
 from cluster.fleet.rank_group import RankGroup, kill_all
 from contracts.config import TandemConfig
 from contracts.logs import event
 from contracts.worker import Group
+from models.spec.model import read_spec
 
 log = logging.getLogger("tandem.fleet")
 
@@ -40,14 +43,12 @@ PIPELINES = ((Group.ATTENTION, Group.EXPERT), (Group.PREFILL,))
 
 
 def launch(config: TandemConfig, model_folder: str) -> Fleet:
-    """Starts all ranks on the Ray cluster that this process is connected to. Raises ResourceError,
-    CheckpointError, or as `launch_pipeline`; nothing is left running then."""
+    """Starts all ranks on the Ray cluster that this process is connected to. Raises ConfigError for
+    a placement file that cannot be used, ResourceError, CheckpointError, or as `launch_pipeline`;
+    nothing is left running then."""
     token = new_token()
-    placements = contiguous_placements(
-        model_folder,
-        expert_ranks=config.groups.expert_ranks,
-        prefill_ranks=config.groups.prefill_ranks,
-    )
+    folder = Path(model_folder)
+    placements = configured_placements(config, folder, read_spec(folder))
     backend = config.channel.backend
     formation = Formation(config, model_folder, token, FIRST_EPOCH, backend, None, placements)
     places = _place(config)

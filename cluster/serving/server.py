@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.files.log_folder import log_folder
 from cluster.files.model_folder import check_tokenizer, resolve_model_folder
 from cluster.fleet.codec import Directory, decode_directory
+from cluster.fleet.placements import check_placement_file
 from cluster.serving import application
 from cluster.serving.front import bind, check_tls
 from cluster.serving.ray_environment import cluster_address
@@ -91,6 +92,7 @@ def preflight(config: TandemConfig) -> None:
             f"groups.expert_ranks={config.groups.expert_ranks}: the model has "
             f"{model.num_experts} experts per layer; use at most that many ranks"
         )
+    check_placement_file(config, folder, model)
     if config.priority.policy is not None:
         load_policy(config.priority.policy)
     check_tls(config.http)

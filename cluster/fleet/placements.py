@@ -1,0 +1,75 @@
+"""Where a configuration has the experts of each group, and what that takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from actors.ranks.rendezvous import contiguous_placements
+from cluster.files.placement_file import read_placement
+from contracts.config import TandemConfig
+from contracts.errors import ConfigError
+from contracts.machine import available_bytes
+from contracts.placement import Placement
+from contracts.worker import Group
+from models.spec.model import ModelSpec
+from models.weights import layout
+from models.weights.checkpoint import resolve_dtype
+
+MIB = 1 << 20
+
+
+def configured_placements(
+    config: TandemConfig, folder: Path, spec: ModelSpec
+) -> dict[Group, Placement]:
+    """Contiguous, but for the group that `placement.file` is for. Raises ConfigError: one line."""
+    groups = config.groups
+    placements = contiguous_placements(
+        str(folder), expert_ranks=groups.expert_ranks, prefill_ranks=groups.prefill_ranks
+    )
+    if config.placement.file is not None:
+        group, ranks = _of_file(config)
+        placement = read_placement(Path(config.placement.file), folder, spec, ranks=ranks)
+        placements[group] = msgspec.structs.replace(placement, generation=0)
+    return placements
+
+
+def check_placement_file(config: TandemConfig, folder: Path, spec: ModelSpec) -> Placement | None:
+    """The placement in `placement.file`, None without one. Raises ConfigError where it is not this
+    model's or this group's, or where its slots do not fit into the memory of this machine, which
+    has all ranks unless there is a cluster already."""
+    if config.placement.file is None:
+        return None
+    group, _ = _of_file(config)
+    placement = configured_placements(config, folder, spec)[group]
+    if config.groups.device == "cuda" or config.groups.address is not None:
+        return placement
+    needed, free = placed_bytes(config, spec, placement), available_bytes()
+    if needed > free and not (config.experts.is_bounded and group is Group.EXPERT):
+        raise ConfigError(
+            f"placement.file={config.placement.file}: its slots take {needed / MIB:,.0f} MiB on "
+            f"{placement.ranks} ranks together, {free / MIB:,.0f} MiB are free: give fewer spare "
+            "slots (`tandem place --spare`), or set experts.slots"
+        )
+    return placement
+
+
+def placed_bytes(config: TandemConfig, spec: ModelSpec, placement: Placement) -> int:
+    """Of the experts of all ranks together, replicas too."""
+    dtype = resolve_dtype(spec, config.model.dtype)
+    return sum(map(len, placement.expert_of_slot)) * layout.expert_elements(spec) * dtype.itemsize
+
+
+def _of_file(config: TandemConfig) -> tuple[Group, int]:
+    """Whose experts `placement.file` places, and how many ranks these are."""
+    groups, kind = config.groups, config.prefill.experts
+    if groups.expert_ranks:
+        return Group.EXPERT, groups.expert_ranks
+    if kind != "all_to_all":
+        raise ConfigError(
+            f"placement.file={config.placement.file} with groups.expert_ranks=0 and "
+            f"prefill.experts={kind}, where no worker has experts for others: set it to "
+            "all_to_all, or leave placement.file out"
+        )
+    return Group.PREFILL, groups.prefill_ranks
