@@ -25,6 +25,7 @@ from actors.engine.micro_batch import BatchRun, MicroBatch, cut_batch
 from actors.engine.pass_times import PassTimes
 from actors.engine.task_spans import TaskSpans
 from actors.experts.plane import ExpertPlane, TaskKey
+from actors.experts.routing_sample import RoutingSample
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError
@@ -54,7 +55,8 @@ class Sink(Protocol):
 
 
 class ExecutorParts(NamedTuple):
-    """What an executor works with. name: of the rank, for its spans."""
+    """What an executor works with. name: of the rank, for its spans. sample: told of micro-batches
+    that are about to run."""
 
     name: str
     half: AttentionHalf
@@ -63,6 +65,7 @@ class ExecutorParts(NamedTuple):
     sink: Sink
     timeline: Timeline
     clock: Clock
+    sample: RoutingSample | None = None
 
 
 class Chosen(NamedTuple):
@@ -88,6 +91,7 @@ class Executor:
         self._half = parts.half
         self._kv = parts.kv
         self._plane = parts.plane
+        self._sample = parts.sample
         self._sink = parts.sink
         self._timeline = parts.timeline
         self._clock = parts.clock
@@ -275,6 +279,8 @@ class Executor:
             device=self._kv.device,
         )
         self._plane.starts(self._key(micro_batch, 0), inputs.token_ids_T)
+        if self._sample is not None:
+            self._sample.starts(self._key(micro_batch, 0).owner, micro_batch.chunks)
         yield
         self._half.prepare(inputs)
         if not self._wanted_rows_only:

@@ -28,6 +28,7 @@ from actors.channels.base import (
 from actors.experts.dispatch import RankSlice, plan_dispatch
 from actors.experts.looking_ahead import LookingAhead
 from actors.experts.plane import TaskKey
+from actors.experts.routing_sample import RoutingSample
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
 from contracts.config import ChannelConfig
@@ -80,10 +81,11 @@ class RemotePlane:
         *,
         reply_s: float = ChannelConfig().reply_s,
         foresight: Foresight | None = None,
+        sample: RoutingSample | None = None,
     ) -> None:
         """expert_ranks: names, by rank number. reply_s: a rank that lives and answers nothing for
         so long is given up. foresight: what it foretells is sent to the ranks that have those
-        experts (None: nothing is)."""
+        experts (None: nothing is). sample: told where tokens go."""
         self._endpoint = endpoint
         self._placement = placement
         self._expert_ranks = expert_ranks
@@ -93,6 +95,7 @@ class RemotePlane:
         self._reply_s = reply_s
         self._heard_s: dict[str, float] = {}  # when each expert rank's last answer came
         self._pending: dict[tuple[int, int], RemotePending] = {}  # by (batch, micro-batch)
+        self._sample = sample
         self._away_s = 0.0  # so far, from the last send of a layer to its sum, guesses aside
         self._ahead: LookingAhead | None = None
         if foresight is not None:
@@ -111,8 +114,11 @@ class RemotePlane:
         """A2E: one packet per token group and expert rank that has work in it."""
         if self._ahead is not None:
             routed = self._ahead.runs(key, routed)
+        topk_ids_TK = routed.topk_ids_TK.cpu().numpy()
+        if self._sample is not None:
+            self._sample.routed(key.owner, topk_ids_TK)
         slices = plan_dispatch(
-            routed.topk_ids_TK.cpu().numpy(),
+            topk_ids_TK,
             routed.topk_weights_TK.cpu().numpy(),
             token_group_bounds(routed.x_TD.shape[0], plan.r2),
             self._placement.layer(key.layer),

@@ -32,6 +32,7 @@ from contracts.planning import (
     PlacementProposal,
     PlanAnswer,
     PlanQuery,
+    RoutingReport,
     ToPlanner,
 )
 from planner.online.buckets import Bucket, bucket_of
@@ -45,7 +46,7 @@ MAX_OUTSTANDING = 2  # questions; while so many wait, the latest as many more ar
 MAX_PLANS = 4096
 MAX_BUFFERED_BYTES = 1 << 20  # reports are dropped while this much has not left
 
-MakeReport = Callable[[], BatchReport | ExpertReport | None]
+MakeReport = Callable[[], BatchReport | ExpertReport | RoutingReport | None]
 
 
 class KnownPlan(NamedTuple):

@@ -29,7 +29,7 @@ from contracts.clock import Clock
 from contracts.events import Stage, TaskSpan
 from contracts.logs import event
 from contracts.plan import Plan
-from contracts.planning import Absence, Batch, BatchReport, Chooser
+from contracts.planning import Absence, Batch, BatchReport, Chooser, RoutingReport
 from contracts.worker import WorkerSpec
 from planner.findep.default_plan import default_plan
 from planner.findep.fit_plan import fit_plan
@@ -100,6 +100,11 @@ class RankPlanning(Observer):
     def observe(self, span: TaskSpan) -> None:
         """Every span of the rank."""
         self._recorder.observe(span)
+
+    def report_routing(self, make: Callable[[], RoutingReport]) -> None:
+        """Sent by the link's thread, where there is a planner."""
+        if self._link is not None:
+            self._link.report(make)
 
     def choose(self, batch: ScheduledBatch) -> Plan:
         """The plan of a batch that has been formed: pinned, planned ahead, or the default."""

@@ -19,6 +19,7 @@ from actors.channels.loop_watch import LoopWatch
 from actors.engine.executor import Executor, ExecutorParts
 from actors.experts.caching import foresight
 from actors.experts.remote_plane import RemotePlane
+from actors.experts.routing_sample import RoutingSample
 from actors.kv.block_manager import BlockManager
 from actors.planning.rank_planning import RankPlanning
 from actors.ranks.memory import kv_pool_blocks
@@ -73,8 +74,11 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     spans = config.trace.spans
     recorded = recording(telemetry, spans, lambda _: watch.moved(), planning.observe)
     recorded = recorded.following(endpoint.bytes_moved)
-    plane = _plane(spec, half, endpoint, recorded.timeline)
-    parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)
+    sample = _sample(spec, half.spec, planning)
+    plane = _plane(spec, half, endpoint, recorded.timeline, sample)
+    parts = ExecutorParts(
+        spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s, sample
+    )
 
     priorities = Priorities(config.priority, telemetry, spec.name)
     due_times = DueTimes(config.priority, monotonic_s)
@@ -128,8 +132,22 @@ def _pool(spec: WorkerSpec, half: AttentionHalf) -> tuple[KvPool, BlockManager]:
     )
 
 
+def _sample(spec: WorkerSpec, model: ModelSpec, planning: RankPlanning) -> RoutingSample | None:
+    """None: nobody wants to know where tokens go."""
+    placing = spec.config.placement
+    if placing.follow == "off":
+        return None
+    shape = len(model.moe_layers), model.top_k
+    send = planning.report_routing
+    return RoutingSample(spec.name, placing.sample_tokens, shape, monotonic_s, send)
+
+
 def _plane(
-    spec: WorkerSpec, half: AttentionHalf, endpoint: Endpoint, timeline: Timeline
+    spec: WorkerSpec,
+    half: AttentionHalf,
+    endpoint: Endpoint,
+    timeline: Timeline,
+    sample: RoutingSample | None,
 ) -> RemotePlane:
     are_cached = spec.config.experts.is_bounded
     return RemotePlane(
@@ -140,6 +158,7 @@ def _plane(
         monotonic_s,
         reply_s=spec.config.channel.reply_s,
         foresight=foresight(spec, half) if are_cached else None,
+        sample=sample,
     )
 
 

@@ -18,7 +18,7 @@ from contracts.errors import ConfigError
 from contracts.loading import load_config
 from contracts.placement import PlacementFile
 from contracts.worker import Group
-from models.foresight.routing_profile import digest_of
+from models.foresight.profile_file import digest_of
 from models.spec.model import read_spec
 from models.text.tokenizer_files import tokenizer_digest
 from planner.placement.contiguous import contiguous
