@@ -4,20 +4,30 @@ logs."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 MAX_KEY_CHARACTERS = 200  # must fit into the smallest max_header_bytes
 
 
+Rate = Annotated[float, Meta(gt=0, le=1e9)]
+
+
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A bearer token, and who comes with it. priority: of requests that name none. tenant: keys of
-    one take their turns together; None: each key is a tenant of its own."""
+    """A bearer token, and who comes with it. priority: of requests that name none; fixed_priority:
+    they may name no other. tenant: keys of one take their turns together; None: each key is a
+    tenant of its own. requests_per_s, tokens_per_s, concurrency: what it may use, in the long run,
+    and at a time; None: no bound."""
 
     key: str
     priority: Literal["ls", "be"] = "ls"
     tenant: str | None = None
+    fixed_priority: bool = False
+    requests_per_s: Rate | None = None
+    tokens_per_s: Rate | None = None
+    concurrency: Annotated[int, Meta(ge=1)] | None = None
 
 
 def check_keys(api_keys: Sequence[ApiKey], metrics_key: str | None) -> None:

@@ -396,7 +396,11 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     api_keys: list[str | ApiKey] = []
     """Bearer tokens, one of which every request for the model must carry. Empty: open to all. In
     place of a token {key: TOKEN, priority: be, tenant: NAME} may stand: the class of its requests
-    that name none (ls unless said), and with which other tokens it takes its turns (none)."""
+    that name none (ls unless said), and with which other tokens it takes its turns (none). Also
+    fixed_priority: true, to let them name no other class, and its limits: requests_per_s and
+    tokens_per_s, in the long run, and concurrency, requests at a time."""
+    allow_public: bool = False
+    """Whether a server without api_keys may listen where others than this machine reach it."""
     metrics_key: str | None = None
     """The bearer token of /metrics, /load and /status. null: these are open to all."""
     tls_certificate: InputPath | None = None

@@ -72,6 +72,13 @@ class UnauthorizedError(RequestError):
     status = 401
 
 
+class ForbiddenError(RequestError):
+    """The key is valid, and not for this."""
+
+    code = "permission_denied"
+    status = 403
+
+
 class UnknownModelError(RequestError):
     code = "model_not_found"
     status = 404

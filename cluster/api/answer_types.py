@@ -14,6 +14,7 @@ FinishReason = Literal["stop", "length"]
 ErrorType = Literal[
     "invalid_request_error",
     "authentication_error",
+    "permission_error",
     "not_found_error",
     "rate_limit_error",
     "server_error",

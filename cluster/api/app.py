@@ -83,7 +83,7 @@ def build_app(
         extra=extra,
         ranks=ranks,
     )
-    callers = Callers(http.clients, share_between_keys=share_between_keys)
+    callers = Callers(http.clients, share_between_keys=share_between_keys, clock=clock)
     app = App()
     app.router.redirect_slashes = False
     app.state.open_requests = services.open_requests
@@ -157,6 +157,7 @@ class _Counted:
         session = Session(self._services, receive, scope["state"])
         try:
             response = await self._respond(session, request)
+            response.headers.update(session.limits_left())
             await response(scope, receive, send)
         finally:
             session.account.close()
@@ -167,7 +168,9 @@ class _Counted:
         try:
             key = check_key(services.http, request)
             session.caller = self._callers.caller(key)
+            session.begin(self._callers.allowance(key))
             session.set_priority(self._callers.priority(key))
+            session.is_priority_fixed = self._callers.has_fixed_priority(key)
             response = await self._endpoint(services, session, request)
             outcome = Outcome.OK
         except TandemError as error:

@@ -15,9 +15,11 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from starlette.requests import Request
 
+from cluster.api.allowances import Allowance
 from cluster.api.field_bounds import MAX_CACHE_SALT_CHARACTERS
 from contracts.api_keys import ApiKey
 from contracts.block_hash import DIGEST_BYTES
+from contracts.clock import Clock, monotonic_s
 from contracts.config import HttpConfig
 from contracts.errors import RequestError, UnauthorizedError
 from contracts.requests import Caller, Priority
@@ -31,7 +33,13 @@ _KEY_SALT, _CACHE_SALT = b"tandem-key-salt", b"tandem-salt"
 class Callers:
     """The clients of one ingress. share_between_keys: all keys find each other's prefixes."""
 
-    def __init__(self, api_keys: Sequence[ApiKey], *, share_between_keys: bool = False) -> None:
+    def __init__(
+        self,
+        api_keys: Sequence[ApiKey],
+        *,
+        share_between_keys: bool = False,
+        clock: Clock = monotonic_s,
+    ) -> None:
         self._by_key = {
             each.key: Caller(
                 tenant=_tenant(each),
@@ -39,7 +47,8 @@ class Callers:
             )
             for each in api_keys
         }
-        self._priorities = {each.key: Priority[each.priority.upper()] for each in api_keys}
+        self._keys = {each.key: each for each in api_keys}
+        self._allowances = {each.key: Allowance(each, clock) for each in api_keys}
         self._numbers = itertools.count(1)
 
     def caller(self, key: str | None) -> Caller:
@@ -49,7 +58,15 @@ class Callers:
 
     def priority(self, key: str | None) -> Priority:
         """Of its requests that name none."""
-        return Priority.LS if key is None else self._priorities[key]
+        return Priority.LS if key is None else Priority[self._keys[key].priority.upper()]
+
+    def has_fixed_priority(self, key: str | None) -> bool:
+        """Whether its requests may name no other."""
+        return key is not None and self._keys[key].fixed_priority
+
+    def allowance(self, key: str | None) -> Allowance | None:
+        """What it may use; None: whatever it wants."""
+        return None if key is None else self._allowances[key]
 
 
 def salted(caller: Caller, cache_salt: str | None) -> Caller:

@@ -24,6 +24,7 @@ from contracts.metrics import Outcome
 
 _TYPES: dict[int, ErrorType] = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
 }

@@ -13,6 +13,7 @@ import msgspec
 
 from cluster.api import answer_types as answers
 from cluster.api import schemas
+from cluster.api.allowances import RateLimitError
 from cluster.api.cost import Bounds
 from cluster.api.errors import (
     ROUTING_CODES,
@@ -48,6 +49,7 @@ ERRORS: tuple[type[errors.TandemError], ...] = (
     UnsupportedFieldError,
     UnknownFieldError,
     errors.UnauthorizedError,
+    errors.ForbiddenError,
     errors.UnknownModelError,
     errors.TooLongError,
     errors.TooCostlyError,
@@ -59,6 +61,7 @@ ERRORS: tuple[type[errors.TandemError], ...] = (
     TargetTooLongError,
     HeadersTooLargeError,
     errors.OverloadError,
+    RateLimitError,
     errors.TandemError,
     errors.NotReadyError,
     TooManyConnectionsError,
@@ -70,7 +73,7 @@ ERRORS: tuple[type[errors.TandemError], ...] = (
 )
 _RANK_CODES = {500: ("bad_score", "no_answer")}  # of RankError, which has no code of its own
 _FRONT_STATUSES = (400, 408, 414, 431, 503)  # before a request is one: of every route
-_POST_STATUSES = (401, 404, 413, 415, 429, 500, 504)
+_POST_STATUSES = (401, 403, 404, 413, 415, 429, 500, 504)
 
 
 def openapi_document(model: ServedModel, http: HttpConfig, costs: Bounds | None = None) -> Schema:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from actors.telemetry.telemetry import Telemetry
+from cluster.api.allowances import Allowance
 from cluster.api.cost import TOKEN_BYTES, Bounds
 from cluster.api.errors import BodyTimeoutError, error_body, outcome_of
 from cluster.api.open_requests import OpenRequests
@@ -22,7 +23,7 @@ from cluster.routing.backend import Backend
 from contracts import metrics
 from contracts.clock import Clock
 from contracts.config import HttpConfig
-from contracts.errors import ClientGoneError, RequestTimeoutError, TandemError
+from contracts.errors import ClientGoneError, ForbiddenError, RequestTimeoutError, TandemError
 from contracts.metrics import Outcome, Pipeline
 from contracts.requests import Caller, Priority, Usage
 from contracts.worker import RankStatus
@@ -98,7 +99,8 @@ def _client_gone() -> TandemError:
 class Session:
     """Knows when the request came, whether its client is still there, and counts it once.
 
-    pipeline and priority: an endpoint sets them when it has read the body.
+    pipeline and priority: an endpoint sets them when it has read the body, to no other priority
+    than its key's if is_priority_fixed.
     caller: whose all that it submits is (cluster/api/callers.py). account: what it holds; whoever
     makes the session closes it. state: the request's, in its scope.
     """
@@ -107,6 +109,7 @@ class Session:
         self.request_id: str = state.get(REQUEST_ID, "")
         self.pipeline = Pipeline.GENERATION
         self.priority = Priority.LS
+        self.is_priority_fixed = False
         self.caller = Caller()
         self.account = services.open_requests.open()
         self._services = services
@@ -117,13 +120,31 @@ class Session:
         self._arrived_s = services.clock()
         self._loop_s = asyncio.get_running_loop().time()
         self._watching: asyncio.Task[None] | None = None
+        self._allowance: Allowance | None = None
+        self._is_let_in = False
         self._has_token = False
         self._finished = False
         self._counts = True
         services.sessions.add(self)
 
+    def begin(self, allowance: Allowance | None) -> None:
+        """Counts against what its key may use; None: that is not bounded. Raises RateLimitError."""
+        self._allowance = allowance
+        if allowance is not None:
+            allowance.enter()
+            self._is_let_in = True
+
+    def limits_left(self) -> dict[str, str]:
+        """Headers."""
+        return {} if self._allowance is None else self._allowance.headers()
+
     def set_priority(self, priority: Priority) -> None:
-        """The class of its key, or the one that its body names."""
+        """The class of its key, or the one that its body names. Raises ForbiddenError."""
+        if self.is_priority_fixed and priority is not self.priority:
+            raise ForbiddenError(
+                f"priority: this API key is for {self.priority.label} only: leave it out",
+                "priority",
+            )
         self.priority = priority
         self.account.best_effort = priority is Priority.BE
 
@@ -194,6 +215,8 @@ class Session:
         """Counts one sequence's tokens; first_s, last_s: when its first and last tokens came."""
         self._telemetry.count(metrics.PROMPT_TOKENS, self.pipeline, by=usage.prompt_tokens)
         self._telemetry.count(metrics.CACHED_TOKENS, self.pipeline, by=usage.cached_tokens)
+        if self._allowance is not None:
+            self._allowance.used(usage.prompt_tokens + usage.completion_tokens)
         label = self.priority.label
         self._telemetry.count(metrics.GENERATED_TOKENS, label, by=usage.completion_tokens)
         if usage.completion_tokens > 1:
@@ -209,6 +232,8 @@ class Session:
         if self._finished:
             return
         self._finished = True
+        if self._is_let_in and self._allowance is not None:
+            self._allowance.leave()
         self._services.sessions.discard(self)
         if not self._counts:
             return

@@ -131,6 +131,16 @@ class DirectFront:
             await self._task
 
 
+def check_public(http: HttpConfig) -> None:
+    """Raises ConfigError where whoever reaches this machine could use the model, and nobody said
+    that this is meant."""
+    if http.host not in LOOPBACK and not http.api_keys and not http.allow_public:
+        raise ConfigError(
+            f"http.host={http.host} without http.api_keys: whoever reaches it could use the model; "
+            "set keys (or TANDEM_API_KEY), or http.allow_public=true"
+        )
+
+
 def check_tls(http: HttpConfig) -> None:
     """Raises ConfigError if http.tls_certificate and http.tls_key cannot be used."""
     if http.tls_certificate is None or http.tls_key is None:

@@ -17,7 +17,7 @@ from cluster.files.model_folder import check_tokenizer, resolve_model_folder
 from cluster.fleet.codec import Directory, decode_directory
 from cluster.fleet.placements import check_placement_file
 from cluster.serving import application
-from cluster.serving.front import bind, check_tls
+from cluster.serving.front import bind, check_public, check_tls
 from cluster.serving.ray_environment import cluster_address
 from cluster.serving.ray_session import ray_session
 from contracts.config import TandemConfig
@@ -80,6 +80,7 @@ def _check_http(config: TandemConfig) -> None:
         )
     if config.http.port == 0:
         raise ConfigError("http.port=0: clients must know the port; choose one (--port)")
+    check_public(config.http)
 
 
 def preflight(config: TandemConfig) -> None:

@@ -263,7 +263,8 @@ def test_a_busy_port(run: Run) -> None:
 
 
 def test_a_host_that_is_not_ours(run: Run) -> None:
-    assert "http.host=203.0.113.7" in run("serve", "--host", "203.0.113.7")
+    assert "http.host=203.0.113.7 http" in run("serve", "--host", "203.0.113.7", "--api-key", "a")
+    assert "without http.api_keys" in run("serve", "--host", "203.0.113.7")
 
 
 def test_more_ranks_than_this_machine_has_cores_for(run: Run) -> None:
