@@ -19,6 +19,7 @@ from cluster.cli.commands import (
     config,
     demo,
     doctor,
+    place,
     plan,
     profile,
     serve,
@@ -54,6 +55,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="tandem", description="Serves Mixture-of-Experts language models on Ray.")
     parser.add_argument("--version", action="version", version=f"tandem {version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, demo, status, plan, profile, bulk, bench, doctor, config, stop):
+    for command in (serve, demo, status, plan, place, profile, bulk, bench, doctor, config, stop):
         command.add(commands)
     return parser

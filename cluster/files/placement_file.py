@@ -39,6 +39,13 @@ def read_placement(path: Path, folder: Path, spec: ModelSpec, *, ranks: int) -> 
     return file.placement
 
 
+def check_writable(path: Path) -> None:
+    """Raises ConfigError where a placement could not be written to `path`."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        reason = "a folder" if path.is_dir() else f"no folder {path.absolute().parent}"
+        raise ConfigError(f"--output {path}: cannot be written: {reason}")
+
+
 def write_placement(file: PlacementFile, path: Path) -> None:
     """Raises ConfigError if `path` cannot be written."""
     try:

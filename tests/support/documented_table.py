@@ -48,6 +48,11 @@ TABLE: list[tuple[str, Tried | Left]] = [
         "tandem profile --output here.json*",
         Tried("tests/unit/cluster/capacity/test_profile.py", "for 5 s"),
     ),
+    (
+        "tandem profile --routing *",
+        Tried("tests/unit/models/foresight/test_counts_file.py", "its parts"),
+    ),
+    ("tandem place routing.safetensors *", Tried("tests/unit/cluster/capacity/test_place.py")),
     ("tandem demo --trace FILE", Tried(SERVED, "slow")),
     ("make demo", Tried(SERVED, "slow, and as `tandem demo`: make installs")),
     ("python -m cluster.bulk", Tried("tests/ray/test_bulk.py", "as a job")),

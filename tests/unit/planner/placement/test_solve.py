@@ -11,8 +11,8 @@ from benchmarks.placement.synthetic import planted, routing_of
 from contracts.errors import ConfigError
 from planner.placement.layout import Layout
 from planner.placement.lines import contiguous_line, held, layer_slots, moved
-from planner.placement.objective import PlacementCosts, usual_costs
-from planner.placement.routing import measure
+from planner.placement.objective import Objective, PlacementCosts, usual_costs
+from planner.placement.routing import Measured, measure
 from planner.placement.samples import sample_of, split
 from planner.placement.solve import price_with_ids, solve_layer
 from tests.support.made_up_routing import any_routing, grouped
@@ -76,18 +76,24 @@ def test_dear_pairs_are_balanced_and_dear_copies_saved() -> None:
 
 
 def test_a_start_is_left_only_where_that_pays_and_no_further_than_allowed() -> None:
-    routing = any_routing(16, 2, 6000, seed=1)
-    settled = solve_layer(routing, [5] * 4).expert_of_slot
-    again = solve_layer(routing, [5] * 4, start=settled)
-    assert again.moves <= 2
-    other = any_routing(16, 2, 6000, seed=2)
-    free = solve_layer(other, [5] * 4, start=settled)
-    few = solve_layer(other, [5] * 4, start=settled, most_moves=3)
-    assert 0 < few.moves <= 3 < free.moves
-    assert free.measured.copies < few.measured.copies < few.baseline.copies
-    dear = PlacementCosts(pair=2.0, copy=1.0, move=0.5)
-    stays = solve_layer(other, [5] * 4, start=settled, costs=dear)
+    routing, other = (any_routing(16, 2, 6000, seed) for seed in (1, 2))
+    costs = usual_costs(2, 4)
+    settled = solve_layer(routing, [4] * 4, costs=costs).expert_of_slot
+    again = solve_layer(routing, [4] * 4, costs=costs, start=settled)
+    free = solve_layer(other, [4] * 4, start=settled)
+    few = solve_layer(other, [4] * 4, start=settled, most_moves=3)
+    assert 0 < few.moves <= 3 < free.moves <= 16
+    assert again.moves < free.moves
+    assert _price(free.measured) < _price(few.measured) < _price(few.baseline)
+    dear = costs._replace(move=0.5)
+    stays = solve_layer(other, [4] * 4, start=settled, costs=dear)
     assert (stays.expert_of_slot, stays.moves) == (settled, 0)
+
+
+def _price(measured: Measured) -> float:
+    """Of a token of two experts on four ranks."""
+    objective = Objective(usual_costs(2, 4), 1.0, 2.0, 4)
+    return float(objective.price(measured.copies, measured.load / 2))
 
 
 def test_who_stays_on_a_rank_stays_in_its_slot() -> None:
