@@ -234,6 +234,32 @@ EXPERT_WAIT = _gauge(
     Panel("Waiting for experts to be read, seconds per second", "short", ("rank",), View.GROWTH),
     unit="s",
 )
+PLACEMENT_GENERATION = _gauge(
+    "tandem_placement_generation",
+    "Generation of the placement of experts that a rank has and all attention ranks use.",
+    ("rank",),
+    Panel("Generation of the placement", "short", ("rank",), View.MAX),
+)
+EXPERT_MOVES = _counter(
+    "tandem_expert_moves_total",
+    "Placements that were proposed to an expert rank, by outcome: ready, retired, failed.",
+    ("rank", "outcome"),
+    Panel("Moves of experts", "short", ("outcome",)),
+)
+EXPERTS_MOVED = _counter(
+    "tandem_expert_moved_bytes_total",
+    "Bytes of experts that came to a rank by moves.",
+    ("rank",),
+    Panel("Experts moved", "Bps", ("rank",)),
+    unit="bytes",
+)
+EXPERT_MOVE_TIME = _counter(
+    "tandem_expert_move_seconds_total",
+    "Time in which a rank brought experts in.",
+    ("rank",),
+    Panel("Moving experts, seconds per second", "short", ("rank",)),
+    unit="s",
+)
 GROUP_EPOCH = _gauge(
     "tandem_group_epoch",
     "Epoch of a group; grows with each repair.",

@@ -62,13 +62,15 @@ def rank_name(group: Group, rank: int) -> str:
 class RankReady(msgspec.Struct, frozen=True, kw_only=True):
     """A rank has loaded its weights and listens. `client_address`: attention ranks and prefill
     workers. `channel_address`: expert ranks', where a prefill worker hands out its experts ("" if
-    it does not), and where the planner listens. `whereabouts`: its process, as
-    actors/channels/neighbour.py finds it."""
+    it does not), and where the planner listens. `experts_address`: where an expert rank hands out
+    experts, if they may move. `whereabouts`: its process, as actors/channels/neighbour.py finds
+    it."""
 
     name: str
     pid: int
     channel_address: str
     client_address: str = ""
+    experts_address: str = ""
     load_s: float = 0.0
     kv_blocks: int = 0
     whereabouts: bytes = b""

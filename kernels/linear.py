@@ -58,6 +58,10 @@ class Linear:
         return torch.frombuffer(raw, dtype=self._weight.dtype)
 
     @property
+    def bias(self) -> Tensor | None:
+        return self._bias
+
+    @property
     def layout(self) -> bytes:
         """oneDNN's description of a packed weight: equal where `memory` may be exchanged."""
         description: Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(self._weight)

@@ -121,6 +121,11 @@ class ExpertGenerations:
         return None if self._next is None else self._next.generation
 
     @property
+    def newest(self) -> int:
+        """That anybody has told of."""
+        return max([self._newest, *(peer.unborn for peer in list(self._peers.values()))])
+
+    @property
     def due_s(self) -> float | None:
         """When `look` should be called."""
         loading = self._next is not None and self._next.stage is Stage.LOADING

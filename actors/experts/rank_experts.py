@@ -16,6 +16,7 @@ from models.experts.cached_sum import CachedSum
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_wants import Guess, Want
 from models.experts.moe import ExpertHalf
+from models.experts.moved import expert_of, packed_memory
 
 MOST_HINTED: Final = 16  # micro-batches: hints of earlier ones are forgotten
 
@@ -107,6 +108,14 @@ class AllThere:
 
     def half(self, generation: int) -> ExpertHalf:
         return self._halves[generation]
+
+    def memory_of(self, layer: int, expert: int) -> list[Tensor] | None:
+        """Of a packed one; None: it is not here. From any thread."""
+        for half in list(self._halves.values()):
+            found = expert_of(half, layer, expert)
+            if found is not None:
+                return packed_memory([*found.gate_up, *found.down])
+        return None
 
     def begin(self, packets: Sequence[Packet], pairs: Pairs) -> _Resident:
         header = packets[0].header

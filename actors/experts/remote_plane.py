@@ -26,6 +26,7 @@ from actors.channels.base import (
     transfers,
 )
 from actors.experts.dispatch import RankSlice, plan_dispatch
+from actors.experts.following import Following
 from actors.experts.looking_ahead import LookingAhead
 from actors.experts.plane import TaskKey
 from actors.experts.routing_sample import RoutingSample
@@ -47,10 +48,11 @@ from planner.placement.slots import ExpertPlacement
 class RemotePending:
     """Packets under way. replies: by (token group, expert rank)."""
 
-    __slots__ = ("guessed_s", "key", "missing", "replies", "sent_s", "slices")
+    __slots__ = ("generation", "guessed_s", "key", "missing", "replies", "sent_s", "slices")
 
-    def __init__(self, key: TaskKey, slices: list[RankSlice]) -> None:
+    def __init__(self, key: TaskKey, slices: list[RankSlice], generation: int) -> None:
         self.key = key
+        self.generation = generation
         self.slices = slices
         self.replies: dict[tuple[int, int], Packet] = {}
         self.missing = len(slices)
@@ -82,10 +84,12 @@ class RemotePlane:
         reply_s: float = ChannelConfig().reply_s,
         foresight: Foresight | None = None,
         sample: RoutingSample | None = None,
+        following: Following | None = None,
     ) -> None:
         """expert_ranks: names, by rank number. reply_s: a rank that lives and answers nothing for
         so long is given up. foresight: what it foretells is sent to the ranks that have those
-        experts (None: nothing is). sample: told where tokens go."""
+        experts (None: nothing is). sample: told where tokens go. following: how it goes over to
+        other placements (None: it does not)."""
         self._endpoint = endpoint
         self._placement = placement
         self._expert_ranks = expert_ranks
@@ -94,6 +98,8 @@ class RemotePlane:
         self._clock = clock
         self._reply_s = reply_s
         self._heard_s: dict[str, float] = {}  # when each expert rank's last answer came
+        self._following = following
+        self._generation = 0 if following is None else following.generation
         self._pending: dict[tuple[int, int], RemotePending] = {}  # by (batch, micro-batch)
         self._sample = sample
         self._away_s = 0.0  # so far, from the last send of a layer to its sum, guesses aside
@@ -123,7 +129,9 @@ class RemotePlane:
             token_group_bounds(routed.x_TD.shape[0], plan.r2),
             self._placement.layer(key.layer),
         )
-        pending = self._pending[key.owner] = RemotePending(key, slices)
+        pending = self._pending[key.owner] = RemotePending(key, slices, self._generation)
+        if self._following is not None:
+            self._following.began()
         try:
             for piece in slices:
                 pending.sent_s = self._clock()
@@ -165,6 +173,7 @@ class RemotePlane:
             piece.token_group,
             key.priority,
             sent_s,
+            self._generation,
         )
         self._endpoint.commit(reservation, header)
 
@@ -206,6 +215,7 @@ class RemotePlane:
             0,
             key.priority,
             self._clock(),
+            self._generation,
         )
         self._endpoint.commit(reservation, header)
 
@@ -222,6 +232,8 @@ class RemotePlane:
             self._take(happenings)
         elif self._pending:
             self._check_replies()
+        if self._following is not None:
+            self._following.look()
         return bool(happenings)
 
     def _take(self, happenings: Sequence[Happening]) -> None:
@@ -239,12 +251,19 @@ class RemotePlane:
         header = packet.header
         pending = self._pending.get((header.batch, header.micro_batch))
         if pending is None or header.kind is not Kind.E2A:
-            packet.release()  # an answer to a batch that has failed
+            if self._following is not None:
+                self._follow(self._following, packet)
+            packet.release()  # an answer to a batch that has failed, or no answer
             return
         pending.replies[header.token_group, self._rank_of[packet.peer]] = packet
         pending.missing -= 1
         self._heard_s[packet.peer] = packet.arrived_s
         self._timeline.add(transfer_span(packet, self._endpoint.name))
+
+    def _follow(self, following: Following, packet: Packet) -> None:
+        """What begins from now on may go to other experts; what has begun ends as it is."""
+        following.heard(packet)
+        self._placement, self._generation = following.slots, following.generation
 
     def _check_replies(self) -> None:
         """Raises PeerHungError for an expert rank that lives, but has answered nothing for
@@ -299,6 +318,8 @@ class RemotePlane:
 
     def _forget(self, pending: RemotePending) -> None:
         del self._pending[pending.key.owner]
+        if self._following is not None:
+            self._following.ended(pending.generation)
 
 
 def _to(rows_U: np.ndarray, device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ from actors.channels.handshake import Identity, initiate_async
 from contracts.clock import Clock
 from contracts.errors import HandshakeError
 from contracts.frames import BAD_FRAME, framed, read_frame
+from contracts.placement import Placement
 from contracts.planning import (
     MAX_PLANNER_FRAME_BYTES,
     PLANNER_PURPOSE,
@@ -29,6 +30,8 @@ from contracts.planning import (
     BatchReport,
     ExpertReport,
     FromPlanner,
+    PlacementHeld,
+    PlacementOutcome,
     PlacementProposal,
     PlanAnswer,
     PlanQuery,
@@ -46,7 +49,15 @@ MAX_OUTSTANDING = 2  # questions; while so many wait, the latest as many more ar
 MAX_PLANS = 4096
 MAX_BUFFERED_BYTES = 1 << 20  # reports are dropped while this much has not left
 
-MakeReport = Callable[[], BatchReport | ExpertReport | RoutingReport | None]
+MakeReport = Callable[[], BatchReport | ExpertReport | RoutingReport | PlacementOutcome | None]
+
+
+class Placing(NamedTuple):
+    """An expert rank's part in placement, both called on the link's thread. held: what it says on
+    every connection before anything else."""
+
+    held: Callable[[], PlacementHeld]
+    proposed: Callable[[Placement], None]
 
 
 class KnownPlan(NamedTuple):
@@ -67,7 +78,13 @@ class PlannerLink:
     empty if it had one."""
 
     def __init__(
-        self, me: Identity, address: str, *, answer_deadline_s: float, clock: Clock
+        self,
+        me: Identity,
+        address: str,
+        *,
+        answer_deadline_s: float,
+        clock: Clock,
+        placing: Placing | None = None,
     ) -> None:
         self.plans: dict[Bucket, KnownPlan] = {}
         self.cold = ""
@@ -75,6 +92,7 @@ class PlannerLink:
         self._address = address
         self._answer_deadline_s = answer_deadline_s
         self._clock = clock
+        self._placing = placing
         self._version = 0
         self._numbers = 0
         self._has_tried = False  # to connect; until then nothing is lost
@@ -158,6 +176,8 @@ class PlannerLink:
                 deadline_s=CONNECT_DEADLINE_S,
             )
             self._writer = writer
+            if self._placing is not None:
+                self._write(self._placing.held())
             while True:
                 body = await read_frame(reader, MAX_PLANNER_FRAME_BYTES)
                 self._take(self._decoder.decode(body))
@@ -176,6 +196,8 @@ class PlannerLink:
 
     def _take(self, message: FromPlanner) -> None:
         if isinstance(message, PlacementProposal):
+            if self._placing is not None:
+                self._placing.proposed(message.placement)
             return
         if not isinstance(message, PlanAnswer):
             self._version = max(self._version, message.version)

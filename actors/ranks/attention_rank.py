@@ -18,6 +18,7 @@ from actors.channels.factory import rank_endpoint
 from actors.channels.loop_watch import LoopWatch
 from actors.engine.executor import Executor, ExecutorParts
 from actors.experts.caching import foresight
+from actors.experts.following import Following
 from actors.experts.remote_plane import RemotePlane
 from actors.experts.routing_sample import RoutingSample
 from actors.kv.block_manager import BlockManager
@@ -29,6 +30,7 @@ from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import load_half, prepare_process, serving_rank, unusable
 from actors.telemetry.rank_metrics import RankMetrics
 from actors.telemetry.timeline import Timeline
+from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import PriorityConfig
 from contracts.errors import ChannelError, CheckpointError, NotFiniteError
@@ -40,7 +42,7 @@ from models.decoder.kv_pool import KvPool
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
 from planner.findep.orders import by_plan
-from planner.placement.slots import ExpertPlacement, check_fits
+from planner.placement.slots import check_fits
 from planner.policies.batching import ALL, APART, BatchingPolicy, Form, one_at_a_time, patient
 
 WARM_UP_IDS = list(range(64))  # enough for two micro-batches, and for many experts
@@ -75,7 +77,9 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     recorded = recording(telemetry, spans, lambda _: watch.moved(), planning.observe)
     recorded = recorded.following(endpoint.bytes_moved)
     sample = _sample(spec, half.spec, planning)
-    plane = _plane(spec, half, endpoint, recorded.timeline, sample)
+    following = _following(spec, half.spec, endpoint)
+    telemetry.read(metrics.PLACEMENT_GENERATION, spec.name, of=lambda: following.generation)
+    plane = _plane(spec, half, endpoint, recorded.timeline, following, sample)
     parts = ExecutorParts(
         spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s, sample
     )
@@ -108,7 +112,7 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
         watch,
         plan_of=planning.choose,
         close=close,
-        observers=[planning, WarmUp(unusable(spec, half)), due_times, patience],
+        observers=[planning, WarmUp(unusable(spec, half)), due_times, patience, Placed(following)],
         batching=batching or priorities.batching(by_default),
     )
     links = Links(lambda addresses: _connect(endpoint, addresses), planning.join, planning.pin)
@@ -142,23 +146,42 @@ def _sample(spec: WorkerSpec, model: ModelSpec, planning: RankPlanning) -> Routi
     return RoutingSample(spec.name, placing.sample_tokens, shape, monotonic_s, send)
 
 
+def _expert_names(spec: WorkerSpec) -> list[str]:
+    return [rank_name(Group.EXPERT, rank) for rank in range(spec.expert_ranks)]
+
+
+def _following(spec: WorkerSpec, model: ModelSpec, endpoint: Endpoint) -> Following:
+    return Following(
+        endpoint,
+        _expert_names(spec),
+        spec.placement,
+        deadline_s=spec.config.placement.deadline_s,
+        check=lambda placement: check_fits(
+            placement, spec.expert_ranks, model.num_experts, model.moe_layers
+        ),
+        clock=monotonic_s,
+    )
+
+
 def _plane(
     spec: WorkerSpec,
     half: AttentionHalf,
     endpoint: Endpoint,
     timeline: Timeline,
+    following: Following,
     sample: RoutingSample | None,
 ) -> RemotePlane:
     are_cached = spec.config.experts.is_bounded
     return RemotePlane(
         endpoint,
-        ExpertPlacement(spec.placement),
-        [rank_name(Group.EXPERT, rank) for rank in range(spec.expert_ranks)],
+        following.slots,
+        _expert_names(spec),
         timeline,
         monotonic_s,
         reply_s=spec.config.channel.reply_s,
         foresight=foresight(spec, half) if are_cached else None,
         sample=sample,
+        following=following,
     )
 
 
@@ -170,6 +193,17 @@ def _connect(endpoint: Endpoint, addresses: dict[str, str]) -> None:
         except ChannelError as error:  # says what happened, but not always to whom
             message = f"cannot join {peer}: {error.message}"
             raise type(error)(message, *error.args[1:]) from None
+
+
+class Placed(Observer):
+    """Says in the rank's status where experts are thought to be."""
+
+    def __init__(self, following: Following) -> None:
+        self._following = following
+
+    def sections(self) -> dict[str, dict[str, float]]:
+        following = self._following
+        return {"placement": {"generation": following.generation, "switches": following.switches}}
 
 
 class WarmUp(Observer):

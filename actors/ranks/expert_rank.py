@@ -5,24 +5,31 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from actors.channels.base import Endpoint
 from actors.channels.factory import rank_endpoint
 from actors.channels.handshake import Identity
+from actors.experts.bringing import CachedBringer, ResidentBringer
 from actors.experts.caching import expert_cache
 from actors.experts.expert_server import ExpertServer
+from actors.experts.moving import Bringer, Moving
 from actors.experts.rank_experts import AllThere, RankExperts, SomeThere
-from actors.planning.planner_link import PlannerLink
+from actors.planning.planner_link import Placing, PlannerLink
 from actors.planning.stage_report import ExpertRecorder
 from actors.ranks.priorities import Priorities
 from actors.ranks.rank import Links, Rank, recording
 from actors.ranks.serving_rank import prepare_process
-from actors.telemetry.rank_metrics import RankMetrics
+from actors.telemetry.rank_metrics import RankMetrics, growth
+from actors.weights.expert_exchange import ExpertExchange
+from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.events import TaskSpan
+from contracts.planning import Outcome, PlacementHeld, PlacementOutcome
 from contracts.worker import RankReady, WorkerSpec
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import clamped_gate
@@ -47,43 +54,108 @@ def expert_rank(spec: WorkerSpec) -> Rank:
     telemetry = RankMetrics(spec, monotonic_s)
     reports = ExpertReports(spec)
     endpoint = rank_endpoint(spec, device, monotonic_s)
-    experts = _experts(spec, model, endpoint, telemetry)
+    held = _held(spec, model, endpoint, telemetry, reports)
+    _show(held.moving, spec.name, telemetry)
     recorded = recording(telemetry, spec.config.trace.spans, reports.observe)
     recorded = recorded.following(endpoint.bytes_moved)
     priorities = Priorities(spec.config.priority, telemetry, spec.name)
     choice = priorities.preemption(oldest_of_best_class, priorities.user.serve)
     server = ExpertServer(
-        endpoint, experts, timeline=recorded.timeline, clock=monotonic_s, choice=choice
+        endpoint,
+        held.experts,
+        timeline=recorded.timeline,
+        clock=monotonic_s,
+        choice=choice,
+        generations=held.moving,
     )
     ready = RankReady(
         name=spec.name,
         pid=os.getpid(),
         channel_address=endpoint.listen(spec.host),
+        experts_address="" if held.exchange is None else held.exchange.listen(spec.host),
         load_s=monotonic_s() - started_s,
     )
-    loop = ExpertLoop(endpoint, server, experts, reports)
-    return Rank(spec, ready, loop, telemetry, recorded, Links(join_planner=reports.join))
+    loop = ExpertLoop(endpoint, server, held, reports)
+    return Rank(spec, ready, loop, telemetry, recorded, Links(held.introduce, reports.join))
 
 
-def _experts(
-    spec: WorkerSpec, model: ModelSpec, endpoint: Endpoint, telemetry: RankMetrics
-) -> RankExperts:
+class Held(NamedTuple):
+    """The rank's experts, how they move, and how it gives and takes them (None: it does not)."""
+
+    experts: RankExperts
+    moving: Moving[Any]
+    exchange: ExpertExchange | None = None
+
+    def introduce(self, addresses: dict[str, str]) -> None:
+        """The other expert ranks, and where they give their experts."""
+        if self.exchange is not None:
+            self.exchange.introduce(addresses)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self.moving.close()
+        if self.exchange is not None:
+            self.exchange.close()
+        self.experts.close()
+
+
+def _held(
+    spec: WorkerSpec,
+    model: ModelSpec,
+    endpoint: Endpoint,
+    telemetry: RankMetrics,
+    reports: ExpertReports,
+) -> Held:
     """All of its own, or as many as the section `experts` says."""
-    dtype = resolve_dtype(model, spec.config.model.dtype)
-    device, own = torch.device(spec.device), spec.own_experts
-    if not spec.config.experts.is_bounded:
-        progress = progress_line(spec.name, sys.stderr)
-        checkpoint = Checkpoint(Path(spec.model_folder))
-        return AllThere(
-            ExpertHalf.load(checkpoint, model, own, dtype=dtype, device=device, progress=progress)
+    dtype, device = resolve_dtype(model, spec.config.model.dtype), torch.device(spec.device)
+    own, generation = spec.own_experts, spec.placement.generation
+
+    def moving(store: AllThere | SomeThere, bringer: Bringer[Any]) -> Moving[Any]:
+        deadline_s = spec.config.placement.deadline_s
+        made: Moving[Any] = Moving(
+            endpoint,
+            spec.placement,
+            store,
+            bringer,
+            deadline_s=deadline_s,
+            clock=monotonic_s,
+            report=reports.tell,
         )
-    cache = expert_cache(spec, ExpertLayout(model, dtype, device), telemetry, own=own)
-    endpoint.watch(cache.fileno())
-    return SomeThere(cache, own, clamped_gate(model))
+        reports.moving = made
+        return made
+
+    if spec.config.experts.is_bounded:
+        cache = expert_cache(spec, ExpertLayout(model, dtype, device), telemetry, own=own)
+        endpoint.watch(cache.fileno())
+        some = SomeThere(cache, own, clamped_gate(model), generation)
+        return Held(some, moving(some, CachedBringer(spec, model)))
+    moves = spec.config.placement.follow != "off"
+    progress, checkpoint = progress_line(spec.name, sys.stderr), Checkpoint(Path(spec.model_folder))
+    half = ExpertHalf.load(
+        checkpoint, model, own, dtype=dtype, device=device, progress=progress, apart=moves
+    )
+    every = AllThere(half, generation)
+    if not moves:
+        return Held(every, moving(every, CachedBringer(spec, model)))
+    layout = ExpertLayout(model, dtype, device)
+    exchange = ExpertExchange(spec, layout, every.memory_of) if layout.packed else None
+    return Held(every, moving(every, ResidentBringer(spec, layout, every, exchange)), exchange)
+
+
+def _show(moving: Moving[Any], name: str, telemetry: RankMetrics) -> None:
+    telemetry.read(metrics.PLACEMENT_GENERATION, name, of=lambda: moving.placement.generation)
+    for outcome in Outcome:
+        of = partial(moving.counts.__getitem__, outcome)
+        telemetry.read(metrics.EXPERT_MOVES, name, outcome, of=growth(of))
+    telemetry.read(metrics.EXPERTS_MOVED, name, of=growth(lambda: moving.loaded_bytes))
+    telemetry.read(metrics.EXPERT_MOVE_TIME, name, of=growth(lambda: moving.load_s))
 
 
 class ExpertReports:
-    """Tells a planner how long calls of experts take."""
+    """Tells a planner how long calls of experts take, and what became of its proposals. moving:
+    takes these."""
+
+    moving: Moving[Any]
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
@@ -95,10 +167,22 @@ class ExpertReports:
         planner = self._spec.config.planner
         me = Identity(name=self._spec.name, token=self._spec.token, epoch=None)
         self._link = PlannerLink(
-            me, address, answer_deadline_s=planner.answer_deadline_s, clock=monotonic_s
+            me,
+            address,
+            answer_deadline_s=planner.answer_deadline_s,
+            clock=monotonic_s,
+            placing=Placing(self._held, self.moving.propose),
         )
         if planner.refit:
             self._recorder = ExpertRecorder(self._spec.name, planner.report_s, self._link.report)
+
+    def tell(self, outcome: PlacementOutcome) -> None:
+        if self._link is not None:
+            self._link.report(lambda: outcome)
+
+    def _held(self) -> PlacementHeld:
+        moving = self.moving
+        return PlacementHeld(rank=self._spec.name, placement=moving.placement, newest=moving.newest)
 
     def observe(self, span: TaskSpan) -> None:
         if self._recorder is not None:
@@ -116,11 +200,11 @@ class ExpertLoop:
         self,
         endpoint: Endpoint,
         server: ExpertServer,
-        experts: RankExperts,
+        held: Held,
         reports: ExpertReports,
     ) -> None:
-        self.server = server
-        self._endpoint, self._experts, self._reports = endpoint, experts, reports
+        self.server, self.held = server, held
+        self._endpoint, self._reports = endpoint, reports
 
     @property
     def problem(self) -> str:
@@ -141,14 +225,24 @@ class ExpertLoop:
         try:
             self._reports.close()
             self.server.close()
-            self._experts.close()
+            self.held.close()
         finally:
             self._endpoint.close()
 
     load = (0, 0)
 
     def sections(self) -> dict[str, dict[str, float]]:
-        return {}
+        moving = self.held.moving
+        outcomes = {outcome.value: count for outcome, count in list(moving.counts.items())}
+        return {
+            "placement": {
+                "generation": moving.placement.generation,
+                **outcomes,
+                "loaded_bytes": moving.loaded_bytes,
+                "load_s": moving.load_s,
+            }
+        }
 
     def notes(self) -> dict[str, str]:
-        return {}
+        under_way = self.held.moving.under_way
+        return {} if under_way is None else {"placement": f"generation {under_way} is to come"}

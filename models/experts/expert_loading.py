@@ -42,6 +42,22 @@ def load_experts(
     return ExpertLayer(linears(gate_up, gate_up_bias), linears(down, down_bias), clamped_gate(spec))
 
 
+def read_apart(
+    checkpoint: Checkpoint, spec: ModelSpec, layer: int, ids: Sequence[int], loader: Loader
+) -> ExpertLayer:
+    """As `load_experts`, each in memory of its own, so that it can be let go of by itself."""
+    each = [load_experts(checkpoint, spec, layer, [expert], loader) for expert in ids]
+    return joined(each) if each else load_experts(checkpoint, spec, layer, ids, loader)
+
+
+def joined(layers: Sequence[ExpertLayer]) -> ExpertLayer:
+    """One after the other. Their memory is theirs: it goes with the last layer that has it."""
+    gate_up = [product for layer in layers for product in layer.gate_up]
+    down = [product for layer in layers for product in layer.down]
+    clamped = next((layer.clamped for layer in layers), None)
+    return ExpertLayer(Linears(gate_up, None), Linears(down, None), clamped)
+
+
 def expert_shapes(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
     """Of one expert: gate_up [2F, D] (gate rows first), down [D, F]; where the family has biases,
     of those [2F] and [D]."""

@@ -14,7 +14,7 @@ from kernels.experts import expert_steps
 from kernels.gpu_experts import gpu_experts, runs_on_gpu
 from kernels.routing import group_by_expert
 from kernels.steps import Steps, at_once, run_through
-from models.experts.expert_loading import ExpertLayer, load_experts
+from models.experts.expert_loading import ExpertLayer, load_experts, read_apart
 from models.experts.router import Routed
 from models.spec.model import ModelSpec
 from models.weights import layout
@@ -75,9 +75,10 @@ class ExpertHalf:
         device: torch.device | str = "cpu",
         progress: Progress | None = None,
         layers: Sequence[int] | None = None,
+        apart: bool = False,
     ) -> ExpertHalf:
         """Reads only these experts' tensors (slices of fused ones), of `layers` (None: of all that
-        have experts). Raises CheckpointError."""
+        have experts). apart: each into memory of its own. Raises CheckpointError."""
         moe_layers = spec.moe_layers if layers is None else layers
         ids_of = _by_layer(expert_ids, moe_layers)
         for ids in ids_of.values():
@@ -91,7 +92,8 @@ class ExpertHalf:
         loader = Loader(checkpoint, dtype, torch.device(device), progress, whole)
         held = {}
         for layer in moe_layers:
-            held[layer] = load_experts(checkpoint, spec, layer, ids_of[layer], loader)
+            read = read_apart if apart else load_experts
+            held[layer] = read(checkpoint, spec, layer, ids_of[layer], loader)
             loader.layer_done()
         return ExpertHalf(spec, expert_ids, held)
 

@@ -20,10 +20,15 @@ from actors.ranks.rendezvous import Formation, Seat, make_specs
 from contracts.config import TandemConfig
 from contracts.errors import HandshakeError
 from contracts.hardware import Hardware
+from contracts.placement import Placement
 from contracts.planning import (
     PLANNER_PURPOSE,
     FromPlanner,
     ModelsChanged,
+    Outcome,
+    PlacementHeld,
+    PlacementOutcome,
+    PlacementProposal,
     PlanAnswer,
     PlanQuery,
     ToPlanner,
@@ -44,6 +49,9 @@ class FakePlanner:
 
     def __init__(self, answer: Answer = never, token: bytes = TOKEN) -> None:
         self.received: queue.Queue[ToPlanner] = queue.Queue()
+        self.held: dict[str, PlacementHeld] = {}  # of expert ranks, by name: the last one said
+        self._socket_of: dict[str, socket.socket] = {}
+        self._ends: dict[tuple[str, int], PlacementOutcome] = {}
         self._answer = answer
         self._identity = Identity(name="planner-0", token=token, epoch=None)
         self._listener, self.address = listen_tcp("127.0.0.1")
@@ -74,6 +82,24 @@ class FakePlanner:
             with contextlib.suppress(OSError):  # it has ended already
                 sock.shutdown(socket.SHUT_RDWR)
 
+    def wait_held(self, *ranks: str) -> None:
+        """Returns once these expert ranks have joined; what came before is dropped."""
+        while not set(ranks) <= set(self.held):
+            self.received.get(timeout=DEADLINE_S)
+
+    def propose(self, placement: Placement, *ranks: str) -> None:
+        """To the expert ranks of these names; none: to all that have joined."""
+        for rank in ranks or tuple(self._socket_of):
+            _send(self._socket_of[rank], PlacementProposal(placement))
+
+    def outcome(self, rank: str, generation: int) -> PlacementOutcome:
+        """What became of it there in the end."""
+        while (rank, generation) not in self._ends:
+            message = self.received.get(timeout=DEADLINE_S)
+            if isinstance(message, PlacementOutcome) and message.outcome is not Outcome.READY:
+                self._ends[message.rank, message.generation] = message
+        return self._ends[rank, generation]
+
     def next_query(self) -> PlanQuery:
         """The next question; reports before it are dropped."""
         while True:
@@ -99,6 +125,9 @@ class FakePlanner:
             with sock.makefile("rb") as file:
                 while size := int.from_bytes(file.read(4), "little"):
                     message = msgspec.msgpack.decode(file.read(size), type=ToPlanner)
+                    if isinstance(message, PlacementHeld):
+                        self.held[message.rank] = message
+                        self._socket_of[message.rank] = sock
                     self.received.put(message)
                     answer = self._answer(message) if isinstance(message, PlanQuery) else None
                     if answer is not None:

@@ -82,6 +82,8 @@ class ThreadGroup:
         self.experts = [expert_rank(s) for s in specs if s.group is Group.EXPERT]
         self.attention = [attention_rank(s) for s in specs if s.group is Group.ATTENTION]
         self.ranks = [*self.attention, *self.experts]
+        for worker in self.experts:
+            worker.connect({w.ready.name: w.ready.experts_address for w in self.experts})
         addresses = {w.ready.name: w.ready.channel_address for w in self.experts}
         for attention_worker in self.attention:
             attention_worker.connect(addresses)

@@ -1,0 +1,86 @@
+"""Packets about generations of placement: what is said, and how it is read."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+import msgspec
+import torch
+
+from actors.channels.base import Endpoint, Header, Kind, Packet, Part
+from actors.experts.generations import Tell
+from contracts.clock import Clock
+from contracts.errors import ChannelError, PeerError
+from contracts.frames import BAD_FRAME
+from contracts.placement import Placement
+from contracts.requests import Priority
+
+_MOST_TEXT_BYTES: Final = 2000
+
+
+class Speaker:
+    """Sends them in order, each to a peer that may be gone. What this process has no memory or
+    descriptors to send now is sent later: a peer that never heard it would wait for ever."""
+
+    def __init__(self, endpoint: Endpoint, clock: Clock) -> None:
+        self._endpoint, self._clock = endpoint, clock
+        self._unsaid: deque[tuple[Tell, Priority, bytes]] = deque()
+
+    def say(self, tell: Tell, placement: Placement | None = None) -> None:
+        """placement: of PLACED. RETIRED goes in each class: a packet of one may overtake one of the
+        other."""
+        text = (tell.reason or " ").encode()[:_MOST_TEXT_BYTES]
+        body = text if placement is None else msgspec.msgpack.encode(placement)
+        for priority in Priority if tell.kind is Kind.RETIRED else (Priority.LS,):
+            self._unsaid.append((tell, priority, body))
+        self.go_on()
+
+    def go_on(self) -> None:
+        while self._unsaid:
+            try:
+                self._send(*self._unsaid[0])
+            except PeerError:
+                pass  # `poll` tells of it
+            except ChannelError:
+                return
+            self._unsaid.popleft()
+
+    def _send(self, tell: Tell, priority: Priority, body: bytes) -> None:
+        reservation = self._endpoint.reserve(tell.peer, (Part("uint8", (len(body),)),))
+        reservation.tensors[0].copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+        header = Header(
+            tell.kind,
+            self._endpoint.epoch,
+            tell.attempt,
+            0,
+            0,
+            0,
+            priority,
+            self._clock(),
+            tell.generation,
+        )
+        self._endpoint.commit(reservation, header)
+
+
+def reason_of(packet: Packet) -> str:
+    return _body(packet).decode(errors="replace").strip()
+
+
+def placement_of(packet: Packet) -> Placement:
+    """Of PLACED. Raises ValueError where it is none, or another generation than its header says."""
+    try:
+        placement = msgspec.msgpack.decode(_body(packet), type=Placement)
+    except BAD_FRAME as error:
+        raise ValueError(f"{packet.peer} sent a placement that cannot be read: {error}") from None
+    said = packet.header.generation
+    if placement.generation != said:
+        raise ValueError(
+            f"{packet.peer} sent generation {placement.generation} of the placement as {said}"
+        )
+    return placement
+
+
+def _body(packet: Packet) -> bytes:
+    (body,) = packet.tensors
+    return body.cpu().numpy().tobytes()

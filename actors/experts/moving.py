@@ -1,0 +1,211 @@
+"""An expert rank's experts move: proposals of the planner become generations that are there.
+
+    planner's link ──propose──> │ loop: ExpertGenerations ──Load──> thread: Bringing ──┐
+    attention ranks ──packets──> │      PLACED, WITHDRAWN            peer, checkpoint    │
+                                 │ <─────────────────── what it brought ────────────────┘
+
+Owned by the server's thread, but for `propose`. The rules are `ExpertGenerations`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from actors.channels.base import Endpoint, Kind, Packet
+from actors.experts.generation_packets import Speaker, reason_of
+from actors.experts.generations import Action, ExpertGenerations, Free, Load, Report, Tell
+from contracts.clock import Clock
+from contracts.logs import event
+from contracts.placement import Placement
+from contracts.planning import Outcome, PlacementOutcome
+
+log = logging.getLogger("tandem.experts")
+
+P = TypeVar("P")
+P_in = TypeVar("P_in", contravariant=True)
+
+
+class Brought(NamedTuple, Generic[P]):
+    """What a generation needs is there, or why not. experts: as `Store.place` takes them."""
+
+    generation: int
+    experts: P | None
+    reason: str = ""
+    loaded_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Store(Protocol[P_in]):
+    """A `RankExperts` of several generations."""
+
+    def holds(self, generation: int) -> bool: ...
+
+    def place(self, generation: int, experts: P_in) -> None: ...
+
+    def free(self, generation: int) -> None: ...
+
+
+class Bringer(Protocol[P]):
+    """Brings in what a generation has here that the present one has not."""
+
+    def misfit(self, placement: Placement) -> str:
+        """Why that cannot be; empty: it can."""
+
+    def begin(self, placement: Placement, done: Callable[[Brought[P]], None]) -> None:
+        """`done` is called once, from any thread, unless it is stopped before."""
+
+    def stop(self) -> None:
+        """What has come is let go of."""
+
+    def settled(self, placement: Placement) -> None:
+        """That is what the rank has now, and no other."""
+
+    def close(self) -> None: ...
+
+
+class Moving(Generic[P]):
+    """A `Generations` of an expert server. placement: the newest that all attention ranks use.
+    counts, loaded_bytes, load_s: so far."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        placement: Placement,
+        store: Store[P],
+        bringer: Bringer[P],
+        *,
+        deadline_s: float,
+        clock: Clock,
+        report: Callable[[PlacementOutcome], None] = lambda outcome: None,
+    ) -> None:
+        self.placement = placement
+        self._endpoint, self._store, self._bringer = endpoint, store, bringer
+        self._machine = ExpertGenerations(placement.generation, deadline_s)
+        self._speaker = Speaker(endpoint, clock)
+        self._clock, self._report = clock, report
+        self._proposed: deque[Placement] = deque()
+        self._brought: deque[Brought[P]] = deque()
+        self._coming: Placement | None = None
+        self._last: Brought[P] | None = None
+        self._freed: list[int] = []
+        self.counts = dict.fromkeys(Outcome, 0)
+        self.loaded_bytes, self.load_s = 0, 0.0
+
+    @property
+    def newest(self) -> int:
+        """The largest generation that it was ever told of. From any thread."""
+        return self._machine.newest
+
+    @property
+    def under_way(self) -> int | None:
+        """The generation that is to come. From any thread."""
+        return self._machine.under_way
+
+    def propose(self, placement: Placement) -> None:
+        """From any thread."""
+        self._proposed.append(placement)
+        self._endpoint.wake()
+
+    def heard(self, packet: Packet) -> None:
+        header = packet.header
+        if header.kind is Kind.RETIRED:
+            self._do(self._machine.retired(packet.peer, header.generation, header.priority))
+        elif header.kind is Kind.REFUSED:
+            reason = reason_of(packet)
+            self._do(self._machine.refused(packet.peer, header.generation, header.batch, reason))
+
+    def joined(self, peer: str) -> None:
+        self._do(self._machine.joined(peer))
+
+    def lost(self, peer: str) -> None:
+        self._do(self._machine.lost(peer))
+
+    def look(self) -> Iterable[int]:
+        while self._proposed:
+            placement = self._proposed.popleft()
+            misfit = self._bringer.misfit(placement)
+            self._do(self._machine.proposed(placement, self._clock(), misfit))
+        while self._brought:
+            self._take(self._brought.popleft())
+        self._do(self._machine.look(self._clock()))
+        self._speaker.go_on()
+        freed, self._freed = self._freed, []
+        return freed
+
+    def close(self) -> None:
+        self._bringer.close()
+
+    def _take(self, brought: Brought[P]) -> None:
+        if brought.generation != self._machine.under_way:
+            return  # it was given up meanwhile
+        self._last = brought._replace(experts=None)  # the store has them
+        self.loaded_bytes += brought.loaded_bytes
+        self.load_s += brought.seconds
+        if brought.experts is None:
+            self._do(self._machine.failed(brought.generation, brought.reason))
+            return
+        self._store.place(brought.generation, brought.experts)
+        self._do(self._machine.loaded(brought.generation))
+
+    def _do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Tell):
+                placed = self._coming if action.kind is Kind.PLACED else None
+                self._speaker.say(action, placed)
+            elif isinstance(action, Load):
+                self._load(action.placement)
+            elif isinstance(action, Free):
+                self._free(action.generation)
+            else:
+                self._tell_planner(action)
+
+    def _load(self, placement: Placement) -> None:
+        self._coming, self._last = placement, None
+        event(log, "experts_move", rank=self._endpoint.name, generation=placement.generation)
+        self._bringer.begin(placement, self._came)
+
+    def _came(self, brought: Brought[P]) -> None:
+        self._brought.append(brought)
+        self._endpoint.wake()
+
+    def _free(self, generation: int) -> None:
+        if self._store.holds(generation):
+            self._store.free(generation)
+            self._freed.append(generation)
+        if generation != self.placement.generation:  # the next one comes to nothing
+            self._bringer.stop()
+            self._coming = None
+        elif self._coming is not None:
+            self.placement, self._coming = self._coming, None
+            self._bringer.settled(self.placement)
+
+    def _tell_planner(self, report: Report) -> None:
+        brought = self._last
+        if brought is None or brought.generation != report.generation:
+            brought = Brought(report.generation, None)
+        level = logging.WARNING if report.outcome is Outcome.FAILED else logging.INFO
+        name = self._endpoint.name
+        self.counts[report.outcome] += 1
+        event(
+            log,
+            f"placement_{report.outcome}",
+            level,
+            rank=name,
+            generation=report.generation,
+            reason=report.reason,
+            loaded_bytes=brought.loaded_bytes,
+            seconds=round(brought.seconds, 3),
+        )
+        self._report(
+            PlacementOutcome(
+                rank=name,
+                generation=report.generation,
+                outcome=report.outcome,
+                reason=report.reason,
+                loaded_bytes=brought.loaded_bytes,
+                seconds=brought.seconds,
+            )
+        )
