@@ -17,6 +17,8 @@ from contracts.clock import monotonic_s
 from contracts.messages import Failed, Submit, Tokens
 from contracts.requests import Caller, Priority, Sampling
 
+TOGETHER_S = 0.05
+
 
 class Endless(NamedTuple):
     """So many requests of these lengths are open all the time."""
@@ -39,13 +41,16 @@ class Generator:
         self._rng = random.Random(seed)
         self._classless = classless
         self._numbers = itertools.count(1)
+        self._ending = False  # endless requests are followed by no others
+        self._done: defaultdict[Priority, list[tuple[float, int]]] = defaultdict(list)
         self.tokens: Counter[Priority] = Counter()
         self.turnarounds_s: defaultdict[Priority, list[float]] = defaultdict(list)
 
     async def run(
         self, arrivals: Sequence[Arrival], seconds: float, endless: Sequence[Endless] = ()
     ) -> tuple[list[Outcome], dict[Priority, float]]:
-        """Every arrival's outcome, and tokens of endless requests per second while they came."""
+        """Every arrival's outcome, and tokens of endless requests per second while they came. It
+        returns when all have ended."""
         start_s = monotonic_s()
         background = [
             asyncio.create_task(self._endlessly(each)) for each in endless for _ in range(each.open)
@@ -60,12 +65,9 @@ class Generator:
         left_s = start_s + seconds - monotonic_s()
         if left_s > 0:
             await asyncio.sleep(left_s)
-        spent_s = monotonic_s() - start_s
-        per_second = {priority: self.tokens[priority] / spent_s for priority in Priority}
-        await asyncio.gather(*tasks)
-        for task in background:
-            task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
+        per_second = {priority: per_second_of(self._done[priority]) for priority in Priority}
+        self._ending = True
+        await asyncio.gather(*tasks, *background)
         return outcomes, per_second
 
     def _submit(self, priority: Priority, lengths: Lengths) -> Submit:
@@ -94,12 +96,24 @@ class Generator:
 
     async def _endlessly(self, endless: Endless) -> None:
         priority, lengths = endless.priority, endless.lengths
-        while True:
+        while not self._ending:
             began_s, prompt = monotonic_s(), lengths.prompt
             async for event in await ask(self._client, self._submit(priority, lengths)):
                 if isinstance(event, Failed):
                     raise RuntimeError(event.message)
                 if isinstance(event, Tokens):  # its prompt is computed by then
-                    self.tokens[priority] += prompt + len(event.token_ids)
-                    prompt = 0
+                    tokens, prompt = prompt + len(event.token_ids), 0
+                    self.tokens[priority] += tokens
+                    self._done[priority].append((monotonic_s(), tokens))
             self.turnarounds_s[priority].append(monotonic_s() - began_s)
+
+
+def per_second_of(done: Sequence[tuple[float, int]]) -> float:
+    """Tokens per second, from (seconds, tokens) as they were done: from one end of a batch to
+    another. What is done within TOGETHER_S is of one batch, and that which runs when time is up
+    counts for nothing, nor does its time."""
+    if not done:
+        return 0.0
+    first_s, last_s = done[0][0], done[-1][0]
+    later = sum(tokens for at_s, tokens in done if at_s > first_s + TOGETHER_S)
+    return later / (last_s - first_s) if later else 0.0

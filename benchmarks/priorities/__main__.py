@@ -9,6 +9,7 @@ mix: 16 BE prompts of 512 tokens always open; LS of 64 tokens, 1 or 50 generated
 paper: chats of both classes at fractions of the capacity of continuous batching.
 one_class: what preemption costs where there is nothing to preempt.
 starvation: LS at three times the capacity, for a minute, and what BE gets.
+blocking: for how long LS can have waited for a slice of BE, by processor time.
 bulk: rows of a bulk job, and LS requests of one pass, on a prefill worker and on the other ranks.
 http: a trace at 1.5 times the capacity of `tandem serve`, whose refused clients come again.
 """
@@ -20,13 +21,23 @@ import asyncio
 from pathlib import Path
 
 from benchmarks.harness import record
-from benchmarks.priorities import bulk, group, mix, one_class, over_http, paper, starvation
+from benchmarks.priorities import (
+    blocking,
+    bulk,
+    group,
+    mix,
+    one_class,
+    over_http,
+    paper,
+    starvation,
+)
 
 PARTS = {
     "mix": mix,
     "paper": paper,
     "one_class": one_class,
     "starvation": starvation,
+    "blocking": blocking,
     "bulk": bulk,
     "http": over_http,
 }
@@ -48,7 +59,14 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--picture", type=Path, help="paper: its Figures 2 to 4 (.svg, .png)")
-    parser.add_argument("--load", default="", help="mix: this load alone, as '1 out, 2/s'")
+    parser.add_argument("--load", default="", help="mix, paper: this alone, as '1 out'")
+    parser.add_argument(
+        "--capacities",
+        type=float,
+        nargs="*",
+        default=[],
+        help="paper: jobs/s of run to completion and of iteration FCFS, if known",
+    )
     parser.add_argument("--budgets", type=int, nargs="*", default=list(mix.BUDGETS))
     parser.add_argument("--trace", type=Path, help="http: a CSV of the Azure LLM inference traces")
     parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")

@@ -1,6 +1,8 @@
 """Bulk rows beside LS requests whose answer is one pass: on a prefill worker, and on an attention
 and an expert rank alone. Bulk's part is of what LS leaves: of its rate alone, times the part of the
-ranks' time that LS's own passes do not take (of two ranks, each has half of a pass)."""
+ranks' time that LS's own passes do not take (of two ranks, each has half of a pass). By processor
+time it is of the rate alone per second of what the ranks spend beside what LS takes of them when it
+is alone: whatever else runs on the machine is not in it, nor what ranks wait for."""
 
 from __future__ import annotations
 
@@ -29,6 +31,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         groups = {
             place: Group(path, Variant(place, prefill=ranks == 1), options.dtype)
             for place, ranks in PLACES.items()
+            if options.only in place
         }
         for group in groups.values():
             await group.join()
@@ -55,7 +58,8 @@ def _short(measured: dict[str, Any]) -> str:
     ls = measured["ls"]
     return (
         f"LS {ls['ttft_ms']:.0f}/{ls['ttft_p99_ms']:.0f} ms, bulk"
-        f" {measured['be_tokens_per_s']:.0f} tokens/s"
+        f" {measured['be_tokens_per_s']:.0f} tokens/s, {measured['processor_s']:.2f} s for"
+        f" {measured['be_tokens']} of its tokens"
     )
 
 
@@ -76,9 +80,16 @@ def summary(samples: dict[str, Any]) -> dict[str, Any]:
             / (a["be_tokens_per_s"] * (1 - LS_PER_S * i["ls"]["ttft_ms"] / 1e3 / ranks))
             for i, a, b in rounds
         ]
+        by_processor = [
+            b["be_tokens"]
+            / (b["processor_s"] - i["processor_s"])
+            / (a["be_tokens"] / a["processor_s"])
+            for i, a, b in rounds
+        ]
         found[place] = {
             "ls_mean_of_idle": round(mean(means), 2),
             "ls_p99_of_idle": round(mean(p99s), 2),
             "bulk_of_what_ls_leaves": round(mean(kept), 3),
+            "by_processor_time": round(mean(by_processor), 3),
         }
     return found

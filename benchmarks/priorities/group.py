@@ -29,6 +29,7 @@ from contracts.requests import Priority
 
 _TOKEN = b"benchmark token, of no secret"
 _CALL_S, _READY_S = 60.0, 180.0
+_TICKS = os.sysconf("SC_CLK_TCK")
 POOL_TOKENS = 32_768
 SMALL = {
     **MEDIUM,
@@ -57,7 +58,15 @@ class Variant(NamedTuple):
 class Group:
     """The ranks of one variant. A context manager."""
 
-    def __init__(self, folder: Path, variant: Variant, dtype: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        variant: Variant,
+        dtype: str,
+        *,
+        module: str = "benchmarks.policy_rank",
+    ) -> None:
+        """module: of its ranks' processes."""
         self.variant = variant
         common = [f"kv.pool_tokens={POOL_TOKENS}", "kv.prefix_cache=false", f"model.dtype={dtype}"]
         overrides = [*common, *variant.overrides]
@@ -69,7 +78,7 @@ class Group:
         seats = ((), (), (), seat) if variant.prefill else (seat, seat)
         specs = make_specs(formation, *seats)
         os.environ[ENVIRONMENT] = variant.batching
-        self.processes = [RankProcess(s.name, module="benchmarks.policy_rank") for s in specs]
+        self.processes = [RankProcess(s.name, module=module) for s in specs]
         self._ready = form_group(specs, self.processes, timeout_s=_READY_S)
         if os.cpu_count() == 2:
             for core, process in enumerate(self.processes):
@@ -82,6 +91,14 @@ class Group:
 
     def metrics(self) -> str:
         return "\n".join(process.call("metrics").result(_CALL_S) for process in self.processes)
+
+    def processor_s(self) -> float:
+        """Of all its ranks, so far."""
+        ticks = 0
+        for process in self.processes:
+            stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8")
+            ticks += sum(map(int, stat.rpartition(")")[2].split()[11:13]))
+        return ticks / _TICKS
 
     async def close(self) -> None:
         await self.client.close()
@@ -98,14 +115,19 @@ class Group:
         seed: int,
         endless: Sequence[Endless] = (),
     ) -> tuple[dict[str, Any], list[Outcome]]:
-        """LS's figures, BE's where it is not endless, and BE's tokens per second where it is."""
-        variant = self.variant
+        """LS's figures, BE's where it is not endless, and BE's tokens per second where it is;
+        seconds of the ranks' processors."""
+        variant, before_s = self.variant, self.processor_s()
         wanted = [a for a in arrivals if (variant.ls if a.priority is Priority.LS else variant.be)]
         generator = Generator(self.client, vocabulary, seed, classless=variant.classless)
         outcomes, per_s = await generator.run(wanted, seconds, endless if variant.be else ())
-        found: dict[str, Any] = {"ls": figures(outcomes, Priority.LS, seconds)}
+        found: dict[str, Any] = {
+            "ls": figures(outcomes, Priority.LS, seconds),
+            "processor_s": self.processor_s() - before_s,
+        }
         if endless:
             found["be_tokens_per_s"] = per_s[Priority.BE]
+            found["be_tokens"] = generator.tokens[Priority.BE]
             found["be_turnarounds_s"] = generator.turnarounds_s[Priority.BE]
         else:
             found["be"] = figures(outcomes, Priority.BE, seconds)

@@ -4,7 +4,6 @@ throughput, with it over without it, pair by pair."""
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -20,7 +19,6 @@ LOADS = {  # all come at once, and are waited for: no part of a batch is left ou
     "BE prefill": [Arrival(0.0, Priority.BE, Lengths(512, 1))] * 64,
 }
 VARIANTS = [Variant("on"), Variant("off", ["priority.preempt=false"])]
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -37,28 +35,25 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                     pair[group.variant.name] = await _one(group, arrivals, number)
                 if number:  # the first one warms up
                     samples[load].append(pair)
+                    print(number, load, _short(pair), flush=True)
         for group in groups:
             await group.close()
         return samples
 
 
 async def _one(group: Group, arrivals: list[Arrival], seed: int) -> dict[str, float]:
-    before_s = _processor_s(group)
+    before_s = group.processor_s()
     _, outcomes = await group.measure(arrivals, 0.1, VOCABULARY, seed)
     tokens = sum(sum(arrival.lengths) for arrival in arrivals)
     return {
-        "us_per_token": 1e6 * (_processor_s(group) - before_s) / tokens,
+        "us_per_token": 1e6 * (group.processor_s() - before_s) / tokens,
         "tokens_per_s": tokens / max(each.end_s for each in outcomes),
     }
 
 
-def _processor_s(group: Group) -> float:
-    """Of both ranks, so far."""
-    total = 0
-    for process in group.processes:
-        fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2]
-        total += sum(map(int, fields.split()[11:13]))
-    return total / _TICKS
+def _short(pair: dict[str, dict[str, float]]) -> str:
+    on, off = pair["on"], pair["off"]
+    return ", ".join(f"{key} {on[key]:.1f} over {off[key]:.1f}" for key in on)
 
 
 def summary(samples: dict[str, Any]) -> dict[str, Any]:

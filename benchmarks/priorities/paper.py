@@ -25,11 +25,14 @@ VARIANTS = [
     Variant(FCFS, OFF, classless=True),
     Variant("iteration priority", OFF),
     Variant("ours", SLOTS),
+    Variant("ours, ls_ttft_s=0", [*SLOTS, "priority.ls_ttft_s=0"]),
 ]
+ALONE = "LS alone"  # ours, without BE: no policy's first tokens come sooner
 RATES = ((0.45, WHOLE), (0.9, WHOLE), (0.8, FCFS), (0.95, FCFS), (1.2, FCFS))  # of whose capacity
 ITERATIONS = 10  # of a decode: the paper's objective for a first token
 MOST = Lengths(512, 160)
 BURST = poisson(1e4, 0.012, like_chats(MOST), LS_PART, random.Random(5))
+WARM_JOBS = 24
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -38,20 +41,23 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         groups = {variant.name: Group(path, variant, options.dtype) for variant in VARIANTS}
         for group in groups.values():
             await group.join()
-        capacities = {name: await _capacity(group) for name, group in groups.items()}
+        capacities = await _capacities(groups, options.capacities)
         print("capacities, jobs/s:", capacities, flush=True)
         samples: dict[str, Any] = {"capacities_jobs_per_s": capacities}
         for number in range(options.rounds):
             for part, whose in RATES:
+                if options.load not in f"{part} of {whose}":
+                    continue
                 rng = random.Random(17 * number + round(100 * part))
                 rate = part * capacities[whose]
                 arrivals = poisson(rate, options.seconds, like_chats(MOST), LS_PART, rng)
-                for variant in VARIANTS if number % 2 else VARIANTS[::-1]:
+                for variant in _turns(number):
                     if options.only not in variant.name:
                         continue
                     if variant.batching and whose != variant.name:
                         continue  # beyond its capacity only its queue grows
-                    group = groups[variant.name]
+                    group = groups["ours" if variant.name == ALONE else variant.name]
+                    group.variant = variant
                     before = group.metrics()
                     measured, outcomes = await group.measure(
                         arrivals, options.seconds, VOCABULARY, number
@@ -64,6 +70,20 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         for group in groups.values():
             await group.close()
         return samples
+
+
+async def _capacities(groups: dict[str, Group], known: list[float]) -> dict[str, float]:
+    """Jobs per second of run to completion and of iteration FCFS; measured, if not known."""
+    if known:
+        for group in groups.values():
+            await group.measure(BURST[:WARM_JOBS], 0.1, VOCABULARY, 1)
+        return dict(zip((WHOLE, FCFS), known, strict=True))
+    return {name: await _capacity(groups[name]) for name in (WHOLE, FCFS) if name in groups}
+
+
+def _turns(number: int) -> list[Variant]:
+    turns = [*VARIANTS, Variant(ALONE, SLOTS, be=False)]
+    return turns if number % 2 else turns[::-1]
 
 
 async def _capacity(group: Group) -> float:
