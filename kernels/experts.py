@@ -44,15 +44,15 @@ def expert_steps(
     clamped: ClampedGate | None = None,
 ) -> Steps[Tensor]:
     """[U, D] float32: each token's weighted sum over its pairs, zero where it has none. A step is a
-    run of experts with some 512 pairs.
+    run of experts with at most RUN_PAIRS pairs, some of them of one expert that has more.
 
     gate_up_e: D -> 2F, down_e: F -> D. Pairs are sorted by expert: the first counts_e[0] belong to
     expert 0, and so on. Sums are float32, added in that order.
     """
     out_UD = torch.zeros(x_UD.shape, dtype=torch.float32, device=x_UD.device)
     first = 0
-    for experts, count in _runs_of(counts_e):
-        last, counts = first + count, [counts_e[expert] for expert in experts]
+    for experts, counts in _runs_of(counts_e, cut=x_UD.device.type == "cpu"):
+        last = first + sum(counts)
         spare = rounded_up(counts[-1]) - counts[-1]
         x_ND = x_UD.index_select(0, rows_N[first : last + spare])
         products = [gate_up_e[each] for each in experts], [down_e[each] for each in experts]
@@ -83,21 +83,23 @@ def weighted_run(
     return y_ND.mul_(weights_N1) if y_ND.dtype is torch.float32 else y_ND * weights_N1
 
 
-def _runs_of(counts_e: Sequence[int]) -> Iterator[tuple[list[int], int]]:
-    """Experts that have pairs, in runs, with their number of pairs: enough pairs to be worth an
-    operation, few enough that the temporaries stay in the cache."""
+def _runs_of(counts_e: Sequence[int], *, cut: bool) -> Iterator[tuple[list[int], list[int]]]:
+    """Experts that have pairs, in runs, with how many of each: enough to be worth an operation, few
+    enough that the temporaries stay in the cache. cut: an expert that has more is in several runs,
+    so that who waits for a step to end waits little."""
     experts: list[int] = []
-    pairs = 0
+    counts: list[int] = []
     for expert, count in enumerate(counts_e):
-        if count == 0:
-            continue
-        if pairs and pairs + count > RUN_PAIRS:
-            yield experts, pairs
-            experts, pairs = [], 0
-        experts.append(expert)
-        pairs += count
-    if pairs:
-        yield experts, pairs
+        while count:
+            piece = min(count, RUN_PAIRS) if cut else count
+            if counts and sum(counts) + piece > RUN_PAIRS:
+                yield experts, counts
+                experts, counts = [], []
+            experts.append(expert)
+            counts.append(piece)
+            count -= piece
+    if counts:
+        yield experts, counts
 
 
 def _per_expert(x_NK: Tensor, linear_r: Sequence[Product], counts_r: Sequence[int]) -> Tensor:

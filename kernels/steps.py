@@ -7,8 +7,13 @@ the same operations in the same order, equal bits (QLLM, Section 3: preemption a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import ParamSpec, TypeVar
+
+from torch import Tensor
+
+TILE_ROWS = 512  # of a batch, between two yields: a few milliseconds of a product
+LIGHT_ROWS = 2048  # of what is no product, or a narrow one
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -34,3 +39,30 @@ def at_once(stepped: Callable[P, Steps[T]]) -> Callable[P, T]:
         return run_through(stepped(*args, **kwargs))
 
     return whole
+
+
+def row_tiles(x_TD: Tensor, size: int | None = None) -> Iterator[slice]:
+    """Of the rows of x, so many at a time (None: TILE_ROWS); all of them on a GPU, where a step is
+    only queued."""
+    rows = x_TD.shape[0]
+    size = (size or TILE_ROWS) if x_TD.device.type == "cpu" else max(1, rows)
+    return (slice(first, min(rows, first + size)) for first in range(0, rows, size))
+
+
+def tile_by_tile(
+    of_rows: Callable[[Tensor], Tensor], x_TD: Tensor, size: int | None = None
+) -> Steps[Tensor]:
+    """of_rows(x), which takes each row for itself. It yields between two tiles."""
+    tiles = list(row_tiles(x_TD, size))
+    if len(tiles) <= 1:
+        return of_rows(x_TD)
+    out: Tensor | None = None
+    for tile in tiles:
+        part = of_rows(x_TD[tile])
+        if out is None:
+            out = part.new_empty((x_TD.shape[0], *part.shape[1:]))
+        out[tile] = part
+        if tile.stop < x_TD.shape[0]:
+            yield
+    assert out is not None
+    return out

@@ -21,6 +21,7 @@ from kernels.sinks import attend_with_sinks
 from kernels.steps import Steps
 
 _TILE_ROWS = 128  # smaller ones skip more and cost more calls
+_LONG_SCORES = 1 << 18  # of one KV head: a millisecond or more, so a step of its own
 _FUSED_SCORES = 1 << 15  # of one KV head: below, the fused kernel's single call is the cheaper one
 
 
@@ -103,7 +104,8 @@ def tile_steps(
     scale: float,
     sinks_GR: Tensor | None = None,
 ) -> Steps[None]:
-    """Attention of one sequence's queries [T, G, R, d] into out_TGRd; a step is a tile."""
+    """Attention of one sequence's queries [T, G, R, d] into out_TGRd; a step is a tile, or one KV
+    head's part of a tile of many scores."""
     largest = max(tiles, key=_scores)
     if sinks_GR is not None:
         yield from _with_sinks(q_TGRd, k_SGd, v_SGd, tiles, out_TGRd, scale, sinks_GR)
@@ -127,19 +129,23 @@ def _head_by_head(
 ) -> Steps[None]:
     """The R queries of a KV head stand below each other: one product per tile and head."""
     R, d = q_TGRd.shape[2:]
-    q_GRTd = q_TGRd.permute(1, 2, 0, 3).float() * scale
     k_GSd = k_SGd.transpose(0, 1).float().contiguous()
     v_GSd = v_SGd.transpose(0, 1).contiguous()
+    if k_SGd.numel() >= _LONG_SCORES:
+        yield
     for tile in tiles:
         rows, keys = tile.rows, tile.keys
+        q_GRTd = q_TGRd[rows].permute(1, 2, 0, 3).float() * scale
         T, S = tile.q_last - tile.q_first, tile.k_last - tile.k_first
         for head, (q_RTd, k_Sd, v_Sd) in enumerate(zip(q_GRTd, k_GSd, v_GSd, strict=True)):
-            scores = linear(q_RTd[:, rows].reshape(R * T, d), k_Sd[keys])
+            scores = linear(q_RTd.reshape(R * T, d), k_Sd[keys])
             if tile.mask is not None:
                 scores.view(R, T, S).add_(tile.mask)
             probs = torch.softmax(scores, dim=-1)
             attended = _weighted(probs, v_Sd[keys])
             out_TGRd[rows, head] = attended.view(R, T, -1).transpose(0, 1)
+            if R * T * S >= _LONG_SCORES:
+                yield
         yield
 
 

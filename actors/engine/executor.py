@@ -260,7 +260,7 @@ class Executor:
             yield from self._prepare(micro_batch)
         if micro_batch.stage is TaskStage.SHARED:
             micro_batch.doing = Stage.SHARED, micro_batch.layer
-            self._shared(micro_batch)
+            yield from self._shared(micro_batch)
             self._spans.note(micro_batch)
             return
         if micro_batch.pending is not None:
@@ -327,7 +327,7 @@ class Executor:
             micro_batch.x_TD = routed.x_TD
             micro_batch.stage = TaskStage.SHARED
             if micro_batch.batch.plan.order.shared_before_dispatch:
-                self._shared(micro_batch)
+                yield from self._shared(micro_batch)
         else:
             self._advance(micro_batch)
         self._spans.note(micro_batch)
@@ -350,9 +350,10 @@ class Executor:
         decodes = micro_batch.tokens == len(micro_batch.chunks)
         return TaskKey(scheduled.number, layer, micro_batch.index, scheduled.priority, decodes)
 
-    def _shared(self, micro_batch: MicroBatch) -> None:
+    def _shared(self, micro_batch: MicroBatch) -> Steps[None]:
         assert micro_batch.x_TD is not None
-        micro_batch.shared_TD = self._half.shared(micro_batch.layer, micro_batch.x_TD)
+        steps = self._half.shared_steps(micro_batch.layer, micro_batch.x_TD)
+        micro_batch.shared_TD = yield from steps
         micro_batch.x_TD = None
         self._advance(micro_batch)
 

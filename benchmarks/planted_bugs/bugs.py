@@ -38,6 +38,7 @@ _SHARE, _PREEMPTION = "planner/policies/share.py", "planner/policies/preemption.
 _LANES = ("tests/unit/actors/channels/test_tcp_lanes.py",)
 _DOORS = ("tests/unit/cluster/routing/test_door.py", "tests/unit/planner/policies/test_drain.py")
 _APPOINTMENTS = ("tests/unit/planner/policies/test_appointments.py",)
+_YIELDS = ("tests/oracle/test_interrupted_tasks.py",)
 _OWN = ("tests/unit/planner/user/test_policy.py",)
 _BLOCKS, _ROUTES = "actors/kv/block_manager.py", "planner/routing/router.py"
 _STATE, _SHAKES = "planner/routing/worker_state.py", "actors/channels/handshake.py"
@@ -555,6 +556,27 @@ BUGS: tuple[Bug, ...] = (
         "        equals.amount -= line.amount\n",
         "",
         _APPOINTMENTS,
+    ),
+    Bug(
+        "steps: all pairs of one expert are one step, however many",
+        "kernels/experts.py",
+        "piece = min(count, RUN_PAIRS) if cut else count",
+        "piece = count",
+        _YIELDS,
+    ),
+    Bug(
+        "steps: the output product is one step, however long the batch",
+        "models/decoder/attention.py",
+        "        for tile in row_tiles(attended_TD):\n",
+        "        for tile in [slice(None)]:\n",
+        _YIELDS,
+    ),
+    Bug(
+        "steps: a tile's queries are turned to the places of the batch's first ones",
+        "models/decoder/attention.py",
+        "prepared.cos[rows], prepared.sin[rows]",
+        "prepared.cos[: len(x_THd)], prepared.sin[: len(x_THd)]",
+        _YIELDS,
     ),
     Bug(
         "user policy: a failure does not count",

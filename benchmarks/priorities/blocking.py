@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.load.arrivals import Lengths, always, poisson
 from benchmarks.load.on_rank import Endless
-from benchmarks.load.outcome import mean, percentile
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant
 from benchmarks.random_checkpoint import write_random_checkpoint
+from cluster.load.arrivals import Lengths, always, poisson
+from cluster.load.outcome import mean, percentile
 
 ENDLESS = (Endless(16, Lengths(512, 1)),)
 LS_PER_S, LS_LENGTHS = 1.0, always(64, 50)

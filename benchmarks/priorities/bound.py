@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.load.arrivals import Arrival, Lengths, like_chats, poisson
-from benchmarks.load.outcome import mean, percentile
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant
 from benchmarks.priorities.paper import LS_PART, MOST, OFF
 from benchmarks.random_checkpoint import write_random_checkpoint
+from cluster.load.arrivals import Arrival, Lengths, like_chats, poisson
+from cluster.load.outcome import mean, percentile
 from contracts.requests import Priority
 
 KIND = "modelled"

@@ -11,14 +11,12 @@ from torch import Tensor
 
 from kernels.attention import attention_steps
 from kernels.passes import norm_and_turn
-from kernels.steps import Steps
+from kernels.steps import Steps, row_tiles, tile_by_tile
 from models.decoder.batch import AttentionBatch, LastPrepared, Prepared
 from models.decoder.kv_pool import KvPool
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_tensors
 from models.weights.loading import Loader
-
-TILE_ROWS = 512  # that are normed and turned between two yields: a millisecond, in cache
 
 
 class GroupedQueryAttention:
@@ -53,42 +51,64 @@ class GroupedQueryAttention:
     ) -> Steps[None]:
         """Adds the attention of the normed x_TD to hidden_TD in place; K and V go to the pool.
         last: of those rows alone, which are hidden_TD's then."""
-        T = x_TD.shape[0]
-        H, G, d = self._H, self._G, self._d
-        qkv = self._qkv(x_TD).view(T, H + 2 * G, d)
-        yield
         if last is None:
-            qk = yield from self._turned(qkv[:, : H + G], slice(0, H + G), prepared)
-            q_THd, k_TGd = qk[:, :H], qk[:, H:]
+            q_THd, k_TGd, v_TGd = yield from self._projected(x_TD, prepared)
         else:
-            k_TGd = yield from self._turned(qkv[:, H : H + G], slice(H, H + G), prepared)
-            q_THd = qkv[:, :H].index_select(0, last.rows_R)
-            q_THd = yield from self._turned(q_THd, slice(0, H), last.prepared)
-        v_TGd = qkv[:, H + G :]
+            q_THd, k_TGd, v_TGd = yield from self._projected_last(x_TD, prepared, last)
         yield
         # All rows first, then attention: sequences may read what others of this batch write here.
         kv.write(self._layer, batch, k_TGd, v_TGd)
         if last is not None:
             prepared = last.prepared
             k_TGd, v_TGd = (x.index_select(0, last.rows_R) for x in (k_TGd, v_TGd))
+        yield
         k_pool, v_pool = kv.entries(self._layer)
-        plan, scale = prepared.plans[self._window], d**-0.5
+        plan, scale = prepared.plans[self._window], self._d**-0.5
         attended_THd = yield from attention_steps(
             q_THd, k_TGd, v_TGd, k_pool, v_pool, plan, scale=scale, sinks_H=self._sinks
         )
-        yield
-        hidden_TD.add_(self._o(attended_THd.view(-1, H * d)))
-
-    def _turned(self, x_THd: Tensor, heads: slice, prepared: Prepared) -> Steps[Tensor]:
-        """Queries or keys of `heads` (query heads, then KV heads), normed and in their places."""
-        weight_Hd = None if self._qk_norm_Hd is None else self._qk_norm_Hd[heads]
-        cos, sin = prepared.cos, prepared.sin
-        T = x_THd.shape[0]
-        if T <= TILE_ROWS or x_THd.is_cuda:
-            return norm_and_turn(x_THd, weight_Hd, self._eps, cos, sin)
-        out_THd = torch.empty(x_THd.shape, dtype=x_THd.dtype)
-        for start in range(0, T, TILE_ROWS):
-            tile = slice(start, start + TILE_ROWS)
-            out_THd[tile] = norm_and_turn(x_THd[tile], weight_Hd, self._eps, cos[tile], sin[tile])
+        attended_TD = attended_THd.flatten(1)
+        for tile in row_tiles(attended_TD):
             yield
-        return out_THd
+            hidden_TD[tile].add_(self._o(attended_TD[tile]))
+
+    def _projected(self, x_TD: Tensor, prepared: Prepared) -> Steps[tuple[Tensor, Tensor, Tensor]]:
+        """Queries, keys and values, the former two normed and in their places: tile by tile, each
+        while its products are in the cache."""
+        T, H, G, d = x_TD.shape[0], self._H, self._G, self._d
+        tiles = list(row_tiles(x_TD))
+        if len(tiles) == 1:
+            qkv = self._qkv(x_TD).view(T, H + 2 * G, d)
+            yield
+            qk = self._turned(qkv[:, : H + G], slice(0, H + G), prepared, slice(None))
+            return qk[:, :H], qk[:, H:], qkv[:, H + G :]
+        qk, v_TGd = (x_TD.new_empty((T, heads, d)) for heads in (H + G, G))
+        for tile in tiles:
+            qkv = self._qkv(x_TD[tile]).view(-1, H + 2 * G, d)
+            yield
+            qk[tile] = self._turned(qkv[:, : H + G], slice(0, H + G), prepared, tile)
+            v_TGd[tile] = qkv[:, H + G :]
+            yield
+        return qk[:, :H], qk[:, H:], v_TGd
+
+    def _projected_last(
+        self, x_TD: Tensor, prepared: Prepared, last: LastPrepared
+    ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
+        """The same with queries of the last rows alone."""
+        T, H, G, d = x_TD.shape[0], self._H, self._G, self._d
+        qkv = (yield from tile_by_tile(self._qkv, x_TD)).view(T, H + 2 * G, d)
+        keys, k_TGd = slice(H, H + G), x_TD.new_empty((T, G, d))
+        for tile in row_tiles(x_TD):
+            yield
+            k_TGd[tile] = self._turned(qkv[tile, keys], keys, prepared, tile)
+        q_RHd, heads = qkv[:, :H].index_select(0, last.rows_R), slice(0, H)
+        for tile in row_tiles(q_RHd):
+            yield
+            q_RHd[tile] = self._turned(q_RHd[tile], heads, last.prepared, tile)
+        return q_RHd, k_TGd, qkv[:, H + G :]
+
+    def _turned(self, x_THd: Tensor, heads: slice, prepared: Prepared, rows: slice) -> Tensor:
+        """Queries or keys of `heads` (query heads, then KV heads) and those rows of a batch, normed
+        and in their places."""
+        weight_Hd = None if self._qk_norm_Hd is None else self._qk_norm_Hd[heads]
+        return norm_and_turn(x_THd, weight_Hd, self._eps, prepared.cos[rows], prepared.sin[rows])

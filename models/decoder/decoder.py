@@ -17,7 +17,7 @@ from kernels.linear import Linear
 from kernels.packed_attention import packs
 from kernels.passes import rms_norm
 from kernels.rope import cos_sin, inverse_frequencies
-from kernels.steps import Steps, run_through
+from kernels.steps import LIGHT_ROWS, Steps, row_tiles, run_through, tile_by_tile
 from models.decoder.attention import GroupedQueryAttention
 from models.decoder.batch import AttentionBatch, LastPrepared, LastRows, Prepared
 from models.decoder.kv_pool import KvPool
@@ -146,7 +146,7 @@ class AttentionHalf:
         or, where only the `last` rows are wanted, a new tensor of those. What runs between steps
         may use the pool, but no block that `batch` writes."""
         weights = self._layers[layer]
-        x_TD = self._norm(hidden_TD, weights.attention_norm)
+        x_TD = yield from self._normed(hidden_TD, weights.attention_norm)
         alone = None
         if last is not None:
             alone = LastPrepared(last.rows_R, self.prepare(last.batch))
@@ -155,10 +155,14 @@ class AttentionHalf:
         yield
         yield from weights.attention.steps(hidden_TD, x_TD, batch, prepared, kv, alone)
         yield
-        x_TD = self._norm(hidden_TD, weights.mlp_norm)
+        x_TD = yield from self._normed(hidden_TD, weights.mlp_norm)
+        yield
         if isinstance(weights.mlp, Router):
-            return Attended(hidden_TD, weights.mlp(x_TD))
-        return Attended(hidden_TD.add_(weights.mlp(x_TD)), None)
+            return Attended(hidden_TD, (yield from weights.mlp.steps(x_TD)))
+        for tile in row_tiles(x_TD):
+            hidden_TD[tile].add_(weights.mlp(x_TD[tile]))
+            yield
+        return Attended(hidden_TD, None)
 
     def router(self, layer: int) -> Router | None:
         """Of a layer with routed experts."""
@@ -174,14 +178,21 @@ class AttentionHalf:
         return self._layers[layer].shared is not None
 
     def shared(self, layer: int, x_TD: Tensor) -> Tensor | None:
+        """As `shared_steps`, without interruptions."""
+        return run_through(self.shared_steps(layer, x_TD))
+
+    def shared_steps(self, layer: int, x_TD: Tensor) -> Steps[Tensor | None]:
         """The shared expert's output for the routed x_TD, to be added to the residual; or None."""
         shared = self._layers[layer].shared
-        return None if shared is None else shared(x_TD)
+        return None if shared is None else (yield from tile_by_tile(shared, x_TD))
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V] float32 for the rows given (final norm, head)."""
         x_RD = self._norm(hidden_RD, self._final_norm)
         return self._head(x_RD).float()
+
+    def _normed(self, hidden_TD: Tensor, weight_D: Tensor) -> Steps[Tensor]:
+        return tile_by_tile(lambda rows: self._norm(rows, weight_D), hidden_TD, LIGHT_ROWS)
 
     def _norm(self, x: Tensor, weight_D: Tensor) -> Tensor:
         spec = self.spec

@@ -13,7 +13,7 @@ from kernels.latent_attention import LatentUp, latent_attention_steps
 from kernels.linear import Linear
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope
-from kernels.steps import Steps
+from kernels.steps import Steps, row_tiles, tile_by_tile
 from models.decoder.batch import AttentionBatch, LastPrepared, Prepared
 from models.decoder.kv_pool import KvPool
 from models.spec.latent_spec import LatentSpec
@@ -59,7 +59,7 @@ class LatentAttention:
     ) -> Steps[None]:
         """Adds the attention of the normed x_TD to hidden_TD in place; latents go to the pool.
         last: of those rows alone, which are hidden_TD's then."""
-        latent_T1C = self._kv_a(x_TD).unsqueeze(1)
+        latent_T1C = (yield from tile_by_tile(self._kv_a, x_TD)).unsqueeze(1)
         rank = self._latent.kv_rank
         latent_T1C[..., :rank] = rms_norm(latent_T1C[..., :rank], self._kv_norm, _EPS)
         latent_T1C[..., rank:] = apply_rope(latent_T1C[..., rank:], prepared.cos, prepared.sin)
@@ -70,7 +70,9 @@ class LatentAttention:
             prepared = last.prepared
             x_TD, latent_T1C = (x.index_select(0, last.rows_R) for x in (x_TD, latent_T1C))
         n = self._latent.nope_dim
-        q_THd = self._queries(x_TD).view(-1, self._H, self._d)
+        yield
+        q_TD = yield from tile_by_tile(self._queries, x_TD)
+        q_THd = q_TD.view(-1, self._H, self._d)
         q_THd[..., n:] = apply_rope(q_THd[..., n:], prepared.cos, prepared.sin)
         yield
         (pool_P1C,) = kv.entries(self._layer)
@@ -78,8 +80,10 @@ class LatentAttention:
         attended_THv = yield from latent_attention_steps(
             q_THd, latent_T1C, pool_P1C, self._up, plan, scale=self._scale
         )
-        yield
-        hidden_TD.add_(self._o(attended_THv.view(x_TD.shape[0], -1)))
+        attended_TD = attended_THv.view(x_TD.shape[0], -1)
+        for tile in row_tiles(attended_TD):
+            yield
+            hidden_TD[tile].add_(self._o(attended_TD[tile]))
 
 
 class _LowRankQueries:

@@ -18,6 +18,7 @@ from kernels.routing import (
     softmax_top_k,
     softmax_weights,
 )
+from kernels.steps import LIGHT_ROWS, Steps, row_tiles
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.loading import Loader
@@ -49,6 +50,18 @@ class Router:
 
     def __call__(self, x_TD: Tensor) -> Routed:
         return self.choose(x_TD, self.logits(x_TD))
+
+    def steps(self, x_TD: Tensor) -> Steps[Routed]:
+        """As a call of it, tile by tile."""
+        chosen: list[Routed] = []
+        for tile in row_tiles(x_TD, LIGHT_ROWS):
+            if chosen:
+                yield
+            chosen.append(self(x_TD[tile]))
+        if len(chosen) == 1:
+            return chosen[0]
+        ids_TK = torch.cat([part.topk_ids_TK for part in chosen])
+        return Routed(x_TD, ids_TK, torch.cat([part.topk_weights_TK for part in chosen]))
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """[T, E]"""

@@ -7,12 +7,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import actors.engine.executor
 import actors.experts.expert_server
+import kernels.experts
+import kernels.steps
+import kernels.tiles
+import models.decoder.decoder
+import models.experts.router
 import tests.support.group_harness as harness
 from actors.batching.observer import Observer
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
@@ -27,6 +33,7 @@ from contracts.config import BUNDLED
 from contracts.messages import Cancel, Submit
 from contracts.plan import Plan
 from contracts.requests import Priority
+from kernels.linear import Linear, PlainLinear
 from models.decoder.batch import AttentionBatch
 from models.decoder.local import LocalModel
 from models.experts.expert_store import ResidentStore
@@ -70,7 +77,9 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 class Rig:
     """An executor fed by hand. hidden: by sequence, what it made of it."""
 
-    def __init__(self, model: LocalModel, choice: Preemption[Task] | None) -> None:
+    def __init__(
+        self, model: LocalModel, choice: Preemption[Task] | None, *, last_rows: bool = False
+    ) -> None:
         self.kv = model.new_pool(64)
         timeline = Timeline(0)
         store = ResidentStore(model.experts[0])
@@ -78,7 +87,12 @@ class Rig:
         parts = ExecutorParts(
             "here", model.attention, self.kv, plane, self._sink, timeline, monotonic_s
         )
-        self.executor = Executor(parts, chunk_cost=lambda a, b: float(b - a), choice=choice)
+        self.executor = Executor(
+            parts,
+            chunk_cost=lambda a, b: float(b - a),
+            choice=choice,
+            wanted_rows_only=last_rows,
+        )
         self.hidden: dict[int, torch.Tensor] = {}
         self.steps = 0
         self._blocks = 0
@@ -146,6 +160,54 @@ def test_a_batch_that_is_interrupted_at_random_yields_has_equal_bits(
         assert mixed.steps > 3 * alone.steps, "it was interrupted"
         for number, hidden_D in alone.hidden.items():
             assert torch.equal(mixed.hidden[number], hidden_D), (seed, number)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of rows of every product with a weight, as they are made."""
+    rows: list[int] = []
+    for kind in (Linear, PlainLinear):
+        product = kind.__call__
+
+        def counted(self: Any, x_TK: torch.Tensor, product: Any = product) -> torch.Tensor:
+            rows.append(x_TK.shape[0])
+            result: torch.Tensor = product(self, x_TK)
+            return result
+
+        monkeypatch.setattr(kind, "__call__", counted)
+    return rows
+
+
+@pytest.mark.parametrize("last_rows", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_product_is_of_more_rows_than_a_tile_has_and_tiles_have_the_bits_of_the_whole(
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    products: list[int],
+    family: str,
+    last_rows: bool,
+) -> None:
+    """How long LS waits for a step of BE does not depend on how long BE's batch is, nor on how many
+    of its tokens go to one expert."""
+    model = LocalModel.load(tiny_checkpoint(family), dtype="float32")
+    chance = random.Random(3)
+    prompts = {n: [chance.randrange(1, 131) for _ in range(50)] for n in range(4)}
+    whole = Rig(model, None, last_rows=last_rows)
+    whole.submit(prompts, Plan(), Priority.BE)
+    whole.run()
+    assert max(products) >= 200
+    products.clear()
+    monkeypatch.setattr(kernels.steps, "TILE_ROWS", 32)
+    monkeypatch.setattr(models.decoder.decoder, "LIGHT_ROWS", 32)
+    monkeypatch.setattr(models.experts.router, "LIGHT_ROWS", 32)
+    monkeypatch.setattr(kernels.experts, "RUN_PAIRS", 32)
+    monkeypatch.setattr(kernels.tiles, "_LONG_SCORES", 1)
+    cut = Rig(model, None, last_rows=last_rows)
+    cut.submit(prompts, Plan(), Priority.BE)
+    cut.run()
+    assert max(products) == 32
+    for number, hidden_D in whole.hidden.items():
+        assert torch.equal(cut.hidden[number], hidden_D), number
 
 
 @pytest.mark.usefixtures("every_step")

@@ -77,8 +77,9 @@ class FakeHalf:
     def has_shared(self, layer: int) -> bool:
         return self._with_shared
 
-    def shared(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
+    def shared_steps(self, layer: int, x_TD: torch.Tensor) -> Steps[torch.Tensor]:
         self._log.append(("shared", layer, -1))
+        yield from ()
         return x_TD * 10.0
 
 
