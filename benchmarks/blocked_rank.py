@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from actors.engine.executor import Chosen, Executor
-from actors.experts.expert_server import Call, ExpertServer
+from actors.experts.expert_server import ExpertServer
+from actors.experts.merged_call import Call
 from actors.ranks.process import main
 from actors.ranks.shell import WorkerShell
 from contracts.requests import Priority
