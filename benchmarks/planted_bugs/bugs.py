@@ -58,6 +58,8 @@ _GENERATIONS, _SWITCHING, _FOLLOWING = (
     "actors/experts/switching.py",
     ("tests/property/test_generations.py",),
 )
+_FOLLOWER = "planner/placement/following.py"
+_FOLLOWER_TESTS = ("tests/unit/planner/placement/test_following.py",)
 
 BUGS: tuple[Bug, ...] = (
     Bug(
@@ -752,5 +754,40 @@ BUGS: tuple[Bug, ...] = (
         "if self._peers.pop(name, None) is None or self._next is None:",
         "if self._peers.get(name) is None or self._next is None:",
         _FOLLOWING,
+    ),
+    Bug(
+        "placement: experts go back and forth with the traffic",
+        _FOLLOWER,
+        "return LEAST_GAIN * math.exp2(",
+        "return LEAST_GAIN * 0 * (",
+        _FOLLOWER_TESTS,
+    ),
+    Bug(
+        "placement: what hurts the older half of the window is moved",
+        _FOLLOWER,
+        "if min(saved) < 0:",
+        "if False:",
+        _FOLLOWER_TESTS,
+    ),
+    Bug(
+        "placement: a move brings in more than it may",
+        _FOLLOWER,
+        "if max(loads) <= most:",
+        "if True:",
+        _FOLLOWER_TESTS,
+    ),
+    Bug(
+        "placement: a planner that begins anew uses a number again",
+        _FOLLOWER,
+        "self.newest = max(self.newest, newest, placement.generation)",
+        "pass",
+        _FOLLOWER_TESTS,
+    ),
+    Bug(
+        "placement: the mean stands for layers that differ",
+        "planner/findep/split_search.py",
+        "if not layers:",
+        "if True:",
+        ("tests/unit/planner/findep/test_placed_routing.py",),
     ),
 )

@@ -1,0 +1,314 @@
+"""Whether and how the experts of a running group should move to where its traffic wants them.
+
+    window ── find_step ──> Step: the layers that gain most per byte, within what a move may bring
+    Follower                when to look, what was proposed, what became of it, when to leave it be
+
+A layer is moved if it takes less time afterwards, by `least_gain` on the newer half of the window,
+no more on the older, and if within `placement.pays_after_s` that saves more than the copying costs.
+Against thrashing: traffic in turns faster than the window is one mixture; after a whole change a
+layer rests until the window is of traffic since, twice as long each time that it takes back most of
+the change before; and each move of a layer doubles the gain that its next one needs, which is
+forgotten at the rate of one in pays_after_s. Pure: the caller has clock and thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from contracts.config import PlacementConfig
+from contracts.placement import Placement
+from planner.placement.lines import Line, bounds_of, layer_slots
+from planner.placement.objective import Objective, PlacementCosts
+from planner.placement.routing import LayerRouting, measure
+from planner.placement.solve import solve_layer
+from planner.placement.window import WINDOW_S, Routing
+
+LEAST_TOKENS = 1024  # sampled: grouping 16 experts by so many is within 1 % of by all of them
+LEAST_GAIN = 0.03  # of a layer's time, of one that has not moved of late
+COPY_BYTES_PER_S = 1e9  # what a core brings in if it does nothing else
+BUSY_FRACTION = 0.5  # of its time a group computes, where no stage has been measured
+LOOK_S = 2.0
+BACK_OFF_S, MOST_REST_S = 10.0, 600.0
+_REMEMBERED = 4  # proposals
+
+Held = frozenset[tuple[int, int]]  # (rank, expert)
+_NO_GAINS: Mapping[int, float] = MappingProxyType({})
+
+
+class MoveCosts(NamedTuple):
+    """pair_ms, copy_ms: as `PlacementCosts`, for a token of a layer; None: nothing is measured yet.
+    expert_bytes: of one expert of one layer."""
+
+    expert_bytes: int
+    pair_ms: float | None = None
+    copy_ms: float | None = None
+
+
+class Step(NamedTuple):
+    """is_whole: no layer that would gain is left out. gain_fraction: of all layers' time, as
+    predicted. load_bytes: that the rank which loads most brings in."""
+
+    placement: Placement
+    is_whole: bool
+    gain_fraction: float
+    load_bytes: int
+
+
+class _Layer(NamedTuple):
+    layer: int
+    line: Line
+    saved_ms: float  # of a token
+    gain: float  # on the newer half of the window, of the layer's time
+    loads: tuple[int, ...]  # experts that each rank brings in
+
+
+def find_step(
+    routing: Routing,
+    current: Placement,
+    costs: MoveCosts,
+    config: PlacementConfig,
+    *,
+    generation: int,
+    least_gains: Mapping[int, float] = _NO_GAINS,
+    go_on: Callable[[], bool] = lambda: True,
+) -> Step | None:
+    """The next placement, or None where none pays. least_gains: of layers for which it is not
+    LEAST_GAIN; those of 1 stay. go_on: asked before each layer is solved, in turns that start with
+    another layer for each generation; layers that are not reached stay."""
+    layers = [layer for layer, line in enumerate(current.expert_of_slot) if line]
+    first = generation % len(layers)
+    prices = _prices(routing, current, costs)
+    most, found, reached = config.move_bytes // costs.expert_bytes, list[_Layer](), True
+    for position in [*range(first, len(layers)), *range(first)]:
+        least_gain = least_gains.get(layers[position], LEAST_GAIN)
+        if least_gain >= 1:
+            continue
+        if not go_on():
+            reached = False
+            break
+        solved = _solved(routing, position, current, layers[position], prices, most)
+        if solved is None or solved.gain < least_gain:
+            continue
+        if _pays(solved, routing, costs, config):
+            found.append(solved)
+    chosen = _within(found, most)
+    if not chosen:
+        return None
+    whole_ms = sum(prices.of_line(routing.layer(p), current, n) for p, n in enumerate(layers))
+    gain_fraction = sum(each.saved_ms for each in chosen) / whole_ms
+    is_whole = reached and len(chosen) == len(found) and all(sum(c.loads) < most for c in chosen)
+    return _step(current, chosen, generation, is_whole, gain_fraction, costs.expert_bytes)
+
+
+def _step(
+    current: Placement,
+    chosen: Sequence[_Layer],
+    generation: int,
+    is_whole: bool,
+    gain_fraction: float,
+    expert_bytes: int,
+) -> Step:
+    lines = list(current.expert_of_slot)
+    for each in chosen:
+        lines[each.layer] = each.line
+    loads = [sum(counts) for counts in zip(*(each.loads for each in chosen), strict=True)]
+    return Step(
+        Placement(
+            num_experts=current.num_experts,
+            generation=generation,
+            slots_per_rank=current.slots_per_rank,
+            expert_of_slot=tuple(lines),
+        ),
+        is_whole,
+        gain_fraction,
+        max(loads) * expert_bytes,
+    )
+
+
+class _Prices(NamedTuple):
+    """ms of a token of a layer."""
+
+    costs: PlacementCosts
+    top_k: int
+    ranks: int
+
+    def of_line(self, routing: LayerRouting, placement: Placement, layer: int) -> float:
+        return self.of(routing, placement.expert_of_slot[layer], placement.slots_per_rank)
+
+    def of(self, routing: LayerRouting, line: Line, slots_per_rank: Sequence[int]) -> float:
+        measured = measure(routing, layer_slots(line, slots_per_rank))
+        objective = Objective(self.costs, 1.0, float(self.top_k), self.ranks)
+        return float(objective.price(measured.copies, measured.load * self.top_k / self.ranks))
+
+
+def _prices(routing: Routing, current: Placement, costs: MoveCosts) -> _Prices:
+    """Where no stage is measured: links and experts take as long, and both together as much of the
+    time as a group is busy."""
+    layers, top_k = routing.paths_PLK.shape[1:]
+    if costs.pair_ms is not None and costs.copy_ms is not None:
+        return _Prices(PlacementCosts(costs.pair_ms, costs.copy_ms), top_k, current.ranks)
+    busy_ms = 1e3 * BUSY_FRACTION / max(routing.tokens_per_s, 1.0) / layers
+    pair_ms = busy_ms * current.ranks / top_k
+    return _Prices(PlacementCosts(pair_ms, busy_ms), top_k, current.ranks)
+
+
+def _solved(
+    routing: Routing,
+    position: int,
+    current: Placement,
+    layer: int,
+    prices: _Prices,
+    most_moves: int,
+) -> _Layer | None:
+    """None where the layer would lose in one half of the window."""
+    slots, before = current.slots_per_rank, current.expert_of_slot[layer]
+    placed = solve_layer(
+        routing.layer(position), slots, costs=prices.costs, start=before, most_moves=most_moves
+    )
+    line = placed.expert_of_slot
+    if line == before:
+        return None
+    saved = []
+    for newer in (False, True):
+        half = routing.half(newer=newer).layer(position)
+        was_ms, now_ms = prices.of(half, before, slots), prices.of(half, line, slots)
+        saved.append(was_ms - now_ms)
+    if min(saved) < 0:
+        return None
+    loads = tuple(
+        len(set(line[low:high]) - set(before[low:high])) for low, high in bounds_of(slots)
+    )
+    return _Layer(layer, line, sum(saved) / 2, saved[1] / was_ms, loads)
+
+
+def _pays(layer: _Layer, routing: Routing, costs: MoveCosts, config: PlacementConfig) -> bool:
+    """Saved time per second, for as long as the new placement has to pay, against the part of its
+    time that the busiest rank copies."""
+    copying_s = max(layer.loads) * costs.expert_bytes / config.bytes_per_s
+    saved_per_s = layer.saved_ms * routing.tokens_per_s / 1e3
+    busy = min(1.0, config.bytes_per_s / COPY_BYTES_PER_S)
+    return saved_per_s * max(0.0, config.pays_after_s - copying_s) > busy * copying_s
+
+
+def _within(layers: Sequence[_Layer], most: int) -> list[_Layer]:
+    """Those that save most for what they load, of which no rank loads more than `most` experts."""
+    chosen: list[_Layer] = []
+    for each in sorted(layers, key=lambda one: (-one.saved_ms / sum(one.loads), one.layer)):
+        loads = [sum(counts) for counts in zip(*(e.loads for e in [*chosen, each]), strict=True)]
+        if max(loads) <= most:
+            chosen.append(each)
+    return chosen
+
+
+class _Moved(NamedTuple):
+    """Of a layer: when it moved last, how long it rests, how often it moved of late (which fades),
+    and what its ranks dropped."""
+
+    at_s: float
+    rest_s: float = 0.0
+    times: float = 0.0
+    dropped: Held = frozenset()
+
+    def times_of_late(self, now_s: float, fades_s: float) -> float:
+        return max(0.0, self.times - (now_s - self.at_s) / fades_s)
+
+
+class Follower:
+    """`current`: the placement in use. `newest`: the largest generation that anyone knows; numbers
+    are never used twice. `pending`: what is proposed, until its outcome."""
+
+    def __init__(self, current: Placement, config: PlacementConfig) -> None:
+        self.current, self.newest = current, current.generation
+        self.pending: Placement | None = None
+        self._config = config
+        self._until_s = 0.0  # by when an outcome is due
+        self._proposed: deque[tuple[Placement, set[str]]] = deque(maxlen=_REMEMBERED)
+        self._moved: dict[int, _Moved] = {}
+        self._not_before_s = -math.inf
+        self._failures = 0
+        self._is_whole = False
+        self._is_over = config.follow == "off"
+
+    def is_due(self, now_s: float, routing: Routing) -> bool:
+        """Whether to look for a step now."""
+        if self.pending is not None and now_s > self._until_s:
+            self._fail(now_s)
+        waits = self.pending is not None or now_s < self._not_before_s
+        return not self._is_over and not waits and routing.sampled >= LEAST_TOKENS
+
+    def least_gains(self, now_s: float) -> dict[int, float]:
+        """For `find_step`."""
+        return {layer: self._least_gain(moved, now_s) for layer, moved in self._moved.items()}
+
+    def _least_gain(self, moved: _Moved, now_s: float) -> float:
+        if now_s < moved.at_s + moved.rest_s:
+            return 1.0
+        return LEAST_GAIN * math.exp2(moved.times_of_late(now_s, self._config.pays_after_s))
+
+    def proposed(self, step: Step, now_s: float) -> None:
+        """Takes a step that is sent out, of a generation above `newest`."""
+        self.pending, self._is_whole = step.placement, step.is_whole
+        self._proposed.append((step.placement, set()))
+        self.newest = step.placement.generation
+        self._until_s = now_s + 2 * self._config.deadline_s
+
+    def nothing_found(self, now_s: float) -> None:
+        """With "once": enough was seen, and experts stand well."""
+        self._not_before_s = now_s + LOOK_S
+        self._is_over = self._is_over or self._config.follow == "once"
+
+    def held(self, placement: Placement, newest: int) -> None:
+        """What an expert rank said when it connected."""
+        self.newest = max(self.newest, newest, placement.generation)
+        if placement.generation > self.current.generation and self.pending is None:
+            self.current = placement
+
+    def retired(self, rank: str, generation: int, now_s: float) -> None:
+        """That rank has nothing older than `generation` left, which may come after its time."""
+        for placement, ranks in self._proposed:
+            if placement.generation == generation:
+                ranks.add(rank)
+                if len(ranks) == placement.ranks and generation > self.current.generation:
+                    self._has_moved(placement, now_s)
+                return
+
+    def failed(self, generation: int, now_s: float) -> None:
+        if self.pending is not None and generation == self.pending.generation:
+            self._fail(now_s)
+
+    def _has_moved(self, placement: Placement, now_s: float) -> None:
+        for layer, line in enumerate(placement.expert_of_slot):
+            if self._is_whole and line != self.current.expert_of_slot[layer]:
+                self._moved[layer] = self._move(layer, placement, now_s)
+        self.current, self._failures = placement, 0
+        self._not_before_s = now_s + LOOK_S
+        if self.pending is placement:
+            self.pending = None
+            self._is_over = self._config.follow == "once" and self._is_whole
+
+    def _move(self, layer: int, placement: Placement, now_s: float) -> _Moved:
+        before, after = _held(self.current, layer), _held(placement, layer)
+        loaded, rest_s = after - before, WINDOW_S
+        last = self._moved.get(layer, _Moved(now_s))
+        if len(loaded & last.dropped) > len(loaded) / 2:
+            rest_s = min(2 * last.rest_s, MOST_REST_S)
+        times = 1 + last.times_of_late(now_s, self._config.pays_after_s)
+        return _Moved(now_s, rest_s, times, before - after)
+
+    def _fail(self, now_s: float) -> None:
+        self.pending = None
+        self._not_before_s = now_s + min(MOST_REST_S, BACK_OFF_S * 2.0**self._failures)
+        self._failures = min(self._failures + 1, 16)
+
+
+def _held(placement: Placement, layer: int) -> Held:
+    line = placement.expert_of_slot[layer]
+    return frozenset(
+        (rank, expert)
+        for rank, (low, high) in enumerate(placement.slot_bounds)
+        for expert in line[low:high]
+    )

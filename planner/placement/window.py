@@ -1,0 +1,127 @@
+"""The routing of late: sampled tokens of all attention ranks, for as long as they say what is
+coming. Pure: the caller has the clock.
+
+Shapes: P sampled tokens, L layers with experts, K experts of each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.placement.routing import LayerRouting, TokenCounts
+
+WINDOW_S = 16.0
+"""Kinds of traffic that come in turns faster than that are one kind: their mixture."""
+MOST_TOKENS = 8192
+
+
+class Sample(NamedTuple):
+    """ids_P: token ids. paths_PLK: their experts. tokens: that the sample stands for. at_s: when it
+    came."""
+
+    at_s: float
+    tokens: int
+    ids_P: NDArray[np.int32]
+    paths_PLK: NDArray[np.int16]
+
+
+class Routing(NamedTuple):
+    """What a window holds at one time, oldest token first. tokens_per_s: that ran, of all ranks."""
+
+    num_experts: int
+    tokens_per_s: float
+    ids_P: NDArray[np.int32]
+    paths_PLK: NDArray[np.int16]
+
+    @property
+    def sampled(self) -> int:
+        return len(self.ids_P)
+
+    def layer(self, position: int) -> LayerRouting:
+        """Of the position-th layer with experts."""
+        E = self.num_experts
+        ids_P = self.ids_P.astype(np.int64)
+        sets_PK = self.paths_PLK[:, position].astype(np.int64)
+        keys, times_N = np.unique((ids_P[:, None] * E + sets_PK).ravel(), return_counts=True)
+        return LayerRouting(E, sets_PK, ids_P, TokenCounts(keys // E, keys % E, times_N))
+
+    def half(self, *, newer: bool) -> Routing:
+        middle = self.sampled // 2
+        part = slice(middle, None) if newer else slice(None, middle)
+        return self._replace(ids_P=self.ids_P[part], paths_PLK=self.paths_PLK[part])
+
+
+class RoutingWindow:
+    """At most MOST_TOKENS sampled tokens of the last WINDOW_S."""
+
+    def __init__(self, num_experts: int, layers: int, top_k: int, vocab_size: int) -> None:
+        self._num_experts, self._vocab_size = num_experts, vocab_size
+        self._shape = (layers, top_k)
+        self._samples: deque[Sample] = deque()
+        self._held = 0
+
+    def add(self, now_s: float, tokens: int, ids: bytes, paths: bytes) -> NDArray[np.int32]:
+        """Takes what a `RoutingReport` has; returns its ids [P, 2]. Raises ValueError for what no
+        rank of this model sends."""
+        ids_P2, paths_PLK = self._arrays(ids, paths)
+        if len(ids_P2) > tokens:
+            raise ValueError(f"routing report: {len(ids_P2)} tokens are sampled of {tokens}")
+        kept = slice(max(0, len(ids_P2) - MOST_TOKENS), None)
+        self._samples.append(Sample(now_s, tokens, ids_P2[kept, 0], paths_PLK[kept]))
+        self._held += len(ids_P2[kept])
+        self._forget(now_s)
+        return ids_P2
+
+    def routing(self, now_s: float) -> Routing:
+        self._forget(now_s)
+        layers, top_k = self._shape
+        ids = [np.zeros(0, np.int32), *(each.ids_P for each in self._samples)]
+        paths = [np.zeros((0, layers, top_k), np.int16), *(e.paths_PLK for e in self._samples)]
+        ran = sum(each.tokens for each in self._samples)
+        # A sample stands for the time before it came: without the first, the rest fills the span.
+        first = self._samples[0] if self._samples else None
+        per_s = 0.0
+        if first is not None and now_s - first.at_s > 0:
+            per_s = (ran - first.tokens) / (now_s - first.at_s)
+        return Routing(self._num_experts, per_s, np.concatenate(ids), np.concatenate(paths))
+
+    def clear(self) -> None:
+        self._samples.clear()
+        self._held = 0
+
+    def _forget(self, now_s: float) -> None:
+        while self._samples and (
+            self._held > MOST_TOKENS or self._samples[0].at_s < now_s - WINDOW_S
+        ):
+            self._held -= len(self._samples.popleft().ids_P)
+
+    def _arrays(self, ids: bytes, paths: bytes) -> tuple[NDArray[np.int32], NDArray[np.int16]]:
+        layers, top_k = self._shape
+        count, row_bytes = len(ids) // 8, 2 * layers * top_k
+        if len(ids) != 8 * count or len(paths) != count * row_bytes:
+            raise ValueError(
+                f"routing report: {len(ids)} bytes of ids and {len(paths)} of paths: this model "
+                f"has 8 and {row_bytes} for each token"
+            )
+        ids_P2 = np.frombuffer(ids, "<i4").reshape(count, 2).astype(np.int32)
+        paths_PLK = np.frombuffer(paths, "<i2").reshape(count, layers, top_k).astype(np.int16)
+        if count:
+            self._check(ids_P2, paths_PLK)
+        return ids_P2, paths_PLK
+
+    def _check(self, ids_P2: NDArray[np.int32], paths_PLK: NDArray[np.int16]) -> None:
+        low, high = int(paths_PLK.min()), int(paths_PLK.max())
+        if low < 0 or high >= self._num_experts:
+            raise ValueError(f"routing report: experts {low} to {high} of {self._num_experts}")
+        ordered_PLK = np.sort(paths_PLK, axis=2)
+        if (ordered_PLK[:, :, 1:] == ordered_PLK[:, :, :-1]).any():
+            raise ValueError("routing report: a token has an expert twice")
+        if ids_P2[:, 0].min() < 0 or ids_P2.min() < -1 or ids_P2.max() >= self._vocab_size:
+            raise ValueError(
+                f"routing report: token ids {ids_P2.min()} to {ids_P2.max()}, of a vocabulary of "
+                f"{self._vocab_size}"
+            )
