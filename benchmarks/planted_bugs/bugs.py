@@ -60,6 +60,7 @@ _GENERATIONS, _SWITCHING, _FOLLOWING = (
 )
 _FOLLOWER = "planner/placement/following.py"
 _FOLLOWER_TESTS = ("tests/unit/planner/placement/test_following.py",)
+_COUNTS = ("tests/unit/models/foresight/test_routing_counts.py",)
 
 BUGS: tuple[Bug, ...] = (
     Bug(
@@ -789,5 +790,54 @@ BUGS: tuple[Bug, ...] = (
         "if not layers:",
         "if True:",
         ("tests/unit/planner/findep/test_placed_routing.py",),
+    ),
+    Bug(
+        "counts: what comes often is left out",
+        "models/foresight/bounded_counts.py",
+        "np.partition(times, -most - 1)[-most - 1]",
+        "np.partition(times, most)[most]",
+        _COUNTS,
+    ),
+    Bug(
+        "counts: what was taken is not said",
+        "models/foresight/bounded_counts.py",
+        "self._short += taken",
+        "self._short = taken",
+        _COUNTS,
+    ),
+    Bug(
+        "counts: of two profiles one sample is kept",
+        "models/foresight/path_sample.py",
+        "return _joined(some(one, of_one), some(other, most - of_one))",
+        "return some(one, most)",
+        _COUNTS,
+    ),
+    Bug(
+        "counts: late tokens replace early ones always",
+        "models/foresight/path_sample.py",
+        "self._random.random(len(late)) * (late + 1)",
+        "self._random.random(len(late)) * self._most",
+        _COUNTS,
+    ),
+    Bug(
+        "counts: a layer's experts are looked up in another one's",
+        "models/foresight/routing_counts.py",
+        "self.paths.paths_PLK[:, position]",
+        "self.paths.paths_PLK[:, 0]",
+        _COUNTS,
+    ),
+    Bug(
+        "counts: another tokenizer's are read",
+        "models/foresight/routing_counts.py",
+        "        check_fingerprint(file, _TOKENIZER, tokenizer_digest(folder), folder)\n",
+        "",
+        ("tests/unit/models/foresight/test_counts_file.py",),
+    ),
+    Bug(
+        "counts: unseen tokens are nobody's",
+        "models/foresight/unseen.py",
+        "found_W[some] = profiled_N[nearest.numpy()]",
+        "found_W[some] = profiled_N[0]",
+        ("tests/unit/models/foresight/test_count_guesses.py",),
     ),
 )

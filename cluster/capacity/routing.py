@@ -8,6 +8,7 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
+from cluster.capacity.routing_judged import Judged, judge
 from contracts.errors import ConfigError
 from models.decoder.decoder import AttentionHalf
 from models.experts.copying_store import CopyingStore
@@ -18,6 +19,8 @@ from models.foresight.routing_collection import Collection, Counters
 from models.foresight.routing_counter import Counted, RoutingCounter
 from models.foresight.routing_counts import LEAST_TOKENS, LIMITS, Limits, RoutingCounts
 from models.foresight.routing_profile import RoutingProfile
+from models.foresight.signals import AFTER, KINDS
+from models.foresight.unseen import Nearest
 from models.spec.model import ModelSpec
 from models.text.tokenizer import Tokenizer
 from models.text.tokenizer_files import tokenizer_digest
@@ -40,11 +43,11 @@ class RoutingSettings(NamedTuple):
 
 
 class RoutingReport(NamedTuple):
-    """tokens: that were looked at. held_out: of those that the others say nothing of."""
+    """counts: as they go into the file. tokens: that were looked at."""
 
     profile: RoutingProfile
     counts: RoutingCounts
-    held_out: RoutingCounts
+    judged: Judged
     spec: ModelSpec
     tokens: int
 
@@ -73,9 +76,20 @@ def routing_profile(
         counters = Counters(_counter(folder, spec), _counter(folder, spec))
         profile = Collection(half, store, rows, progress, counters).profile()
         counts, held_out = counters.kept.counts(), counters.held_out.counts()
-        return RoutingReport(profile, counts, held_out, spec, tokens)
+        judged = judge(counts, held_out, _means(profile), Nearest(half.embedding))
+        return RoutingReport(profile, counts.bounded(settings.limits), judged, spec, tokens)
     finally:
         store.close()
+
+
+def _means(profile: RoutingProfile) -> dict[str, dict[int, float]]:
+    """By kind of guess and layer: how often one was right."""
+    return {
+        kind: {
+            layer: float(profile.precision[kind][layer].mean()) for layer in list(profile.means)[1:]
+        }
+        for kind in (*KINDS, AFTER)
+    }
 
 
 def _counter(folder: Path, spec: ModelSpec) -> RoutingCounter:
@@ -88,6 +102,16 @@ def _counter(folder: Path, spec: ModelSpec) -> RoutingCounter:
         spec.vocab_size,
     )
     return RoutingCounter(of, WHILE_MEASURING)
+
+
+def added(counts: RoutingCounts | None, files: Sequence[Path], folder: Path) -> RoutingCounts:
+    """`counts` and those of the files; one of them is given. Raises CheckpointError."""
+    spec = check_checkpoint(folder)
+    for path in files:
+        other = RoutingCounts.read(path, folder, spec, least_tokens=1)
+        counts = other if counts is None else counts.plus(other)
+    assert counts is not None
+    return counts
 
 
 def _rows(

@@ -50,7 +50,7 @@ TABLE: list[tuple[str, Tried | Left]] = [
     ),
     (
         "tandem profile --routing *",
-        Tried("tests/unit/models/foresight/test_counts_file.py", "its parts"),
+        Tried("tests/unit/cluster/capacity/test_routing.py", "of the bundled model, few tokens"),
     ),
     ("tandem place routing.safetensors *", Tried("tests/unit/cluster/capacity/test_place.py")),
     ("tandem demo --trace FILE", Tried(SERVED, "slow")),

@@ -12,14 +12,17 @@ from contracts.config import BUNDLED
 
 if TYPE_CHECKING:
     from cluster.capacity.routing import RoutingReport
+    from models.foresight.routing_counts import Limits
 
 _EXAMPLE = """example:
   tandem profile --output here.json --plot here.png
   tandem profile --model DIR --seconds 90
 then name the file as "hardware" in a SPEC of `tandem plan`
   tandem profile --routing --model DIR --input texts.jsonl --output DIR/routing.safetensors
-foretells which experts the next layer wants, for prefill.experts=cached: a server finds it there,
-or where experts.profile says
+counts which experts tokens go to, for `tandem place`, and foretells which the next layer wants, for
+prefill.experts=cached: a server finds it there, or where experts.profile says
+  tandem profile --routing --model DIR --add monday.safetensors --add tuesday.safetensors
+adds up what was counted
 """
 
 
@@ -47,6 +50,20 @@ def add(commands: Commands) -> None:
     )
     profile.add_argument(
         "--tokens", type=int, default=60_000, help="--routing: to look at (default 60000)"
+    )
+    profile.add_argument(
+        "--add",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="F",
+        help="--routing: and what was counted in this file; may be given several times",
+    )
+    profile.add_argument(
+        "--paths", type=int, metavar="N", help="--routing: tokens to sample for the file, at most"
+    )
+    profile.add_argument(
+        "--pairs", type=int, metavar="N", help="--routing: pairs of token id and expert, of a layer"
     )
 
 
@@ -76,30 +93,56 @@ def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> i
 
 
 def _routing(options: argparse.Namespace) -> int:
-    from rich.progress import Progress
-
-    from cluster.capacity.routing import RoutingSettings, routing_profile
+    from cluster.capacity.routing import added
+    from cluster.capacity.routing_tables import print_routing
     from cluster.files.model_folder import resolve_model_folder
-    from cluster.files.terminal import Terminal
     from contracts.errors import ConfigError
     from models.spec.stored_names import ROUTING
 
-    if not options.input:
+    path, folder = options.output or Path(ROUTING), resolve_model_folder(options.model)
+    limits = _limits(options)
+    if options.input:
+        report = _measured(options, folder, limits)
+        counts = added(report.counts, options.add, folder).bounded(limits)
+        report.profile.write(path, folder, counts)
+        if options.json:
+            print(pretty(report.judged))
+            return 0
+        print_routing(report.judged)
+    elif options.add:
+        added(None, options.add, folder).bounded(limits).write(path)
+    else:
         raise ConfigError("--routing: say of which texts: --input FILES")
-    folder = resolve_model_folder(options.model)
-    settings = RoutingSettings(folder, options.dtype, options.tokens)
+    print(f"written: {path}")
+    return 0
+
+
+def _limits(options: argparse.Namespace) -> Limits:
+    from contracts.errors import ConfigError
+    from models.foresight.count_checks import LARGER
+    from models.foresight.routing_counts import LIMITS
+
+    for name, most in (("paths", LIMITS.paths * LARGER), ("pairs", LIMITS.pairs * LARGER)):
+        given = getattr(options, name)
+        if given is not None and not 1 <= given <= most:
+            raise ConfigError(f"--{name} {given}: give a number from 1 to {most}")
+    return LIMITS._replace(paths=options.paths or LIMITS.paths, pairs=options.pairs or LIMITS.pairs)
+
+
+def _measured(options: argparse.Namespace, folder: Path, limits: Limits) -> RoutingReport:
+    from rich.progress import Progress
+
+    from cluster.capacity.routing import RoutingSettings, routing_profile
+    from cluster.files.terminal import Terminal
+
+    settings = RoutingSettings(folder, options.dtype, options.tokens, limits=limits)
     with Progress(console=Terminal(stderr=True), transient=True) as bar:
         task = bar.add_task("routing", total=1.0)
-        report = routing_profile(
+        return routing_profile(
             settings,
             _texts(options.input, options.text_field),
             lambda part: bar.update(task, completed=part),
         )
-    path = options.output or Path(ROUTING)
-    report.profile.write(path, folder)
-    _print_routing(report)
-    print(f"written: {path}")
-    return 0
 
 
 def _texts(inputs: Sequence[str], field: str) -> Iterator[str]:
@@ -110,21 +153,3 @@ def _texts(inputs: Sequence[str], field: str) -> Iterator[str]:
     for row in read_all(sources, Fields(text=field), ReadProgress(0)):
         if isinstance(row, InputRow):
             yield row.prefix + row.text
-
-
-def _print_routing(report: RoutingReport) -> None:
-    """Of each layer, how often a guess of an expert was right."""
-    from rich.table import Table
-
-    from cluster.files.terminal import Terminal
-
-    precision = report.profile.precision
-    table = Table(title=f"precision on a fourth of {report.tokens} tokens, held out", box=None)
-    for name in ("layer", *precision, "first guess"):
-        table.add_column(name, justify="right")
-    for layer in report.spec.moe_layers:
-        means = [float(each[layer].mean()) for each in precision.values()]
-        first = max(float(each[layer][0]) for each in precision.values())
-        shown = [f"{mean:.3f}" if mean else "–" for mean in means]
-        table.add_row(str(layer), *shown, f"{first:.3f}")
-    Terminal().print(table)

@@ -1,0 +1,156 @@
+"""How well routing is foretold, and what contiguous experts make of it: on texts that were held
+out of a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.planning.profiled_routing import layer_routing
+from models.foresight.count_guesses import (
+    PREVIOUS,
+    TOKEN,
+    USUAL,
+    Chances,
+    LayerGuesses,
+    bits,
+    hit_fraction,
+)
+from models.foresight.routing_counts import RoutingCounts
+from models.foresight.unseen import Nearest
+from planner.placement.contiguous import contiguous
+from planner.placement.routing import local_fraction, measure
+from planner.placement.slots import ExpertPlacement, LayerSlots
+
+RANKS: Final = (2, 4, 8)
+_AT_ONCE: Final = 4096  # tokens whose chances are in memory
+
+
+class LayerJudged(msgspec.Struct, frozen=True):
+    """entropy_bits: of an expert that a token goes to, by what is known (`USUAL`, `TOKEN`,
+    `PREVIOUS`). hit_fraction: of the likeliest K, by what is known, or by kind of guess."""
+
+    layer: int
+    entropy_bits: Mapping[str, float]
+    hit_fraction: Mapping[str, float]
+
+
+class RanksJudged(msgspec.Struct, frozen=True):
+    """Of contiguous experts on so many ranks, means over layers. copies: ranks that a token is sent
+    to. local_fraction: LAR by the table of token ids. load: pairs of the busiest rank over the
+    mean; worst_load: of the layer where that is largest."""
+
+    ranks: int
+    copies: float
+    local_fraction: float
+    load: float
+    worst_load: float
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """counted, held_out: tokens. ids: different ones that were counted; unseen_fraction: of the
+    tokens held out, those of other ids."""
+
+    counted: int
+    held_out: int
+    ids: int
+    unseen_fraction: float
+    layers: tuple[LayerJudged, ...]
+    ranks: tuple[RanksJudged, ...]
+
+
+def judge(
+    counts: RoutingCounts,
+    held_out: RoutingCounts,
+    guesses: Mapping[str, Mapping[int, float]],
+    nearest: Nearest,
+) -> Judged:
+    """guesses: by kind, then layer: how often guesses made of activations were right there."""
+    first = next(iter(counts.layers))
+    known_ids = np.unique(counts.layer(first).counts.ids_N)
+    unseen_P = ~np.isin(held_out.paths.ids_P2[:, 0], known_ids)
+    layers = tuple(
+        _judged_layer(counts, held_out, layer, nearest, guesses) for layer in counts.layers
+    )
+    even = [ranks for ranks in RANKS if counts.num_experts % ranks == 0]
+    return Judged(
+        counted=counts.counted,
+        held_out=held_out.counted,
+        ids=len(known_ids),
+        unseen_fraction=float(unseen_P.mean()) if len(unseen_P) else 0.0,
+        layers=layers,
+        ranks=tuple(_judged_ranks(counts, held_out, ranks, nearest) for ranks in even),
+    )
+
+
+def _judged_layer(
+    counts: RoutingCounts,
+    held_out: RoutingCounts,
+    layer: int,
+    nearest: Nearest,
+    guesses: Mapping[str, Mapping[int, float]],
+) -> LayerJudged:
+    foretells, position = LayerGuesses(counts, layer, nearest), list(counts.layers).index(layer)
+    sums: dict[str, NDArray[np.float64]] = {}
+    tokens = len(held_out.paths.ids_P2)
+    for start in range(0, tokens, _AT_ONCE):
+        some = held_out.paths.chosen(np.arange(start, min(tokens, start + _AT_ONCE)))
+        experts_TK = some.paths_PLK[:, position]
+        for name, chances_TE in foretells.of(some).items():
+            sums[name] = sums.get(name, np.zeros(2)) + _told(chances_TE, experts_TK)
+    hits = {name: float(each[0]) / tokens for name, each in sums.items()}
+    hits |= {kind: layers[layer] for kind, layers in guesses.items() if layer in layers}
+    known = (USUAL, TOKEN, PREVIOUS)
+    entropies = {name: float(sums[name][1]) / tokens for name in known if name in sums}
+    return LayerJudged(layer, entropies, hits)
+
+
+def _told(chances_TE: Chances, experts_TK: NDArray[np.int16]) -> NDArray[np.float64]:
+    """Sums over tokens: hits, bits."""
+    means = hit_fraction(chances_TE, experts_TK), bits(chances_TE, experts_TK)
+    return np.array(means) * len(experts_TK)
+
+
+def _judged_ranks(
+    counts: RoutingCounts, held_out: RoutingCounts, ranks: int, nearest: Nearest
+) -> RanksJudged:
+    layers = list(counts.layers)
+    placed = ExpertPlacement(
+        contiguous(counts.num_experts, ranks, num_layers=layers[-1] + 1, moe_layers=counts.layers)
+    )
+    found = []
+    for layer in layers:
+        slots, routing = placed.layer(layer), layer_routing(held_out, layer)
+        rank_of_id_V = ranks_of_ids(counts, layer, slots, routing.ids_P, nearest)
+        measured = measure(routing, slots)
+        local = local_fraction(routing, slots, rank_of_id_V)
+        found.append((measured.copies, local, measured.load))
+    copies, local, load = np.mean(found, axis=0).tolist()
+    return RanksJudged(ranks, copies, local, load, max(each[2] for each in found))
+
+
+def ranks_of_ids(
+    counts: RoutingCounts,
+    layer: int,
+    slots: LayerSlots,
+    wanted_P: NDArray[np.int64],
+    nearest: Nearest,
+) -> NDArray[np.int64]:
+    """By token id, of those wanted: the rank that most of its experts were on; of equals the one
+    with more of the layer's load. Speculative MoE's table T."""
+    known, ranks = counts.layer(layer).counts, len(slots.bounds)
+    holds_RE = np.zeros((ranks, counts.num_experts))
+    for rank, (low, high) in enumerate(slots.bounds):
+        holds_RE[rank, slots.expert_of_slot[low:high]] = 1.0
+    most = max(known.ids_N.max(initial=0), wanted_P.max(initial=0))
+    pairs_VR = np.zeros((most + 1, ranks))
+    np.add.at(pairs_VR, known.ids_N, holds_RE.T[known.experts_N] * known.times_N[:, None])
+    usual_R = holds_RE @ counts.layers[layer].load
+    rank_of_id_V: NDArray[np.int64] = (pairs_VR + 0.5 * usual_R / max(1, usual_R.sum())).argmax(1)
+    wanted = np.unique(wanted_P)
+    rank_of_id_V[wanted] = rank_of_id_V[nearest.profiled(wanted, np.unique(known.ids_N))]
+    return rank_of_id_V
