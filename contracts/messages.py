@@ -114,12 +114,13 @@ class Scored(msgspec.Struct, frozen=True, tag="scored"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """A sequence ended with an error. `code` is a `TandemError.code`."""
+    """A sequence ended with an error. `code` is a `TandemError.code`. retry_after_s: of a 429."""
 
     request_id: int
     code: str
     message: str
     status: int = 500
+    retry_after_s: float | None = None
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from actors.batching.batch_room import owner_of
 from actors.batching.scheduler import Scheduler
 from contracts.errors import OverloadError, RequestError, TooLongError
 from contracts.messages import Submit
+from contracts.requests import Priority
 from contracts.sampling_limits import (
     INT64,
     MAX_LOGPROBS,
@@ -16,16 +18,19 @@ from contracts.sampling_limits import (
     check_lengths,
     check_sampling,
 )
+from planner.policies.drain import SHORTEST_S
 
 
 class Admission(NamedTuple):
-    """The limits of one rank. pool_tokens: that its KV pool holds."""
+    """The limits of one rank. pool_tokens: that its KV pool holds. retry_after_s: when so many that
+    wait in a class will have begun."""
 
     rank: str
     vocabulary: int
     max_context_tokens: int
     pool_tokens: int
     max_waiting: int
+    retry_after_s: Callable[[Priority, int], float] = lambda priority, excess: SHORTEST_S
 
     def check(self, client: int, submit: Submit, scheduler: Scheduler) -> None:
         """Raises RequestError, OverloadError or TooLongError."""
@@ -57,7 +62,7 @@ class Admission(NamedTuple):
             raise OverloadError(
                 f"{self.rank}: {waiting} {priority.name} sequences wait, {limit} are enough "
                 "(schedule.max_waiting)",
-                1.0,
+                self.retry_after_s(priority, waiting - limit + 1),
             )
 
     def _check_fields(self, submit: Submit) -> None:

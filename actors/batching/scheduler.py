@@ -67,6 +67,7 @@ class Scheduler:
         self._by_key: dict[SequenceKey, Sequence] = {}
         self._batches = 0
         self.requeued_total = 0
+        self.begun_total: Counter[Priority] = Counter()  # that have waited, and no longer do
         self.drop_best_effort: Callable[[], ScheduledBatch | None] = lambda: None
         self.changes = 0  # grows when a sequence comes, goes, or is free to run again
 
@@ -270,6 +271,7 @@ class Scheduler:
             started.append(sequence)
         for sequence in started:
             self._running.append(queue.take(sequence))
+        self.begun_total[priority] += len(started)
         return not len(queue)
 
     def _begin(
@@ -277,6 +279,7 @@ class Scheduler:
     ) -> None:
         if self._starts(sequence, chunks, room, forming):
             self._running.append(self._waiting[sequence.priority].take(sequence))
+            self.begun_total[sequence.priority] += 1
 
     def _starts(
         self, sequence: Sequence, chunks: list[Chunk], room: BatchRoom, forming: BatchBlocks

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 
-from contracts.errors import TandemError
+from contracts.errors import OverloadError, TandemError
 from contracts.logs import event
 from contracts.messages import Failed
 
@@ -18,7 +18,8 @@ log = logging.getLogger("tandem.worker")
 
 def failed(request_id: int, error: TandemError) -> Failed:
     """The answer of a request that ends with `error`."""
-    return Failed(request_id, error.code, error.message, error.status)
+    again_s = error.retry_after_s if isinstance(error, OverloadError) else None
+    return Failed(request_id, error.code, error.message, error.status, again_s)
 
 
 def failed_by(request_id: int, error: Exception, kind: type[TandemError]) -> Failed:

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from actors.batching.admission import Admission
+from actors.batching.queue_drain import QueueDrain
 from actors.ranks.memory import bound_memory
 from actors.ranks.rank import Links, Rank, Recording
 from actors.ranks.serving_loop import Intake, ServingLoop, ServingParts
@@ -81,6 +82,8 @@ def serving_rank(
 ) -> Rank:
     """Begins to listen to clients. started_s: when its making began."""
     config, pool_blocks = spec.config, parts.scheduler.blocks.num_blocks
+    drain = QueueDrain(parts.scheduler, monotonic_s)
+    parts = parts._replace(observers=[*parts.observers, drain])
     clients = ClientServer(spec.name, token=spec.token, wake=parts.executor.wake, watch=parts.watch)
     admission = Admission(
         spec.name,
@@ -88,6 +91,7 @@ def serving_rank(
         served.max_context_tokens,
         pool_blocks * config.kv.block_tokens,
         config.schedule.max_waiting,
+        drain.retry_after_s,
     )
     recording.metrics.read_blocks(lambda: parts.scheduler.blocks.counts)
     loop = ServingLoop(spec.name, Intake(clients, admission, config.kv.block_tokens), parts)

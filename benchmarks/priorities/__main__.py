@@ -57,7 +57,7 @@ def main() -> None:
         help="small: a quarter of the work, for a machine without wide vectors",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--only", default="", help="variants whose name contains this|or this")
     parser.add_argument("--picture", type=Path, help="paper: its Figures 2 to 4 (.svg, .png)")
     parser.add_argument("--load", default="", help="mix, paper: this alone, as '1 out'")
     parser.add_argument(

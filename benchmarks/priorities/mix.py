@@ -51,7 +51,8 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _load(path: Path, options: argparse.Namespace, rate: float, output: int) -> Any:
-    wanted = [v for v in variants(options.budgets) if options.only in v.name]
+    only = options.only.split("|")
+    wanted = [v for v in variants(options.budgets) if any(each in v.name for each in only)]
     found: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in wanted}
     shared: dict[tuple[Any, ...], Group] = {}  # variants that differ in the load alone
     for number in range(options.rounds + 1):  # the first one warms up

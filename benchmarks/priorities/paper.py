@@ -38,7 +38,11 @@ WARM_JOBS = 24
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         path = write_random_checkpoint(Path(folder) / "model", MODELS[options.model])
-        groups = {variant.name: Group(path, variant, options.dtype) for variant in VARIANTS}
+        groups = {
+            variant.name: Group(path, variant, options.dtype)
+            for variant in VARIANTS
+            if _wanted(options.only, variant.name)
+        }
         for group in groups.values():
             await group.join()
         capacities = await _capacities(groups, options.capacities)
@@ -52,7 +56,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                 rate = part * capacities[whose]
                 arrivals = poisson(rate, options.seconds, like_chats(MOST), LS_PART, rng)
                 for variant in _turns(number):
-                    if options.only not in variant.name:
+                    if not _wanted(options.only, variant.name):
                         continue
                     if variant.batching and whose != variant.name:
                         continue  # beyond its capacity only its queue grows
@@ -79,6 +83,10 @@ async def _capacities(groups: dict[str, Group], known: list[float]) -> dict[str,
             await group.measure(BURST[:WARM_JOBS], 0.1, VOCABULARY, 1)
         return dict(zip((WHOLE, FCFS), known, strict=True))
     return {name: await _capacity(groups[name]) for name in (WHOLE, FCFS) if name in groups}
+
+
+def _wanted(only: str, name: str) -> bool:
+    return any(each in name for each in only.split("|"))
 
 
 def _turns(number: int) -> list[Variant]:

@@ -10,11 +10,12 @@ import msgspec
 
 from cluster.routing.rank_client import RankClient
 from contracts.clock import Clock, monotonic_s
-from contracts.errors import ChannelError, RankError, TandemError
+from contracts.errors import ChannelError, OverloadError, RankError, TandemError
 from contracts.messages import Failed, Finished, SequenceEvent, Submit, Tokens
 from contracts.metrics import Pipeline
 from contracts.requests import GREEDY_BELOW, Sampling
 from contracts.routing import RequestKey
+from planner.policies.drain import SHORTEST_S
 
 _LOST_CODES = frozenset({"not_ready", "peer_lost", "peer_dead", "peer_hung", "channel_error"})
 
@@ -189,10 +190,13 @@ def _is_told_by_tokens(sampling: Sampling) -> bool:
 
 
 def _failed(error: TandemError) -> Failed:
-    return Failed(0, error.code, error.message, error.status)
+    again_s = error.retry_after_s if isinstance(error, OverloadError) else None
+    return Failed(0, error.code, error.message, error.status, again_s)
 
 
-def failure_of(event: SequenceEvent) -> RankError:
+def failure_of(event: SequenceEvent) -> TandemError:
+    if isinstance(event, Failed) and event.code == OverloadError.code:
+        return OverloadError(event.message, event.retry_after_s or SHORTEST_S)
     if isinstance(event, Failed):
         return RankError(event.message, event.code, event.status)
     return RankError(f"expected a score, got {type(event).__name__}", "no_answer", 500)

@@ -14,7 +14,8 @@ from benchmarks.planted_bugs.bugs import BUGS, Bug
 ROOT = Path(__file__).parents[3]
 AREAS = {
     "scheduler", "blocks", "sampler", "executor", "dispatch", "router", "journal", "handshake",
-    "shares", "lanes", "door", "user policy", "offloading", "foretelling", "replicas", "steps",
+    "shares", "lanes", "door", "user policy", "offloading", "foretelling", "replicas",
+    "steps", "placement",
 }  # fmt: skip
 
 
