@@ -61,6 +61,11 @@ class Following:
             reason = f"{packet.peer}: {reason_of(packet)}"
             self._say(self._generations.withdrawn(header.generation, reason, now_s))
 
+    def lost(self, expert: str) -> None:
+        """The rank serves no more, but may stay linked to the others: they let go of what is to
+        come."""
+        self._say(self._generations.lost(expert))
+
     def look(self) -> None:
         """What is due by now."""
         self._say(self._generations.look(self._clock()))

@@ -41,6 +41,9 @@ class Brought(NamedTuple, Generic[P]):
 class Store(Protocol[P_in]):
     """A `RankExperts` of several generations."""
 
+    @property
+    def count(self) -> int: ...
+
     def holds(self, generation: int) -> bool: ...
 
     def place(self, generation: int, experts: P_in) -> None: ...
@@ -93,6 +96,11 @@ class Moving(Generic[P]):
         self._freed: list[int] = []
         self.counts = dict.fromkeys(Outcome, 0)
         self.loaded_bytes, self.load_s = 0, 0.0
+
+    @property
+    def experts(self) -> int:
+        """Distinct ones that are there, of all layers. From any thread."""
+        return self._store.count
 
     @property
     def newest(self) -> int:

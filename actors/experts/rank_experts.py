@@ -109,6 +109,12 @@ class AllThere:
     def half(self, generation: int) -> ExpertHalf:
         return self._halves[generation]
 
+    @property
+    def count(self) -> int:
+        """Experts that are there, each once. From any thread."""
+        halves = list(self._halves.values())
+        return len({(n, e) for half in halves for n, ids in half.expert_ids.items() for e in ids})
+
     def memory_of(self, layer: int, expert: int) -> list[Tensor] | None:
         """Of a packed one; None: it is not here. From any thread."""
         for half in list(self._halves.values()):
@@ -181,6 +187,12 @@ class SomeThere:
 
     def holds(self, generation: int) -> bool:
         return generation in self._own
+
+    @property
+    def count(self) -> int:
+        """Experts that it may be asked for, each once. From any thread."""
+        owns = list(self._own.values())
+        return len({(layer, e) for own in owns for layer, ids in own.items() for e in ids})
 
     def place(self, generation: int, own: Mapping[int, Sequence[int]]) -> None:
         """Nothing is to be brought in for it: what is wanted is read."""

@@ -244,6 +244,8 @@ class RemotePlane:
                 self._take_packet(happening)
             elif isinstance(happening, PeerLost) and happening.peer in self._rank_of:
                 lost = lost or happening.error
+                if self._following is not None:
+                    self._following.lost(happening.peer)
         if lost is not None:
             raise lost
 

@@ -42,6 +42,7 @@ class AttentionGenerations:
         self._candidates: dict[int, _Candidate] = {}
         self._live: Counter[int] = Counter()
         self._owes_retired = False
+        self._lost = ""  # an expert rank: the first
 
     @property
     def generation(self) -> int:
@@ -60,6 +61,8 @@ class AttentionGenerations:
             candidate.refused, candidate.since_s = False, now_s
         if candidate.placement not in (None, placement):
             return self._refuse(generation, f"{expert} has another placement than the rest")
+        if self._lost:
+            return self._refuse(generation, f"{self._lost} is lost")
         candidate.placement = placement
         candidate.placed.add(expert)
         if len(candidate.placed) < len(self._experts):
@@ -75,6 +78,16 @@ class AttentionGenerations:
         if self._candidate(generation, now_s).refused:
             return []
         return self._refuse(generation, reason)
+
+    def lost(self, expert: str) -> list[Tell]:
+        """It says PLACED to nobody any more."""
+        self._lost = self._lost or expert
+        return [
+            tell
+            for generation, candidate in list(self._candidates.items())
+            if not candidate.refused
+            for tell in self._refuse(generation, f"{expert} is lost")
+        ]
 
     def look(self, now_s: float) -> list[Tell]:
         """What is due by now."""

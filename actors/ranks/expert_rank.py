@@ -237,6 +237,7 @@ class ExpertLoop:
         return {
             "placement": {
                 "generation": moving.placement.generation,
+                "experts": moving.experts,
                 **outcomes,
                 "loaded_bytes": moving.loaded_bytes,
                 "load_s": moving.load_s,

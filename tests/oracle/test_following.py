@@ -9,17 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from contracts.placement import Placement
 from contracts.planning import Outcome
 from models.decoder.local import LocalModel
-from models.spec.model import ModelSpec, read_spec
+from models.spec.model import read_spec
 from tests.support.fake_planner import TOKEN, FakePlanner
 from tests.support.group_harness import RankConnection, ThreadGroup, greedy, group_config
-from tests.support.placements import replicated
+from tests.support.placements import another
 from tests.support.tiny_models import prompts
 
 Checkpoints = Callable[..., Path]
@@ -32,18 +30,6 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {}),
 ]
 MOVES = 5
-
-
-def another(spec: ModelSpec, generation: int) -> Placement:
-    """Experts in any order, some twice; spare slots come and go."""
-    placement = replicated(
-        spec.num_experts,
-        [generation % 3, 1],
-        num_layers=spec.num_layers,
-        moe_layers=spec.moe_layers,
-        seed=generation,
-    )
-    return msgspec.structs.replace(placement, generation=generation)
 
 
 @contextmanager
@@ -111,3 +97,21 @@ def test_answers_stay_the_same_while_experts_move(
                     assert outcome.outcome is Outcome.RETIRED, outcome
         for rank in group.ranks:
             assert rank.status().sections["placement"]["generation"] == MOVES
+
+
+def test_ranks_that_keep_few_experts_follow_without_reading_any_for_it(
+    tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")
+    sequences = prompts(4, [23, 40, 7])
+    tokens = [local.greedy(each, 6) for each in sequences]
+    few: dict[str, Any] = {"experts": {"slots": 5}, "prefill": {"host_store": str(tmp_path)}}
+    with following(folder, "shm", **few) as (planner, group), group.client() as client:
+        for generation in range(1, MOVES + 1):
+            asked = Asked(client, sequences)
+            planner.propose(another(spec, generation))
+            assert asked.tokens() == tokens
+            for rank in group.experts:
+                outcome = planner.outcome(rank.ready.name, generation)
+                assert (outcome.outcome, outcome.loaded_bytes) == (Outcome.RETIRED, 0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import msgspec
 import numpy as np
 
 from contracts.placement import Placement
+from models.spec.model import ModelSpec
 from planner.placement.contiguous import contiguous
 
 
@@ -39,3 +41,15 @@ def replicated(
         slots_per_rank=tuple(sizes),
         expert_of_slot=tuple(layer() if n in moe_layers else () for n in range(num_layers)),
     )
+
+
+def another(spec: ModelSpec, generation: int, ranks: int = 2) -> Placement:
+    """Experts in any order, some twice; spare slots come and go."""
+    placement = replicated(
+        spec.num_experts,
+        [(generation + rank) % 3 for rank in range(ranks)],
+        num_layers=spec.num_layers,
+        moe_layers=spec.moe_layers,
+        seed=generation,
+    )
+    return msgspec.structs.replace(placement, generation=generation)

@@ -53,6 +53,7 @@ class World:
         self.random = random.Random(seed)
         self.faults = faults
         self.now_s = 0.0
+        self.is_lost = False
         self.broken: list[str] = []
         self.switches = self.placed_again = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -114,10 +115,13 @@ class World:
 
     def _killing(self, name: str) -> Callable[[], None]:
         def kill() -> None:
-            """The group is lost: every attention rank ends its links."""
+            """The group is lost. Attention ranks serve no more; some end their links, too."""
             self.experts.pop(name)
+            self.is_lost = True
             for attention in self.attentions.values():
-                self.after(self.random.random(), attention.die)
+                loses = functools.partial(attention.loses, name)
+                ends = self.random.choice((attention.die, loses))
+                self.after(self.random.random(), ends)
 
         return kill
 
@@ -196,29 +200,29 @@ class Attention:
         self.world, self.name, self.experts = world, name, experts
         patience_s = DEADLINE_S / 2 if world.faults.impatient else DEADLINE_S
         self.machine = AttentionGenerations(experts, proposal(0), patience_s)
-        self.open: set[int] = set()  # calls that wait for answers
+        self.open: set[tuple[int, int]] = set()  # calls that wait for answers, generations
         self._calls = itertools.count()
-        self.is_dead = False
+        self.is_dead = self.is_through = False
         self._gone_for: set[str] = set()  # expert ranks that know that it is dead
 
     def turn(self) -> None:
         """Another layer of some batch, then a while of nothing."""
-        if self.is_dead or self.world.now_s > TRAFFIC_S:
+        if self.is_dead or self.is_through or self.world.now_s > TRAFFIC_S:
             return
         self._call()
         self.world.after(self.world.random.choice((0.01, 0.5, 8.0)), self.turn)
 
     def _call(self) -> None:
         world, generation = self.world, self.machine.began()
-        number = next(self._calls)
-        self.open.add(number)
+        call = next(self._calls), generation
+        self.open.add(call)
         to = world.random.sample(self.experts, world.random.randint(1, len(self.experts)))
         left = set(to)
         priority = world.random.choice(list(Priority))
 
         def end() -> None:
-            if number in self.open and not self.is_dead:
-                self.open.discard(number)
+            if call in self.open and not self.is_dead:
+                self.open.discard(call)
                 self.do(self.machine.ended(generation))
 
         def answered(expert: str) -> None:
@@ -250,6 +254,14 @@ class Attention:
             classes = Priority if tell.kind is Kind.RETIRED else (Priority.LS,)
             for priority in classes:
                 self._send(tell.peer, priority, functools.partial(self._deliver, tell, priority))
+
+    def loses(self, expert: str) -> None:
+        """What waits for answers is dropped."""
+        self.is_through = True
+        self.do(self.machine.lost(expert))
+        for _, generation in sorted(self.open):
+            self.do(self.machine.ended(generation))
+        self.open.clear()
 
     def die(self) -> None:
         """Expert ranks hear of it after what it has sent, if that comes at all."""
@@ -296,7 +308,7 @@ def settled(world: World) -> list[str]:
         waiting = [g for g, c in attention.machine._candidates.items() if not c.refused]
         if waiting or attention.open:
             wrong.append(f"{name} waits for {waiting}, and answers of {attention.open}")
-        for expert in world.experts.values():
+        for expert in () if world.is_lost else world.experts.values():
             if expert.machine.current != attention.machine.generation:
                 wrong.append(f"{name} uses {attention.machine.generation}, {expert.name} not")
     return wrong

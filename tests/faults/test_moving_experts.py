@@ -1,0 +1,414 @@
+"""Experts move while a group serves, and something fails: the move ends by its deadline, requests
+go on with right answers on the experts that were there, and what had come is let go of."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.ranks.local_group import LocalGroup
+from actors.weights.expert_exchange import ExpertTaker
+from contracts.config import ChannelConfig
+from contracts.errors import PeerHungError
+from contracts.planning import Outcome
+from contracts.worker import RankStatus
+from kernels.linear import Linear
+from models.decoder.local import LocalModel
+from models.spec.model import ModelSpec, read_spec
+from tests.support.channels_support import nothing_leaks  # noqa: F401
+from tests.support.fake_planner import TOKEN, FakePlanner
+from tests.support.group_harness import (
+    DEADLINE_S,
+    RankConnection,
+    ThreadGroup,
+    greedy,
+    group_config,
+)
+from tests.support.placements import another
+from tests.support.tiny_models import prompts
+
+pytestmark = pytest.mark.usefixtures("ranks_are_forked")
+Checkpoints = Callable[..., Path]
+EXPERTS = ("expert-0", "expert-1")
+FAST, SLOW = 1e9, 1e5  # bytes a second: at once; some seconds
+PROMPTS = prompts(5, [20, 31, 9])
+
+
+@pytest.fixture(scope="session")
+def deep(tiny_checkpoint: Checkpoints) -> Path:
+    return tiny_checkpoint("qwen3_moe", num_hidden_layers=12, num_experts=8)
+
+
+@pytest.fixture(scope="session")
+def right(deep: Path) -> list[list[int]]:
+    local = LocalModel.load(deep, dtype="float32")
+    return [local.greedy(prompt, 8) for prompt in PROMPTS]
+
+
+def config(bytes_per_s: float, **placement: Any) -> dict[str, Any]:
+    return {"placement": {"follow": "follow", "bytes_per_s": bytes_per_s, **placement}}
+
+
+@contextlib.contextmanager
+def threads(folder: Path, **sections: Any) -> Iterator[tuple[FakePlanner, ThreadGroup]]:
+    with (
+        FakePlanner() as planner,
+        ThreadGroup(folder, group_config(2, 2, **sections), token=TOKEN) as group,
+    ):
+        group.join_planner(planner.address)
+        planner.wait_held(*EXPERTS)
+        yield planner, group
+
+
+@contextlib.contextmanager
+def processes(folder: Path, **sections: Any) -> Iterator[tuple[FakePlanner, LocalGroup]]:
+    with (
+        LocalGroup(str(folder), group_config(2, 2, **sections)) as group,
+        FakePlanner(token=group.token) as planner,
+    ):
+        for process in group.processes.values():
+            process.call("join_planner", planner.address).result(DEADLINE_S)
+        planner.wait_held(*EXPERTS)
+        yield planner, group
+
+
+def clients_of(group: LocalGroup) -> list[RankConnection]:
+    return [RankConnection(*item, group.token) for item in group.client_addresses.items()]
+
+
+def status_of(group: LocalGroup, name: str) -> RankStatus:
+    status: RankStatus = group.processes[name].call("status").result(5.0)
+    return status
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def answers(client: RankConnection) -> list[list[int]]:
+    requests = [client.submit(prompt, sampling=greedy(8)) for prompt in PROMPTS]
+    return [client.generated(request)[0] for request in requests]
+
+
+def placed(status: RankStatus) -> tuple[float, float]:
+    """Its generation, and how many experts it has."""
+    found = status.sections["placement"]
+    return found["generation"], found["experts"]
+
+
+def own(spec: ModelSpec, generation: int, rank: int) -> int:
+    return sum(map(len, another(spec, generation).experts_of(rank).values()))
+
+
+# --- moves that come to nothing
+
+
+def test_a_load_that_takes_too_long_ends_at_its_deadline_everywhere(
+    deep: Path, right: list[list[int]]
+) -> None:
+    with threads(deep, **config(SLOW / 100, deadline_s=0.5)) as (planner, group):
+        before = [placed(rank.status()) for rank in group.experts]
+        with group.client(0) as first, group.client(1) as second:
+            planner.propose(another(read_spec(deep), 1))
+            for rank in EXPERTS:
+                outcome = planner.outcome(rank, 1)
+                assert outcome.outcome is Outcome.FAILED
+                assert "placement.deadline_s" in outcome.reason or "refused" in outcome.reason
+            assert answers(first) == answers(second) == right
+        until(lambda: [placed(rank.status()) for rank in group.experts] == before)
+
+
+def test_what_reaches_one_expert_rank_only_is_refused_by_all_attention_ranks_and_let_go_of(
+    deep: Path, right: list[list[int]]
+) -> None:
+    """The planner died in between."""
+    spec = read_spec(deep)
+    with threads(deep, **config(FAST, deadline_s=1.0)) as (planner, group):
+        before = [placed(rank.status()) for rank in group.experts]
+        with group.client() as client:
+            planner.propose(another(spec, 1), "expert-0")
+            outcome = planner.outcome("expert-0", 1)
+            assert outcome.outcome is Outcome.FAILED
+            assert "no word of expert-1" in outcome.reason
+            assert [placed(rank.status()) for rank in group.experts] == before
+            planner.propose(another(spec, 2))
+            for rank in EXPERTS:
+                assert planner.outcome(rank, 2).outcome is Outcome.RETIRED
+            assert answers(client) == right
+
+
+@pytest.mark.parametrize("change", ["model", "ranks", "old", "bytes", "twice"])
+def test_a_proposal_that_does_not_fit_is_refused_by_name(
+    deep: Path, right: list[list[int]], change: str
+) -> None:
+    spec = read_spec(deep)
+    limit = {"move_bytes": 1} if change == "bytes" else {}
+    with threads(deep, **config(SLOW if change == "twice" else FAST, **limit)) as (planner, group):
+        proposal, words = (
+            another(spec, 2),
+            {
+                "model": "the model has 8",
+                "ranks": "the group 2 ranks",
+                "old": "not newer than 2",
+                "bytes": "placement.move_bytes=1",
+                "twice": "generation 2 is under way",
+            },
+        )
+        if change == "model":
+            proposal = msgspec.structs.replace(
+                proposal, expert_of_slot=(*proposal.expert_of_slot[:-1], ())
+            )
+        elif change == "ranks":
+            proposal = another(spec, 2, ranks=3)
+        elif change in ("old", "twice"):
+            planner.propose(proposal)
+            if change == "old":
+                assert planner.outcome("expert-0", 2).outcome is Outcome.RETIRED
+            proposal = another(spec, 1 if change == "old" else 3)
+        planner.propose(proposal)
+        for rank in EXPERTS:
+            outcome = planner.outcome(rank, proposal.generation)
+            assert outcome.outcome is Outcome.FAILED
+            told_first = change == "twice" and "has refused generation 3" in outcome.reason
+            assert words[change] in outcome.reason or told_first
+        with group.client() as client:
+            assert answers(client) == right
+
+
+def test_experts_stay_where_they_are_unless_the_configuration_says_otherwise(deep: Path) -> None:
+    with threads(deep) as (planner, _):
+        planner.propose(another(read_spec(deep), 1))
+        for rank in EXPERTS:
+            assert "placement.follow=off" in planner.outcome(rank, 1).reason
+
+
+def test_a_checkpoint_that_is_gone_fails_a_move_only_where_no_peer_gives_the_expert(
+    deep: Path, right: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(deep, tmp_path / "model")
+    spec = read_spec(folder)
+    with threads(folder, **config(FAST)) as (planner, group), group.client() as client:
+        shutil.rmtree(folder)
+        planner.propose(another(spec, 1))
+        for rank in EXPERTS:
+            assert planner.outcome(rank, 1).outcome is Outcome.RETIRED
+        before = [placed(rank.status()) for rank in group.experts]
+
+        def hung(*_: object) -> None:
+            raise PeerHungError("planted", "")
+
+        monkeypatch.setattr(ExpertTaker, "_fetch", hung)
+        planner.propose(another(spec, 2))
+        reasons = [planner.outcome(rank, 2).reason for rank in EXPERTS]
+        assert any(f"{folder}: no such folder" in reason for reason in reasons)
+        assert [placed(rank.status()) for rank in group.experts] == before
+        assert answers(client) == right
+
+
+def test_the_checkpoint_gives_what_peers_do_not(
+    deep: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hung(*_: object) -> None:
+        raise PeerHungError("planted", "")
+
+    monkeypatch.setattr(ExpertTaker, "_fetch", hung)
+    with threads(deep, **config(FAST)) as (planner, group), group.client() as client:
+        for generation in (1, 2):
+            planner.propose(another(read_spec(deep), generation))
+            for rank in EXPERTS:
+                assert planner.outcome(rank, generation).outcome is Outcome.RETIRED
+            assert answers(client) == right
+
+
+# --- memory
+
+
+def test_experts_that_move_away_take_their_memory_with_them(deep: Path) -> None:
+    spec = read_spec(deep)
+    with threads(deep, **config(FAST)) as (planner, group):
+
+        def experts_there() -> int:
+            gc.collect()
+            return sum(type(each) is Linear for each in gc.get_objects()) // 2
+
+        gc.unfreeze()
+        others = experts_there() - sum(int(placed(r.status())[1]) for r in group.experts)
+        for generation in range(1, 5):
+            planner.propose(another(spec, generation))
+            for rank in EXPERTS:
+                assert planner.outcome(rank, generation).outcome is Outcome.RETIRED
+            mine = [own(spec, generation, rank) for rank in (0, 1)]
+            found = [placed(rank.status()) for rank in group.experts]
+            assert found == [(generation, count) for count in mine]
+            until(lambda mine=mine: experts_there() - others == sum(mine))  # type: ignore[misc]
+
+
+# --- the planner
+
+
+def test_a_planner_that_is_lost_after_it_has_proposed_is_not_needed_any_more(
+    deep: Path, right: list[list[int]]
+) -> None:
+    with threads(deep, **config(SLOW)) as (planner, group), group.client() as client:
+        planner.propose(another(read_spec(deep), 1))
+        until(lambda: any("placement" in rank.status().notes for rank in group.experts))
+        planner.held.clear()
+        planner.hang_up()
+        until(lambda: all(placed(rank.status())[0] == 1 for rank in group.experts))
+        assert answers(client) == right
+        planner.wait_held(*EXPERTS)
+        assert {held.newest for held in planner.held.values()} == {1}
+
+
+def test_a_planner_that_proposes_again_and_again_is_told_what_is_under_way(
+    deep: Path, right: list[list[int]]
+) -> None:
+    spec = read_spec(deep)
+    with threads(deep, **config(SLOW * 20)) as (planner, group), group.client() as client:
+        for generation in range(1, 30):
+            planner.propose(another(spec, generation), EXPERTS[generation % 2])
+            planner.propose(another(spec, generation), EXPERTS[1 - generation % 2])
+            if generation % 10 == 0:
+                assert answers(client) == right
+        for generation in range(1, 30):
+            ends = {planner.outcome(rank, generation).outcome for rank in EXPERTS}
+            assert len(ends) == 1
+        generations = {placed(rank.status())[0] for rank in group.experts}
+        assert len(generations) == 1
+        assert answers(client) == right
+
+
+# --- ranks
+
+
+def test_the_move_goes_on_when_an_attention_rank_is_killed_in_it(
+    deep: Path, right: list[list[int]]
+) -> None:
+    with processes(deep, **config(SLOW)) as (planner, group):
+        doomed, other = clients_of(group)
+        running = doomed.submit(PROMPTS[0], sampling=greedy(400))
+        doomed.wait_begun(running)
+        planner.propose(another(read_spec(deep), 1))
+        until(lambda: "placement" in status_of(group, "expert-0").notes)
+        group.processes["attention-0"].send_signal(signal.SIGKILL)
+        assert answers(other) == right
+        for rank in EXPERTS:
+            assert planner.outcome(rank, 1).outcome is Outcome.RETIRED
+        assert answers(other) == right
+        doomed.close()
+        other.close()
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_move_comes_to_nothing_when_the_rank_that_gives_the_experts_is_lost(
+    deep: Path, fault: signal.Signals
+) -> None:
+    """The group is lost with it, as ever; what had come is let go of."""
+    spec = read_spec(deep)
+    channel = {"channel": {"silence_s": ChannelConfig().silence_s}}
+    with processes(deep, **config(SLOW), **channel) as (planner, group):
+        clients = clients_of(group)
+        before = placed(status_of(group, "expert-0"))
+        running = [client.submit(PROMPTS[0], sampling=greedy(400)) for client in clients]
+        for client, request in zip(clients, running, strict=True):
+            client.wait_begun(request)
+        planner.propose(another(spec, 1))
+        until(lambda: "placement" in status_of(group, "expert-0").notes)
+        group.processes["expert-1"].send_signal(fault)
+        for client, request in zip(clients, running, strict=True):
+            assert "expert-1" in client.failed(request).message
+        outcome = planner.outcome("expert-0", 1)
+        assert outcome.outcome is Outcome.FAILED
+        until(lambda: placed(status_of(group, "expert-0")) == before)
+        for client in clients:
+            client.close()
+
+
+# --- many moves, many kills
+
+
+class Moves:
+    """Rounds of a group each: moves under load, then one rank is killed in the middle of one."""
+
+    def __init__(self, folder: Path, right: list[list[int]], seed: int) -> None:
+        self._folder, self._right, self._random = folder, right, random.Random(seed)
+        self._spec = read_spec(folder)
+
+    def round(self, moves: int) -> None:
+        with processes(self._folder, **config(SLOW * 50, deadline_s=20.0)) as (planner, group):
+            clients = clients_of(group)
+            for generation in range(1, moves + 1):
+                asked = [self._ask(client) for client in clients]
+                planner.propose(another(self._spec, generation))
+                self._check(asked)
+                for number, rank in enumerate(EXPERTS):
+                    outcome = planner.outcome(rank, generation)
+                    assert outcome.outcome is Outcome.RETIRED, outcome
+                    expected = generation, own(self._spec, generation, number)
+                    assert placed(status_of(group, rank)) == expected
+            self._kill(planner, group, clients, moves)
+            for client in clients:
+                client.close()
+
+    def _kill(
+        self,
+        planner: FakePlanner,
+        group: LocalGroup,
+        clients: list[RankConnection],
+        generation: int,
+    ) -> None:
+        victim = self._random.choice(["attention-0", "attention-1", *EXPERTS])
+        asked = [self._ask(client) for client in clients]
+        planner.propose(another(self._spec, generation + 1))
+        time.sleep(self._random.random() * 0.05)  # anywhere in the move
+        group.processes[victim].send_signal(signal.SIGKILL)
+        if victim in EXPERTS:
+            (left,) = set(EXPERTS) - {victim}
+            planner.outcome(left, generation + 1)
+            number = EXPERTS.index(left)
+            counts = {(g, own(self._spec, g, number)) for g in (generation, generation + 1)}
+            until(lambda: placed(status_of(group, left)) in counts)
+            return
+        survivor = 1 - int(victim[-1])
+        self._check([asked[survivor]])
+        for rank in EXPERTS:
+            assert planner.outcome(rank, generation + 1).outcome is Outcome.RETIRED
+        self._check([self._ask(clients[survivor])])
+
+    def _ask(self, client: RankConnection) -> tuple[RankConnection, list[int]]:
+        return client, [client.submit(prompt, sampling=greedy(8)) for prompt in PROMPTS]
+
+    def _check(self, asked: list[tuple[RankConnection, list[int]]]) -> None:
+        for client, requests in asked:
+            assert [client.generated(request)[0] for request in requests] == self._right
+
+
+def test_nothing_is_lost_or_doubled_over_moves_and_kills(
+    deep: Path, right: list[list[int]]
+) -> None:
+    many = Moves(deep, right, seed=1)
+    for _ in range(2):
+        many.round(moves=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_nothing_is_lost_or_doubled_over_two_hundred_moves_and_twenty_kills(
+    deep: Path, right: list[list[int]]
+) -> None:
+    many = Moves(deep, right, seed=2)
+    for _ in range(20):
+        many.round(moves=10)
