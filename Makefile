@@ -3,7 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check quick lint ruff types layers format clean
+# The Python whose torch sees the GPU: that of .venv, if there is one.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+.PHONY: demo test check quick lint ruff types layers format gpu clean
 demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 
@@ -17,6 +20,10 @@ check: $(VENV)/.installed
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 -m "not long and not slow" \
 		tests/unit tests/property tests/architecture
+
+# All that needs a GPU; installs nothing. ARGS: --list, --only PART …
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 lint: ruff types layers
 

@@ -1,4 +1,5 @@
-"""What a device does at best: copies from the host's memory; and the memory that it used."""
+"""What a device does at best: copies from the host's memory, and within its own; and the memory
+that it used."""
 
 from __future__ import annotations
 
@@ -7,11 +8,14 @@ import time
 import torch
 
 from kernels.device import finish
+from models.experts.device_lanes import DeviceLane
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertBuffer
-from models.experts.host_experts import HostSource
+from models.experts.host_experts import ExpertMemory, HostSource
 
 _COPIES = 4
+_EXPERTS = 64
+_LARGE_BYTES = {"cuda": 1 << 31, "cpu": 1 << 26}
 
 
 def copy_bytes_per_s(host: HostSource, layout: ExpertLayout) -> float:
@@ -25,6 +29,43 @@ def copy_bytes_per_s(host: HostSource, layout: ExpertLayout) -> float:
         finish(device)
         best_s = min(best_s, time.monotonic() - start_s)
     return buffer.num_bytes / best_s
+
+
+def expert_copies(
+    memory: ExpertMemory, layout: ExpertLayout, lane: DeviceLane, bytes_at_once: int | None = None
+) -> float:
+    """Bytes/s of experts into one slot, as a cache copies them, alone, with nothing between them.
+    bytes_at_once: of a piece of an expert; None: whole."""
+    slot, experts = ExpertBuffer(layout, 1).part(0, 1), min(_EXPERTS, layout.spec.num_experts)
+    layer, best_s = layout.spec.moe_layers[0], float("inf")
+    for _ in range(_COPIES):
+        finish(layout.device)
+        start_s = time.monotonic()
+        for expert in range(experts):
+            for stored, into in zip(memory.expert(layer, expert), slot, strict=True):
+                row_bytes = into[0, :1].nbytes
+                rows = into.shape[1]
+                step = rows if bytes_at_once is None else max(1, bytes_at_once // row_bytes)
+                for first in range(0, rows, step):
+                    piece = slice(first, first + step)
+                    lane.copy([stored[:, piece]], [into[:, piece]], None)
+        lane.drain()
+        best_s = min(best_s, time.monotonic() - start_s)
+    return experts * layout.num_bytes(1) / best_s
+
+
+def memory_bytes_per_s(device: torch.device) -> float:
+    """Read and written by a copy within the device's memory."""
+    source = torch.zeros(_LARGE_BYTES[device.type], dtype=torch.uint8, device=device)
+    target, best_s = torch.empty_like(source), float("inf")
+    for _ in range(_COPIES):
+        finish(device)
+        start_s = time.monotonic()
+        for _ in range(_COPIES):
+            target.copy_(source)
+        finish(device)
+        best_s = min(best_s, (time.monotonic() - start_s) / _COPIES)
+    return 2 * source.nbytes / best_s
 
 
 def peak_bytes(device: torch.device) -> int:

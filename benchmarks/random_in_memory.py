@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,33 +85,72 @@ class _RandomTensors:
         """Nothing is kept."""
 
 
+class OffloadedModel(NamedTuple):
+    """memory: all experts, in the host's memory alone; host: closes it."""
+
+    layout: ExpertLayout
+    attention: AttentionHalf
+    memory: ExpertMemory
+    host: HostSource
+
+
 def random_model(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> RandomModel:
     """Tells on stdout how far it is: pages of the host take the longest."""
+    layout, attention = _halves(config, dtype, device)
+    spec, held = layout.spec, dict[int, ExpertLayer]()
+
+    def keep(layer: int, made: tuple[Tensor, ...]) -> None:
+        gate_up, down = made
+        held[layer] = ExpertLayer(linears(gate_up), linears(down))
+
+    memory, pinned = _experts(layout, keep)
+    host = HostSource(memory, spec.num_experts, pinned)
+    return RandomModel(layout, attention, ExpertHalf(spec, range(spec.num_experts), held), host)
+
+
+def random_offloaded(
+    config: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> OffloadedModel:
+    """The same without experts on the device."""
+    layout, attention = _halves(config, dtype, device)
+    memory, pinned = _experts(layout, lambda layer, made: None)
+    host = HostSource(memory, layout.spec.num_experts, pinned)
+    return OffloadedModel(layout, attention, memory, host)
+
+
+def _halves(
+    config: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> tuple[ExpertLayout, AttentionHalf]:
     spec = spec_from(ConfigFields(Path("random"), config))
     torch.manual_seed(0)
     loader = Loader(_RandomTensors(device, dtype), dtype, device, None, 0)
     attention = AttentionHalf(spec, loader, dtype, device)
-    layout = ExpertLayout(spec, dtype, device, packed=False)
-    held: dict[int, ExpertLayer] = {}
+    return ExpertLayout(spec, dtype, device, packed=False), attention
+
+
+def _experts(
+    layout: ExpertLayout, keep: Callable[[int, tuple[Tensor, ...]], None]
+) -> tuple[ExpertMemory, list[Tensor]]:
+    """All experts in the host's memory, and what of it is pinned. keep: told of each layer's on
+    the device."""
+    spec = layout.spec
     stored: list[tuple[Tensor, ...]] = []
     pinned: list[Tensor] = []
     told_s = time.monotonic()
     for layer in spec.moe_layers:
         memory = _host_memory(layout.num_bytes(spec.num_experts))
-        if device.type == "cuda":
+        if layout.device.type == "cuda":
             pin(memory, f"experts of layer {layer}")
             pinned.append(memory)
         stored.append(layout.views(memory, spec.num_experts))
         made = tuple(_random(tensor) for tensor in layout.empty(spec.num_experts))
         for view, tensor in zip(stored[-1], made, strict=True):
             view.copy_(tensor)
-        gate_up, down = made
-        held[layer] = ExpertLayer(linears(gate_up), linears(down))
+        keep(layer, made)
         if time.monotonic() - told_s > _TOLD_EVERY_S:
             told_s = time.monotonic()
             print(f"made: {layer + 1} of {spec.num_layers} layers", flush=True)
-    host = HostSource(ExpertMemory(stored, layout), spec.num_experts, pinned)
-    return RandomModel(layout, attention, ExpertHalf(spec, range(spec.num_experts), held), host)
+    return ExpertMemory(stored, layout), pinned
 
 
 def _host_memory(num_bytes: int) -> Tensor:

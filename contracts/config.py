@@ -221,7 +221,7 @@ class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     read from a host store behind compute. "hybrid": its own 1/N from the host store, and from there
     gathered. "all_to_all": 1/N, and activations travel instead of weights, in lockstep (the
     baseline, DP+EP). "cached": as many as the section `experts` says, the others read when they are
-    wanted, from a file in `host_store`."""
+    wanted, from a file in `host_store`; on a GPU from the host's memory, pinned."""
     resident_layers: Count = 1
     """Layers whose experts stay in memory all the same, the first of them included."""
     shard_window: Count = 2

@@ -98,7 +98,7 @@ def cached_supply(
 ) -> OwnSupply:
     """Experts that come and go. Raises CheckpointError, ResourceError, ConfigError."""
     if layout.device.type == "cuda":
-        return _device_supply(spec, layout, timeline, telemetry)
+        return device_supply(spec, layout, timeline, telemetry)
     cache = expert_cache(spec, layout, telemetry)
 
     def new_plane(half: AttentionHalf) -> CachedPlane:
@@ -108,7 +108,7 @@ def cached_supply(
     return OwnSupply(new_plane, cache.close, cache.num_bytes)
 
 
-def _device_supply(
+def device_supply(
     spec: WorkerSpec, layout: ExpertLayout, timeline: Timeline, telemetry: Telemetry
 ) -> OwnSupply:
     """The same in a GPU's memory."""

@@ -52,6 +52,10 @@ _RANK, _ON_RANK = (
     ("tests/unit/actors/experts/test_rank_experts.py",),
 )
 _SUMS = ("tests/unit/actors/experts/test_cached_plane.py",)
+_SLOTS, _IN_SLOTS = (
+    "models/experts/device_tier.py",
+    ("tests/unit/actors/experts/test_device_plane.py",),
+)
 _FORESEEN = ("tests/unit/models/foresight/test_foresight.py",)
 _GENERATIONS, _SWITCHING, _FOLLOWING = (
     "actors/experts/generations.py",
@@ -678,6 +682,48 @@ BUGS: tuple[Bug, ...] = (
         "speculation.layers is None or layer in speculation.layers",
         "True",
         _SUMS,
+    ),
+    Bug(
+        "offloading: a slot of a GPU is filled while it is read",
+        _SLOTS,
+        "return max((mark for mark in marks if mark), key=lambda mark: mark.number, default=None)",
+        "return None",
+        _IN_SLOTS,
+    ),
+    Bug(
+        "offloading: what is there is overwritten while it is read",
+        _SLOTS,
+        "self._layer_used[layer] = self._lane.mark()",
+        "pass",
+        _IN_SLOTS,
+    ),
+    Bug(
+        "offloading: a GPU computes with what has not come",
+        _SLOTS,
+        "            self._lane.wait(newest)\n",
+        "",
+        _IN_SLOTS,
+    ),
+    Bug(
+        "offloading: what is on its way to a GPU counts as there",
+        _SLOTS,
+        "if stay.mark.number > self._reached and not self._lane.has_passed(stay.mark):",
+        "if False:",
+        _IN_SLOTS,
+    ),
+    Bug(
+        "offloading: an expert that has left a GPU is still told",
+        _SLOTS,
+        "                self._told.pop(layer, None)\n        return max",
+        "                pass\n        return max",
+        _IN_SLOTS,
+    ),
+    Bug(
+        "offloading: hints fill a GPU's queue of copies",
+        _SLOTS,
+        "elif room > 0:",
+        "else:",
+        _IN_SLOTS,
     ),
     Bug(
         "foretelling: the way that costs more is kept",

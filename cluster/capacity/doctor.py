@@ -10,13 +10,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import torch
 from rich.table import Table
 
 from cluster.capacity.disk_rate import disk_rate
+from cluster.capacity.gpu_experts import Level, gpu_experts, runs_on_gpu
 from cluster.files.hardware import load_hardware
 from cluster.files.model_folder import check_tokenizer, resolve_model_folder
 from cluster.files.terminal import Terminal
@@ -34,8 +34,6 @@ from models.weights import layout
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import total_bytes
 from planner.user.policy import UserPolicy, load_policy
-
-Level = Literal["ok", "warning", "error"]
 
 PACKAGES = ("ray", "torch", "msgspec", "starlette", "uvicorn", "tokenizers")
 MIN_DESCRIPTORS = 4096
@@ -362,6 +360,8 @@ def _experts(config: TandemConfig) -> Finding:
         return Finding("experts", "warning", "not looked at: the model cannot be read")
     folder = Path(config.prefill.host_store or tempfile.gettempdir())
     try:
+        if runs_on_gpu(config):
+            return Finding("experts", *gpu_experts(config, spec, folder))
         expert_bytes = _expert_bytes(config, spec)
         slots = slots_for(config.experts, expert_bytes, spec)
         rate = disk_rate(folder)

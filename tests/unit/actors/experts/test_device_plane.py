@@ -213,7 +213,7 @@ def test_any_hints_slots_and_turns_give_the_same_bits(
     foresight = AnyHint(shared.local.attention, seed) if hints else None
     plane = shared.plane(slots, FakeLane(seed), kind=kind, foresight=foresight)
     with torch.inference_mode():
-        for layer in shared.spec.moe_layers:
+        for layer in shared.spec.moe_layers * 3:
             begun = []
             for number, (tokens, routing) in enumerate(batches):
                 routed = shared.routed(tokens, routing)

@@ -169,3 +169,31 @@ def test_a_budget_of_experts_is_counted_and_one_that_is_too_small_is_an_error() 
     finding = found(*settings, "experts.slots=1")
     assert finding.level == "error"
     assert "give at least experts.slots=2" in finding.found
+
+
+def test_experts_of_a_gpu_are_counted_in_its_memory_and_in_the_hosts(tmp_path: Path) -> None:
+    common = [
+        "groups.device=cuda",
+        "groups.expert_ranks=0",
+        "groups.attention_ranks=0",
+        "groups.prefill_ranks=1",
+        "prefill.experts=cached",
+        "model.dtype=float32",
+        f"prefill.host_store={tmp_path}",
+    ]
+
+    def experts(*settings: str) -> Finding:
+        return finding("experts", {}, *common, *settings)
+
+    told = experts("experts.slots=20")
+    assert told.level == "ok"
+    assert told.found == (
+        "a worker keeps 20 of 80 on its GPU, 4 MiB; all are pinned in the host's memory, 17 MiB, "
+        f"as a file in {tmp_path}"
+    )
+    assert "experts.slots=1: room for 1" in experts("experts.slots=1").found
+    stored = experts("experts.slots=20", "experts.stored=true")
+    assert (stored.level, stored.found[:36]) == ("error", "experts.stored=true: not on a GPU: l")
+    ranks = experts("experts.slots=20", "groups.expert_ranks=1", "groups.attention_ranks=1")
+    assert ranks.level == "error"
+    assert ranks.found.startswith("groups.expert_ranks=1: expert ranks keep all")

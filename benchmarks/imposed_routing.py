@@ -1,0 +1,79 @@
+"""Routing that is imposed on a model with random weights, whose own says nothing: which experts a
+token goes to, and what is foretold of them, right so and so often."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.routing import softmax_weights
+from models.decoder.decoder import AttentionHalf
+from models.experts.router import Routed
+from models.foresight.foresight import Foresight, Found
+from models.spec.model import ModelSpec
+
+
+class ImposedRouting:
+    """Of one sequence's steps. ids_SLK: each layer's experts, drawn evenly, so that the last step's
+    are as likely as any others: the least that a cache can hit. same: the first step's, always."""
+
+    def __init__(
+        self, spec: ModelSpec, steps: int, seed: int, device: torch.device, *, same: bool = False
+    ) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._spec, self._at = spec, {layer: n for n, layer in enumerate(spec.moe_layers)}
+        self.ids_SLK = self._drawn(steps)
+        if same:
+            self.ids_SLK = self.ids_SLK[:1].expand(steps, -1, -1).contiguous()
+        self._device_SLK = self.ids_SLK.to(device)
+
+    def routed(self, step: int, layer: int, own: Routed, logits_TE: Tensor) -> Routed:
+        """In the place of what the layer's router has chosen; with the weights that it gives."""
+        ids_TK = self._device_SLK[step, self._at[layer]].unsqueeze(0)
+        return Routed(own.x_TD, ids_TK, softmax_weights(logits_TE, ids_TK, normalize=True))
+
+    def foretold(self, precision: float, device: torch.device) -> Tensor:
+        """[S, L, K]: each right one with that probability, else one that is not wanted."""
+        wrong_SLK = (self.ids_SLK + self._drawn(1)[0, 0, 0] + 1) % self._spec.num_experts
+        hits_SLKK = wrong_SLK.unsqueeze(3) == self.ids_SLK.unsqueeze(2)
+        while bool(hits_SLKK.any()):
+            wrong_SLK = torch.where(
+                hits_SLKK.any(3), (wrong_SLK + 1) % self._spec.num_experts, wrong_SLK
+            )
+            hits_SLKK = wrong_SLK.unsqueeze(3) == self.ids_SLK.unsqueeze(2)
+        is_right = torch.rand(self.ids_SLK.shape, generator=self._generator) < precision
+        return torch.where(is_right, self.ids_SLK, wrong_SLK).to(device)
+
+    def _drawn(self, steps: int) -> Tensor:
+        experts, top_k = self._spec.num_experts, self._spec.top_k
+        shape = (steps, len(self._at), experts)
+        return torch.rand(shape, generator=self._generator).topk(top_k, dim=-1).indices
+
+
+class ImposedForesight(Foresight):
+    """Foretells what it was told, and is as sure of it as that is right. The next router runs all
+    the same: a guess takes its time."""
+
+    def __init__(self, half: AttentionHalf, precision: float) -> None:
+        super().__init__(half, None, "router")
+        self.precision = precision
+        even = [precision] * half.spec.top_k
+        self.before.of.update({layer: list(even) for layer in self.before.of})
+        self._at = {layer: n for n, layer in enumerate(half.spec.moe_layers)}
+        self.step, self.ids_SLK = 0, torch.empty(0)
+
+    @property
+    def speculates(self) -> bool:
+        """So that it is asked always, not where it pays."""
+        return True
+
+    def of_tokens(self, token_ids_T: Tensor) -> None:
+        """Nothing is known of the first layer."""
+
+    def find(self, layer: int, hidden_TD: Tensor, routed: Routed) -> Found | None:
+        found = super().find(layer, hidden_TD, routed)
+        if found is None:
+            return None
+        ids_TK = self.ids_SLK[self.step, self._at[found.layer]].unsqueeze(0)
+        told = Routed(routed.x_TD, ids_TK, found.routed.topk_weights_TK)
+        return Found(found.layer, told, found.is_whole)

@@ -1,0 +1,68 @@
+"""A whole worker whose experts stand in slots as on a GPU, here on the CPU: the same tokens and
+logits as with all experts there, prompts in waves and what is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actors.experts import expert_supply
+from actors.experts.expert_supply import OwnSupply
+from actors.telemetry.telemetry import Telemetry
+from actors.telemetry.timeline import Timeline
+from contracts.worker import WorkerSpec
+from models.experts.expert_layout import ExpertLayout
+from tests.support.group_harness import PrefillThreads, greedy, prefill_config
+from tests.support.tiny_models import prompts
+
+Checkpoints = Callable[..., Path]
+VOCABULARY = list(range(131))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def supply(
+        spec: WorkerSpec, layout: ExpertLayout, timeline: Timeline, telemetry: Telemetry
+    ) -> OwnSupply:
+        plain = ExpertLayout(layout.spec, layout.dtype, layout.device, packed=False)
+        return expert_supply.device_supply(spec, plain, timeline, telemetry)
+
+    monkeypatch.setattr(expert_supply, "cached_supply", supply)
+
+
+def answers(folder: Path, store: Path, slots: int | None, **experts: Any) -> tuple[Any, Any]:
+    """Logits behind each prompt, and what is generated behind all of them at once."""
+    sequences = prompts(5, [5, 19, 130, 1])
+    prefill: dict[str, Any] = {"host_store": str(store), "max_batch_tokens": 64}
+    if slots is not None:
+        prefill["experts"] = "cached"
+        experts = {"slots": slots, **experts}
+    config = prefill_config(prefill=prefill, experts=experts)
+    with PrefillThreads(folder, config) as group, group.client() as client:
+        scored = [client.scored(client.submit(s, candidates=VOCABULARY)) for s in sequences]
+        ids = [client.submit(s, sampling=greedy(12)) for s in sequences]
+        tokens = [client.generated(request)[0] for request in ids]
+    return torch.tensor([each.candidate_logits for each in scored]), tokens
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_slots_hints_and_eviction_change_no_bit(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, family: str
+) -> None:
+    """Resident experts are added in another order on a CPU: those logits are near. Each prompt
+    comes a second time, behind a cached prefix, for the first has been scored."""
+    folder = tiny_checkpoint(family)
+    near, tokens = answers(folder, tmp_path, None)
+    exact, all_there = answers(folder, tmp_path, 1000, hints="none")
+    assert all_there == tokens
+    torch.testing.assert_close(exact, near, atol=1e-5, rtol=0)
+    for slots, experts in ((4, {}), (6, {"evict": "lru"}), (9, {"hints": "none"})):
+        logits, generated = answers(folder, tmp_path, slots, **experts)
+        assert torch.equal(logits, exact), slots
+        assert generated == tokens

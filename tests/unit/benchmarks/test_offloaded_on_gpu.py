@@ -1,0 +1,109 @@
+"""The GPU's benchmarks of experts that do not fit, the same way on a CPU."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import offloaded_on_gpu, slot_kernels
+from benchmarks.imposed_routing import ImposedRouting
+from benchmarks.offloaded_report import summarise
+from benchmarks.random_in_memory import SMALL
+from models.experts.expert_layout import ExpertLayout
+from models.spec.config_fields import ConfigFields
+from models.spec.model import ModelSpec, spec_from
+
+CPU = torch.device("cpu")
+SMALL_RUN = (
+    "--device cpu --shape small --dtype float32 --layers 3 --threads 1 --tokens 3 --warm 2"
+    " --contexts 20 40 --kept 0.5 1.0 --rounds 2"
+)
+
+
+def spec_of(layers: int) -> ModelSpec:
+    return spec_from(ConfigFields(Path("small"), {**SMALL, "num_hidden_layers": layers}))
+
+
+def test_a_small_run_compares_logits_and_writes_all_that_is_asked_for(tmp_path: Path) -> None:
+    output, threads = tmp_path / "result.json", torch.get_num_threads()
+    offloaded_on_gpu.main(shlex.split(f"{SMALL_RUN} --output {output}"))
+    torch.set_num_threads(threads)
+    result = json.loads(output.read_text())
+    summary = result["summary"]
+    assert result["kind"] == "measured"
+    kept = ("50%", "100%")
+    settings = [f"{part} kept, context {context}" for part in kept for context in (20, 40)]
+    assert set(settings) <= set(summary)
+    for setting in settings:
+        found = summary[setting]
+        assert 0 < found["bound_ms"] <= found["on_demand_modelled_ms"]
+        assert found["compute_by_bytes_ms"] > 0
+        rows = found["variants"]
+        assert all(row["tpot_ms"] > 0 for row in rows.values())
+        if setting.startswith("100%"):
+            assert set(rows) == {"on demand", "there"}
+            assert rows["on demand"]["missing_per_token"] == 0
+            continue
+        missing = {name: row["missing_per_token"] for name, row in rows.items()}
+        assert missing["there"] == 0
+        assert missing["no cache"] == 3 * 4, "each of three layers wants four"
+        assert missing["oracle"] <= 4, "the first layer's alone"
+        assert missing["oracle"] < missing["on demand"] < missing["no cache"]
+
+
+def test_the_kernels_benchmark_runs_where_there_is_no_triton(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    small = "--device cpu --shape small --dtype float32 --tokens 1 3 --rounds 2 --turns 1"
+    slot_kernels.main(shlex.split(f"{small} --output {output}"))
+    summary = json.loads(output.read_text())["summary"]
+    for tokens in (1, 3):
+        for way in ("in slots", "one by one", "grouped"):
+            assert summary[f"{tokens} tokens, {way}"]["us"] > 0
+
+
+@pytest.mark.parametrize("precision", [0.0, 0.9, 1.0])
+def test_what_is_foretold_is_right_as_often_as_is_imposed(precision: float) -> None:
+    routing = ImposedRouting(spec_of(4), 200, 1, CPU)
+    ids_SLK, told_SLK = routing.ids_SLK, routing.foretold(precision, CPU)
+    assert all(len(set(ids)) == 4 for step in ids_SLK.tolist() for ids in step)
+    right = (told_SLK.unsqueeze(3) == ids_SLK.unsqueeze(2)).any(3).double().mean()
+    assert right == pytest.approx(precision, abs=0.02 if 0 < precision < 1 else 0)
+    same = ImposedRouting(spec_of(4), 9, 1, CPU, same=True).ids_SLK
+    assert torch.equal(same, same[:1].expand(9, -1, -1))
+
+
+def test_the_bound_hides_what_is_missing_behind_the_layer_before_but_for_the_first() -> None:
+    """Simulated: three layers compute for 1 ms each, an expert is copied in 1 ms. On demand 3 + 5;
+    at best 1 + 1, then the larger of 1 and 4, and of 1 and 0."""
+    spec = spec_of(3)
+    layout = ExpertLayout(spec, torch.float32, CPU, packed=False)
+    rates = {"link": layout.num_bytes(1) / 1e-3, "memory": 1e9}
+    samples: dict[str, dict[str, list[dict[str, Any]]]] = {
+        "50% kept, context 7": {
+            "on demand": [turn(8.0, [[1], [4], [0]])],
+            "there": [turn(3.0, [[0], [0], [0]])],
+            "ahead": [turn(7.0, [[1], [0], [0]])],
+        }
+    }
+    found = summarise(samples, rates, spec, layout)["50% kept, context 7"]
+    assert found["compute_ms"] == 3.0
+    assert found["on_demand_modelled_ms"] == pytest.approx(8.0)
+    assert found["bound_ms"] == pytest.approx(2 + 4 + 1)
+    assert found["variants"]["ahead"]["of_bound"] == pytest.approx(1.0)
+    assert found["variants"]["ahead"]["over_on_demand"] == pytest.approx(8 / 7)
+
+
+def turn(tpot_ms: float, missing_LS: list[list[int]]) -> dict[str, Any]:
+    return {
+        "tpot_ms": tpot_ms,
+        "missing_LS": missing_LS,
+        "copied_bytes": 10,
+        "copied_s": 1.0,
+        "exposed_s": 0.0,
+        "peak_bytes": 0,
+    }
