@@ -108,7 +108,7 @@ class CachedPlane:
 
     def _hint(self, key: TaskKey, layer: int, guesses: Sequence[Guess]) -> None:
         """They are read while nothing that is wanted is missing."""
-        self._cache.hint(key.owner, layer, guesses)
+        self._cache.hint(key.owner, layer, guesses, key.priority)
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if timeout_s <= 0.0:

@@ -233,7 +233,7 @@ class SomeThere:
         ]
         if self._hinted.get(owner, layer) != layer:  # it has passed that one
             self._cache.forget_hints(owner)
-        self._cache.hint(owner, layer, guesses)
+        self._cache.hint(owner, layer, guesses, packet.header.priority)
         self._hinted[owner] = layer
         self._hinted.move_to_end(owner)
         if len(self._hinted) > MOST_HINTED:

@@ -609,8 +609,22 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "offloading: what is wanted and there is evicted",
         _CACHE,
-        "return self._evict(layer, lambda key: self._is_wanted(key, priority))",
-        "return self._evict(layer, lambda key: False)",
+        "self._is_wanted(key, priority) or (has_its_part",
+        "False or (has_its_part",
+        _CACHED,
+    ),
+    Bug(
+        "offloading: a prompt of BE takes what LS uses",
+        _CACHE,
+        "(has_its_part and key not in self._of_be)",
+        "(has_its_part and False)",
+        _CACHED,
+    ),
+    Bug(
+        "offloading: what may be wanted of BE is read in place of what LS uses",
+        _CACHE,
+        "        if priority is Priority.BE and self._is_ls_live():\n            return\n",
+        "",
         _CACHED,
     ),
     Bug(
@@ -730,6 +744,13 @@ BUGS: tuple[Bug, ...] = (
         "planner/policies/read_ahead.py",
         "_usual(self._costs[True]) <= _usual(self._costs[False])",
         "_usual(self._costs[True]) >= _usual(self._costs[False])",
+        ("tests/unit/planner/policies/test_read_ahead.py",),
+    ),
+    Bug(
+        "foretelling: a pass that finds what the other way has left counts",
+        "planner/policies/read_ahead.py",
+        "        self._counts = self._blocks > 0\n",
+        "        self._counts = True\n",
         ("tests/unit/planner/policies/test_read_ahead.py",),
     ),
     Bug(

@@ -8,6 +8,9 @@ a micro-batch waits for goes first, latency-sensitive work before best effort; t
 guess first. Reads go in parts, of which few are under way: a demand never waits for more than
 those, and a hint whose layer turned out to want other experts is given up where it stands.
 
+While LS is live, BE takes no more than a part of the slots from it: a long prompt, which wants
+every expert of every layer once, would empty them, and be no sooner done.
+
 What is wanted and there is not evicted before it was computed with; so a layer that wants more
 experts than there are slots runs in waves, and always comes to its end.
 """
@@ -31,6 +34,8 @@ from models.experts.expert_wants import Guess, Hints, Taken, Want, running_mean
 
 HINT_PARTS: Final = 8  # asked for at most: the thread that computes asks for more when it can
 HINT_URGENCY: Final = len(Priority)  # after all that is wanted
+BE_FRACTION: Final = 0.25  # of the slots, for what only BE uses while LS is live
+LS_LIVE_S: Final = 1.0  # LS is, for so long after it wanted something
 _TRIES: Final = 2  # of an expert that cannot be read
 
 
@@ -70,6 +75,8 @@ class ExpertCache:
         self._slot_of: dict[ExpertKey, int] = {}
         self._pinned: set[ExpertKey] = set()
         self._unused_hints: set[ExpertKey] = set()  # there because of a hint, and not yet used
+        self._of_be: set[ExpertKey] = set()  # there or being read for BE, and not used by LS since
+        self._ls_s = -LS_LIVE_S  # when it wanted something last, from `clock` on
         self._reads: dict[ExpertKey, _Read] = {}
         self._read_of: dict[int, _Read] = {}  # by ticket
         self._failures: Counter[ExpertKey] = Counter()
@@ -108,6 +115,9 @@ class ExpertCache:
         now_s = self._clock()
         self._take_in(now_s)
         want = Want(layer, experts, priority, self._numbers, now_s)
+        if priority is Priority.LS:
+            self._ls_s = now_s
+            self._of_be.difference_update(ExpertKey(layer, expert) for expert in experts)
         self._hints.wanted(owner, layer, now_s)
         for expert in experts:
             key = ExpertKey(layer, expert)
@@ -198,9 +208,17 @@ class ExpertCache:
         self._is_settled = False
         self._give_up_hints()
 
-    def hint(self, owner: Hashable, layer: int, guesses: Iterable[Guess]) -> None:
-        """What `owner` may want there next, the best guess first, in place of what it said
-        before."""
+    def hint(
+        self,
+        owner: Hashable,
+        layer: int,
+        guesses: Iterable[Guess],
+        priority: Priority = Priority.LS,
+    ) -> None:
+        """What `owner` may want there next, the best guess first, in place of what it said before.
+        What BE may want takes nothing from LS that is live."""
+        if priority is Priority.BE and self._is_ls_live():
+            return
         missing = [
             guess for guess in guesses if ExpertKey(layer, guess.expert) not in self._slot_of
         ]
@@ -244,6 +262,7 @@ class ExpertCache:
         taken = [*self._free, *reading, *self._slot_of.values()]
         assert sorted(taken) == list(range(self.slots)), taken
         assert self._pinned <= set(self._slot_of), self._pinned
+        assert self._of_be <= {*self._slot_of, *self._reads}, self._of_be
         for want in self._wants:
             there = {e for e in want.left if ExpertKey(want.layer, e) in self._slot_of}
             assert want.ready == there, (want.ready, there)
@@ -354,13 +373,26 @@ class ExpertCache:
         slot = self._slot_for(key.layer, priority)
         if slot is None:
             return None
+        if priority is Priority.BE:
+            self._of_be.add(key)
         read = self._reads[key] = _Read(key, slot, hinted=False)
         return read
 
     def _slot_for(self, layer: int, priority: Priority) -> int | None:
         if self._free:
             return self._free.pop()
-        return self._evict(layer, lambda key: self._is_wanted(key, priority))
+        has_its_part = (
+            priority is Priority.BE
+            and self._is_ls_live()
+            and len(self._of_be) >= max(1, int(BE_FRACTION * self.slots))
+        )
+        return self._evict(
+            layer,
+            lambda key: self._is_wanted(key, priority) or (has_its_part and key not in self._of_be),
+        )
+
+    def _is_ls_live(self) -> bool:
+        return self._clock() - self._ls_s < LS_LIVE_S
 
     def _make_room(self, want: Want) -> None:
         """Gives up as many reads of hints and of lower classes as it still lacks slots."""
@@ -385,6 +417,7 @@ class ExpertCache:
         else:
             return None
         self._order.gone(key)
+        self._of_be.discard(key)
         for want in self._wants_of.get(key, ()):
             want.ready.discard(key.expert)
         if key in self._unused_hints:
@@ -436,6 +469,7 @@ class ExpertCache:
         if read.tickets:
             return
         del self._reads[read.key]
+        self._of_be.discard(read.key)
         self._free.append(read.slot)
         if read.hinted:
             self._count(WASTED_HINT, read.done)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -33,7 +34,9 @@ DEADLINE_S = 20.0
 
 
 class Rig:
-    def __init__(self, folder: Path, store: Path, *, slots: int, direct: bool) -> None:
+    def __init__(
+        self, folder: Path, store: Path, *, slots: int, direct: bool, deadline_s: float
+    ) -> None:
         self.model = check_checkpoint(folder)
         self.layout = ExpertLayout(self.model, torch.float32, torch.device("cpu"))
         self.file = open_expert_file(
@@ -42,7 +45,7 @@ class Rig:
         self.tier = FileTier(self.file)
         order = eviction("lru", slots, {})
         self.cache = ExpertCache(
-            self.tier, AsComputed(self.layout), slots, order, pays, deadline_s=DEADLINE_S
+            self.tier, AsComputed(self.layout), slots, order, pays, deadline_s=deadline_s
         )
 
     def compute(self, layer: int, experts: list[int]) -> dict[int, list[bytes]]:
@@ -68,8 +71,8 @@ def folder(tiny_checkpoint: Checkpoints) -> Path:
 def opened(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
-    def make(*, slots: int = 4, direct: bool = False) -> Rig:
-        rigs.append(Rig(folder, tmp_path, slots=slots, direct=direct))
+    def make(*, slots: int = 4, direct: bool = False, deadline_s: float = DEADLINE_S) -> Rig:
+        rigs.append(Rig(folder, tmp_path, slots=slots, direct=direct, deadline_s=deadline_s))
         return rigs[-1]
 
     yield make
@@ -141,6 +144,27 @@ def test_a_reader_that_dies_is_an_error_within_two_seconds(opened: Callable[...,
     with pytest.raises(ChannelError, match=r"records-.*the process that reads it has ended"):
         rig.compute(0, [1])
     assert monotonic_s() - start_s < 2.0
+
+
+def test_a_reader_that_hangs_is_an_error_two_seconds_past_the_deadline(
+    opened: Callable[..., Rig],
+) -> None:
+    """Of a disk that gives nothing it hangs in a read; here it is stopped. Slots are whole, and it
+    goes on once it can."""
+    rig = opened(deadline_s=0.3)
+    rig.tier._process.send_signal(signal.SIGSTOP)
+    start_s = monotonic_s()
+    with pytest.raises(ChannelError, match=r"experts \[1, 2\] of layer 0 .*/records-.*0\.3 s"):
+        rig.compute(0, [1, 2])
+    assert monotonic_s() - start_s < 0.3 + 2.0
+    rig.cache.drop(rig.cache._wants[0])
+    rig.cache.check()
+    rig.tier._process.send_signal(signal.SIGCONT)
+    end_s = monotonic_s() + DEADLINE_S
+    while rig.tier.room < ENTRIES:
+        assert monotonic_s() < end_s
+        rig.cache.wait(0.05)
+    assert sorted(rig.cache._free) == list(range(rig.cache.slots))
 
 
 def test_a_reader_ends_with_its_worker_and_leaves_no_descriptor(

@@ -216,7 +216,9 @@ def test_what_misses_no_expert_goes_first_in_its_class(opened: Callable[..., Rig
         reader.send_signal(signal.SIGSTOP)
         rig.ask(PEERS[0], first, 8, LS, 2)
         rig.ask(PEERS[0], second, 8, LS, 1)
+        end_s = monotonic_s() + DEADLINE_S
         while (PEERS[0], 3) not in rig.answers:
+            assert monotonic_s() < end_s
             rig.server.step(0.0)
         assert (PEERS[0], 2) not in rig.answers
         reader.send_signal(signal.SIGCONT)

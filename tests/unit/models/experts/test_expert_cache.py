@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
 from contracts.requests import Priority
-from models.experts.expert_cache import HINT_PARTS, ExpertCache
+from models.experts.expert_cache import HINT_PARTS, LS_LIVE_S, ExpertCache
 from models.experts.expert_form import AsComputed, SlotMemory
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_tier import PartRead
@@ -223,6 +223,28 @@ def test_ls_is_read_before_be_and_takes_its_slots(layout: ExpertLayout) -> None:
     assert sorted(compute(cache, ls)) == [2, 3]
     assert sorted(compute(cache, be)) == [0, 1]
     assert tier.experts[:2] == [(1, 2), (1, 3)], "what had been asked for was skipped"
+
+
+@pytest.mark.parametrize("kind", ["lru", "lfu", "walk"])
+@pytest.mark.parametrize("quiet_s", [0.0, 2 * LS_LIVE_S])
+def test_a_prompt_of_be_leaves_what_ls_uses_while_ls_is_live(
+    layout: ExpertLayout, kind: Kind, quiet_s: float
+) -> None:
+    tier, now = FakeTier(), [5.0]
+    cache = ExpertCache(
+        tier, AsComputed(layout), 8, eviction(kind, 8, {}), pays, deadline_s=20.0,
+        clock=lambda: now[0],
+    )  # fmt: skip
+    for layer in range(2):
+        compute(cache, cache.want(layer, [0, 1], LS))
+    now[0] += quiet_s
+    for _ in range(2):
+        for layer in range(LAYERS):
+            compute(cache, cache.want(layer, list(range(EXPERTS)), BE))
+            cache.hint("be", (layer + 1) % LAYERS, [Guess(2, 0.99), Guess(3, 0.99)], BE)
+    there = [cache.holds(layer, expert) for layer in range(2) for expert in (0, 1)]
+    assert all(there) == (not quiet_s), "and what it has left is BE's"
+    cache.check()
 
 
 def test_hints_are_read_best_guess_first_and_only_after_what_is_wanted(

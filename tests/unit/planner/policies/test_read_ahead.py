@@ -56,6 +56,19 @@ def test_a_long_way_of_the_worse_kind_is_looked_at_again_soon() -> None:
     assert found[-2 * TRIED :].count(False) >= TRIED
 
 
+def test_the_first_pass_of_a_way_pays_for_the_other_and_does_not_count() -> None:
+    """Slots that hints have filled are found empty by nobody: the pass after them costs nothing."""
+    before: list[bool] = []
+
+    def cost_s(is_on: bool, number: int) -> float:
+        turned = bool(before) and before[-1] is not is_on
+        before.append(is_on)
+        return (0.0 if is_on else 20.0) if turned else (1.2 if is_on else 1.0)
+
+    found = ways(cost_s, 8 * (KEPT + TRIED))
+    assert found[8 * TRIED :].count(False) / len(found[8 * TRIED :]) > 0.85
+
+
 def test_a_way_that_costs_as_much_as_the_other_is_no_loss_and_looks_ahead() -> None:
     found = ways(lambda is_on, n: 0.0, 2000)
     assert found.count(True) / len(found) > 0.9
