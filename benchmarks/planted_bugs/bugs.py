@@ -182,7 +182,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "executor: answers to a failed batch keep their memory",
         "actors/experts/remote_plane.py",
-        "            packet.release()  # an answer to a batch that has failed\n",
+        "            packet.release()  # an answer to a batch that has failed, or no answer\n",
         "",
         _EXECUTOR,
     ),

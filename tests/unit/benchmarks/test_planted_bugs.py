@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 AREAS = {
     "scheduler", "blocks", "sampler", "executor", "dispatch", "router", "journal", "handshake",
     "shares", "lanes", "door", "user policy", "offloading", "foretelling", "replicas",
-    "steps", "placement",
+    "steps", "placement", "counts",
 }  # fmt: skip
 
 
