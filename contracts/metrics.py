@@ -211,8 +211,30 @@ EXPERT_TOKENS = _counter(
     ("layer", "expert"),
     unit="tokens",
 )
+DISPATCHED_TOKENS = _counter(
+    "tandem_dispatched_tokens_total",
+    "Tokens that a rank has sent to experts, at each layer anew.",
+    ("rank",),
+    unit="tokens",
+)
+TOKEN_COPIES = _counter(
+    "tandem_token_copies_total",
+    "Other ranks that these tokens were sent to.",
+    ("rank",),
+    Panel("Copies of a token", "short", ("rank",), share_of=DISPATCHED_TOKENS.name),
+)
+EXPERT_LOAD = _gauge(
+    "tandem_expert_load_ratio",
+    "(token, expert) pairs of the busiest rank with experts over the mean, as this rank has sent "
+    "them since it was last asked.",
+    ("rank",),
+    Panel("Busiest rank with experts over the mean", "short", ("rank",), View.MAX),
+)
 LOCAL_ACTIVATION = _gauge(
-    "tandem_local_activation_fraction", "Routed tokens whose expert is on their own rank."
+    "tandem_local_activation_fraction",
+    "(token, expert) pairs whose expert is on the token's own rank (all_to_all).",
+    ("rank",),
+    Panel("Pairs whose expert is on the token's own rank", "percentunit", ("rank",), View.MAX),
 )
 PREFETCH_HIT = _gauge(
     "tandem_prefetch_hit_fraction",

@@ -29,6 +29,7 @@ from actors.channels.base import (
     transfers,
 )
 from actors.experts.dispatch import RankSlice, plan_dispatch
+from actors.experts.dispatch_counts import DispatchCounts
 from actors.experts.merged_call import merge
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
@@ -56,6 +57,8 @@ class AllToAll:
         clock: Clock,
     ) -> None:
         """half: this worker's experts, of those that `placement` divides among the workers."""
+        self._mine = workers.index(endpoint.name)
+        self.counts = DispatchCounts(len(workers), own_rank=self._mine)
         self._endpoint, self._half = endpoint, half
         self._timeline, self._clock = timeline, clock
         self._workers = tuple(workers)
@@ -77,13 +80,15 @@ class AllToAll:
         """[T, D] float32: each token's weighted sum over its experts, wherever they are. Waits for
         all workers. Raises PeerError if one is lost."""
         self._wait_for_links()
+        tokens, placed = routed.x_TD.shape[0], self._placement.layer(layer)
         slices = plan_dispatch(
             routed.topk_ids_TK.cpu().numpy(),
             routed.topk_weights_TK.cpu().numpy(),
-            [(0, routed.x_TD.shape[0])],
-            self._placement.layer(layer),
-            free_rank=self._workers.index(self._endpoint.name),
+            [(0, tokens)],
+            placed,
+            free_rank=self._mine,
         )
+        self.counts.add(layer, tokens, slices, placed)
         return self._exchange(layer, routed.x_TD, {piece.rank: piece for piece in slices})
 
     def sit_in(self, layer: int, like: Tensor) -> None:

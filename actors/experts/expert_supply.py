@@ -137,7 +137,7 @@ def expert_supply(
         store: ExpertStore = ResidentStore(_load(spec, model, dtype, model.moe_layers))
         return stored_supply(spec.name, store, timeline)
     if kind == "all_to_all":
-        return LockstepSupply(spec, model, dtype, timeline)
+        return LockstepSupply(spec, model, dtype, timeline, telemetry)
     layout = ExpertLayout(
         model, dtype, torch.device(spec.device), packed=spec.config.prefill.packed_experts
     )

@@ -12,6 +12,7 @@ from actors.channels.factory import rank_endpoint
 from actors.experts.all_to_all import AllToAll
 from actors.experts.lockstep_plane import LockstepPlane
 from actors.experts.stored_plane import StoredPlane
+from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
 from actors.weights.weight_shard import HeldShard, PartSource, Shard, ShardWindow
 from actors.weights.weight_source import PeerSource, check_placement, own_part
@@ -88,7 +89,12 @@ class LockstepSupply:
     unwritten_bytes = 0
 
     def __init__(
-        self, spec: WorkerSpec, model: ModelSpec, dtype: torch.dtype, timeline: Timeline
+        self,
+        spec: WorkerSpec,
+        model: ModelSpec,
+        dtype: torch.dtype,
+        timeline: Timeline,
+        telemetry: Telemetry,
     ) -> None:
         workers = [rank_name(Group.PREFILL, rank) for rank in range(spec.prefill_ranks)]
         device = torch.device(spec.device)
@@ -106,6 +112,7 @@ class LockstepSupply:
         self._all_to_all = AllToAll(
             self._endpoint, workers, experts, spec.placement, timeline, monotonic_s
         )
+        self._all_to_all.counts.show(telemetry, spec.name)
 
     def plane(self, half: AttentionHalf) -> LockstepPlane:
         return LockstepPlane(half, self._all_to_all)

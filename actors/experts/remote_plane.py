@@ -26,6 +26,7 @@ from actors.channels.base import (
     transfers,
 )
 from actors.experts.dispatch import RankSlice, plan_dispatch
+from actors.experts.dispatch_counts import DispatchCounts
 from actors.experts.following import Following
 from actors.experts.looking_ahead import LookingAhead
 from actors.experts.plane import TaskKey
@@ -85,11 +86,12 @@ class RemotePlane:
         foresight: Foresight | None = None,
         sample: RoutingSample | None = None,
         following: Following | None = None,
+        counts: DispatchCounts | None = None,
     ) -> None:
         """expert_ranks: names, by rank number. reply_s: a rank that lives and answers nothing for
         so long is given up. foresight: what it foretells is sent to the ranks that have those
         experts (None: nothing is). sample: told where tokens go. following: how it goes over to
-        other placements (None: it does not)."""
+        other placements (None: it does not). counts: of what is sent."""
         self._endpoint = endpoint
         self._placement = placement
         self._expert_ranks = expert_ranks
@@ -102,6 +104,7 @@ class RemotePlane:
         self._generation = 0 if following is None else following.generation
         self._pending: dict[tuple[int, int], RemotePending] = {}  # by (batch, micro-batch)
         self._sample = sample
+        self._counts = counts or DispatchCounts(len(expert_ranks))
         self._away_s = 0.0  # so far, from the last send of a layer to its sum, guesses aside
         self._ahead: LookingAhead | None = None
         if foresight is not None:
@@ -123,12 +126,14 @@ class RemotePlane:
         topk_ids_TK = routed.topk_ids_TK.cpu().numpy()
         if self._sample is not None:
             self._sample.routed(key.owner, topk_ids_TK)
+        tokens, placed = len(topk_ids_TK), self._placement.layer(key.layer)
         slices = plan_dispatch(
             topk_ids_TK,
             routed.topk_weights_TK.cpu().numpy(),
-            token_group_bounds(routed.x_TD.shape[0], plan.r2),
-            self._placement.layer(key.layer),
+            token_group_bounds(tokens, plan.r2),
+            placed,
         )
+        self._counts.add(key.layer, tokens, slices, placed)
         pending = self._pending[key.owner] = RemotePending(key, slices, self._generation)
         if self._following is not None:
             self._following.began()

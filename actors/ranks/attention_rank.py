@@ -18,6 +18,7 @@ from actors.channels.factory import rank_endpoint
 from actors.channels.loop_watch import LoopWatch
 from actors.engine.executor import Executor, ExecutorParts
 from actors.experts.caching import foresight
+from actors.experts.dispatch_counts import DispatchCounts
 from actors.experts.following import Following
 from actors.experts.remote_plane import RemotePlane
 from actors.experts.routing_sample import RoutingSample
@@ -79,7 +80,9 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     sample = _sample(spec, half.spec, planning)
     following = _following(spec, half.spec, endpoint)
     telemetry.read(metrics.PLACEMENT_GENERATION, spec.name, of=lambda: following.generation)
-    plane = _plane(spec, half, endpoint, recorded.timeline, following, sample)
+    counts = DispatchCounts(spec.expert_ranks)
+    counts.show(telemetry, spec.name)
+    plane = _plane(spec, half, endpoint, recorded.timeline, following, sample, counts)
     parts = ExecutorParts(
         spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s, sample
     )
@@ -170,6 +173,7 @@ def _plane(
     timeline: Timeline,
     following: Following,
     sample: RoutingSample | None,
+    counts: DispatchCounts,
 ) -> RemotePlane:
     are_cached = spec.config.experts.is_bounded
     return RemotePlane(
@@ -182,6 +186,7 @@ def _plane(
         foresight=foresight(spec, half) if are_cached else None,
         sample=sample,
         following=following,
+        counts=counts,
     )
 
 

@@ -15,6 +15,7 @@ from prometheus_client import (
 
 from contracts.metrics import Kind, Metric
 
+Totals = dict[tuple[str, ...], float]  # by labels
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -27,6 +28,8 @@ class Telemetry:
         self._families: dict[str, Counter | Gauge | Histogram] = {}
         self._children: dict[tuple[str, tuple[str, ...]], Counter | Gauge | Histogram] = {}
         self._readings: list[tuple[Counter | Gauge, Callable[[], float]]] = []
+        self._totals: list[tuple[Metric, Callable[[], Totals]]] = []
+        self._counted: dict[tuple[str, tuple[str, ...]], float] = {}  # of these totals
 
     def count(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
         child = self._child(metric, labels)
@@ -49,6 +52,10 @@ class Telemetry:
         assert isinstance(child, Counter | Gauge)
         self._readings.append((child, of))
 
+    def read_each(self, counter: Metric, of: Callable[[], Totals]) -> None:
+        """Asks `of` at each exposition for totals by labels, of which more may appear."""
+        self._totals.append((counter, of))
+
     def exposition(self) -> str:
         """All metrics in Prometheus text format."""
         for child, of in self._readings:
@@ -56,6 +63,11 @@ class Telemetry:
                 child.inc(of())
             else:
                 child.set(of())
+        for metric, totals in self._totals:
+            for labels, total in totals().items():
+                before = self._counted.get((metric.name, labels), 0.0)
+                self._counted[metric.name, labels] = total
+                self.count(metric, *labels, by=total - before)
         text: bytes = generate_latest(self._registry)
         return text.decode()
 

@@ -1,20 +1,32 @@
-"""Experts placed in any order, another in each layer, some with replicas: the group's answers are
-those of the single-process path."""
+"""Experts placed in any order, another in each layer, some with replicas: the answers are those of
+the single-process path, in both pipelines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from actors.ranks.local_group import LocalGroup
+from contracts.placement import Placement
 from contracts.plan import Order, Plan
 from contracts.worker import Group
 from models.decoder.local import LocalModel
-from models.spec.model import read_spec
-from tests.support.group_harness import RankConnection, greedy, group_config
+from models.spec.model import ModelSpec, read_spec
+from planner.placement.contiguous import contiguous
+from tests.support.group_harness import (
+    PrefillThreads,
+    RankConnection,
+    ThreadGroup,
+    greedy,
+    group_config,
+    prefill_config,
+)
 from tests.support.placements import replicated
 from tests.support.tiny_models import prompts
 
@@ -22,35 +34,151 @@ Checkpoints = Callable[..., Path]
 CALL_S = 30.0
 VOCABULARY = list(range(131))
 PLANS = [Plan(), Plan(r1=2, r2=3), Plan(order=Order.AASS, r1=3, r2=2)]
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {"num_experts": 11, "mlp_only_layers": [1]}),
+    ("mixtral", {"num_local_experts": 5}),
+    ("deepseek_v2", {}),
+    ("deepseek_v3", {}),
+    ("gpt_oss", {"num_local_experts": 5}),
+]
+LENGTHS = [23, 1, 40, 7, 64]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_replicated_experts_give_the_logits_of_the_single_process_path(
-    tiny_checkpoint: Checkpoints, family: str
-) -> None:
-    folder = tiny_checkpoint(family)
-    spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")
-    placement = replicated(
+def _placed(spec: ModelSpec, extra: Sequence[int], seed: int) -> Placement:
+    return replicated(
         spec.num_experts,
-        [2, 0, 3],
+        extra,
         num_layers=spec.num_layers,
         moe_layers=spec.moe_layers,
-        seed=7,
+        seed=seed,
     )
-    config = group_config(1, 3)
-    with LocalGroup(str(folder), config, placements={Group.EXPERT: placement}) as group:
+
+
+def test_replicated_experts_in_processes_give_the_logits_of_the_single_process_path(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    folder = tiny_checkpoint("deepseek_v3")
+    spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")
+    placements = {Group.EXPERT: _placed(spec, [2, 0, 3], 7)}
+    with LocalGroup(str(folder), group_config(1, 3), placements=placements) as group:
         ((name, address),) = group.client_addresses.items()
         with RankConnection(name, address, group.token) as client:
             for number, plan in enumerate(PLANS):
                 group.processes[name].call("pin_plan", plan).result(CALL_S)
-                _check(client, local, prompts(number, [23, 1, 40, 7, 64]))
+                _check(client, local, prompts(number, LENGTHS))
+
+
+@pytest.mark.parametrize(("family", "overrides"), FAMILIES)
+@pytest.mark.parametrize(
+    ("backend", "extra", "experts"),
+    [("shm", [1, 2], {}), ("tcp", [0, 2, 3, 0], {}), ("tcp", [1, 3], {"slots": 12})],
+)
+def test_replicated_experts_give_the_logits_of_the_single_process_path(
+    tiny_checkpoint: Checkpoints,
+    family: str,
+    overrides: dict[str, Any],
+    backend: str,
+    extra: list[int],
+    experts: dict[str, Any],
+) -> None:
+    """experts: a section; with slots a rank keeps some of its experts only."""
+    folder = tiny_checkpoint(family, **overrides)
+    spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")
+    placements = {Group.EXPERT: _placed(spec, extra, 11)}
+    config = group_config(1, len(extra), experts=experts)
+    group = ThreadGroup(folder, config, backend=backend, placements=placements)
+    with group, group.client() as client:
+        for number, plan in enumerate(PLANS):
+            group.pin(plan)
+            _check(client, local, prompts(number, LENGTHS))
+
+
+@pytest.mark.parametrize(("family", "overrides"), FAMILIES)
+def test_workers_of_all_to_all_give_the_logits_of_the_single_process_path(
+    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any]
+) -> None:
+    folder = tiny_checkpoint(family, **overrides)
+    spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")
+    placements = {Group.PREFILL: _placed(spec, [2, 0, 1], 5)}
+    config = prefill_config(prefill={"experts": "all_to_all"})
+    with PrefillThreads(folder, config, workers=3, placements=placements) as workers:
+        for rank in range(3):
+            with workers.client(rank) as client:
+                _check(client, local, prompts(rank, LENGTHS))
+
+
+def test_where_an_expert_is_does_not_change_a_bit_of_top_2(tiny_checkpoint: Checkpoints) -> None:
+    """Sums of two terms commute."""
+    folder = tiny_checkpoint("mixtral", num_experts_per_tok=2)
+    spec, found = read_spec(folder), []
+    assert spec.top_k == 2
+    in_order = contiguous(
+        spec.num_experts, 2, num_layers=spec.num_layers, moe_layers=spec.moe_layers
+    )
+    for placement in (in_order, _placed(spec, [0, 0], 3), _placed(spec, [2, 1], 4)):
+        group = ThreadGroup(folder, group_config(1, 2), placements={Group.EXPERT: placement})
+        with group, group.client() as client:
+            found.append([_logits(client, [ids]) for ids in prompts(2, LENGTHS)])
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+def test_a_placement_is_what_a_checkpoint_with_its_experts_in_that_order_is(
+    tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    """The paper permutes experts, and the router's rows with them, when it loads."""
+    folder = tiny_checkpoint("mixtral")
+    spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")
+    order = np.random.default_rng(1).permutation(spec.num_experts).tolist()
+    permuted = LocalModel.load(_permuted(folder, tmp_path, order), dtype="float32")
+    layers = [tuple(order) if n in spec.moe_layers else () for n in range(spec.num_layers)]
+    half = spec.num_experts // 2
+    placement = Placement(
+        num_experts=spec.num_experts,
+        slots_per_rank=(half, spec.num_experts - half),
+        expert_of_slot=tuple(layers),
+    )
+    sequences = prompts(8, LENGTHS)
+    expected = torch.stack([logits[-1] for logits in local.forward(sequences)])
+    torch.testing.assert_close(
+        torch.stack([logits[-1] for logits in permuted.forward(sequences)]),
+        expected,
+        atol=1e-5,
+        rtol=0,
+    )
+    group = ThreadGroup(folder, group_config(1, 2), placements={Group.EXPERT: placement})
+    with group, group.client() as client:
+        _check(client, permuted, sequences)
+
+
+def _permuted(folder: Path, to: Path, order: Sequence[int]) -> Path:
+    """Expert n of the copy is the old expert order[n]."""
+    for path in folder.iterdir():
+        if path.suffix != ".safetensors":
+            (to / path.name).write_bytes(path.read_bytes())
+            continue
+        tensors = load_file(path)
+        copied = dict(tensors)
+        for name, tensor in tensors.items():
+            if name.endswith(".gate.weight"):
+                copied[name] = tensor[list(order)].contiguous()
+            before, experts, after = name.partition(".experts.")
+            number, _, rest = after.partition(".")
+            if experts and number.isdigit():
+                old = f"{before}.experts.{order[int(number)]}.{rest}"
+                copied[name] = tensors[old].clone()
+        save_file(copied, to / path.name, metadata={"format": "pt"})
+    return to
+
+
+def _logits(client: RankConnection, sequences: list[list[int]]) -> torch.Tensor:
+    ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
+    return torch.tensor([client.scored(request).candidate_logits for request in ids])
 
 
 def _check(client: RankConnection, local: LocalModel, sequences: list[list[int]]) -> None:
     expected = torch.stack([logits[-1] for logits in local.forward(sequences)])
-    ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
-    found = torch.tensor([client.scored(request).candidate_logits for request in ids])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(_logits(client, sequences), expected, atol=1e-5, rtol=0)
     ids = [client.submit(seq, sampling=greedy(6)) for seq in sequences]
     tokens = [client.generated(request)[0] for request in ids]
     assert tokens == [local.greedy(seq, 6) for seq in sequences]

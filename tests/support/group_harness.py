@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +36,7 @@ from contracts.config import TandemConfig
 from contracts.loading import config_from
 from contracts.messages import Cancel, Event, Events, Failed, Finished, RankState, Scored, Submit
 from contracts.messages import Tokens as TokensEvent
+from contracts.placement import Placement
 from contracts.plan import Plan
 from contracts.requests import Priority, Sampling
 from contracts.routing import WorkerReport, WorkerSnapshot
@@ -72,10 +73,13 @@ class ThreadGroup:
         *,
         backend: str = "shm",
         token: bytes | None = None,
+        placements: Mapping[Group, Placement] | None = None,
     ) -> None:
+        """placements: None: contiguous."""
         groups = config.groups
         self.token = token or secrets.token_bytes(32)
-        placements = contiguous_placements(str(folder), expert_ranks=groups.expert_ranks)
+        if placements is None:
+            placements = contiguous_placements(str(folder), expert_ranks=groups.expert_ranks)
         formation = Formation(config, str(folder), self.token, 1, backend, placements=placements)
         seat = Seat("cpu", "127.0.0.1", groups.attention_ranks)
         specs = make_specs(formation, [seat] * groups.attention_ranks, [seat] * groups.expert_ranks)
@@ -127,9 +131,11 @@ class PrefillThreads:
         workers: int = 1,
         backend: str = "shm",
         device: str = "cpu",
+        placements: Mapping[Group, Placement] | None = None,
     ) -> None:
         self.token = secrets.token_bytes(32)
-        placements = contiguous_placements(str(folder), prefill_ranks=workers)
+        if placements is None:
+            placements = contiguous_placements(str(folder), prefill_ranks=workers)
         formation = Formation(config, str(folder), self.token, 1, backend, placements=placements)
         seats = [Seat(device, "127.0.0.1", workers)] * workers
         self.workers: list[Rank] = []
