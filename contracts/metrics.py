@@ -209,6 +209,7 @@ EXPERT_TOKENS = _counter(
     "tandem_expert_tokens_total",
     "Tokens routed to an expert (the most used experts only).",
     ("layer", "expert"),
+    Panel("Tokens of the most used experts", "ops", ("layer", "expert")),
     unit="tokens",
 )
 DISPATCHED_TOKENS = _counter(
