@@ -156,7 +156,7 @@ class Fewest:
 def _lowest(sets_N: Sets) -> Array:
     """The first rank of each set; none is empty."""
     if sets_N.dtype == np.uint8:
-        return _LOWEST[sets_N]
+        return _LOWEST.take(sets_N)
     return np.searchsorted(_POWERS, sets_N & -sets_N)
 
 
