@@ -8,7 +8,6 @@ middle goes with the thread.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from actors.experts.moving import Brought
 from actors.experts.rank_experts import AllThere
+from actors.weights.expert_exchange import gives_way
 from contracts.clock import Clock, monotonic_s
 from contracts.config import PlacementConfig
 from contracts.errors import ChannelError, ConfigError, ResourceError, TandemError
@@ -38,7 +38,8 @@ from planner.placement.slots import check_fits
 log = logging.getLogger("tandem.experts")
 
 _PIECE_BYTES: Final = 1 << 20  # copied or received at once
-_NICE: Final = 10  # the thread's own: it gives way to the loop where cores are few
+_BURST_S: Final = 0.01  # of what was not used of the rate
+_LET_GO_S: Final = 0.001  # between layers: giving memory back holds others up
 _STOP_S: Final = 10.0
 
 
@@ -57,7 +58,7 @@ class Pace:
     def took(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         now_s = self._clock()
-        self._due_s = max(self._due_s, now_s - 0.1) + num_bytes / self._bytes_per_s
+        self._due_s = max(self._due_s, now_s - _BURST_S) + num_bytes / self._bytes_per_s
         if self._stopped.wait(max(0.0, self._due_s - now_s)):
             raise StoppedError
 
@@ -127,6 +128,7 @@ class ResidentBringer:
         self._clock = clock
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        store.let_go = self._let_go
 
     def misfit(self, placement: Placement) -> str:
         reason = misfit(self._spec, self._layout.spec, placement)
@@ -150,6 +152,11 @@ class ResidentBringer:
         self.stop()
         if self._thread is not None:
             self._thread.join(_STOP_S)
+
+    def _let_go(self, half: ExpertHalf) -> None:
+        """On a thread: thousands of pages go back to the kernel, and the loop should not wait."""
+        name = f"{self._spec.name}-let-go"
+        threading.Thread(target=_let_go, args=(half.layers(),), name=name, daemon=True).start()
 
     def _lacking(self, placement: Placement) -> list[Key]:
         half = self._store.half(self._placement.generation)
@@ -190,7 +197,7 @@ class _Bringing:
         pace = Pace(self._spec.config.placement.bytes_per_s, self._stopped, self._clock)
         half, reason = None, ""
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            gives_way()
             if before is not None:
                 before.join(self._spec.config.placement.deadline_s)
             half = self._bring(pace)
@@ -250,6 +257,14 @@ class _Bringing:
                     reason=error.message,
                 )
         return None
+
+
+def _let_go(layers: dict[int, ExpertLayer]) -> None:
+    gives_way()
+    pause = threading.Event()
+    while layers:
+        layers.popitem()
+        pause.wait(_LET_GO_S)
 
 
 def misfit(spec: WorkerSpec, model: ModelSpec, placement: Placement) -> str:

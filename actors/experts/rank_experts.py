@@ -4,7 +4,7 @@ token group wants them (`SomeThere`). `ExpertServer` knows no difference but wha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from torch import Tensor
@@ -92,10 +92,12 @@ class _Resident:
 
 
 class AllThere:
-    """A `RankExperts`: a half of each generation; what two of them have in common is there once."""
+    """A `RankExperts`: a half of each generation; what two of them have in common is there once.
+    let_go: is given those that are freed."""
 
     def __init__(self, half: ExpertHalf, generation: int = 0) -> None:
         self._halves = {generation: half}
+        self.let_go: Callable[[ExpertHalf], None] = lambda half: None
 
     def holds(self, generation: int) -> bool:
         return generation in self._halves
@@ -104,7 +106,7 @@ class AllThere:
         self._halves[generation] = half
 
     def free(self, generation: int) -> None:
-        del self._halves[generation]
+        self.let_go(self._halves.pop(generation))
 
     def half(self, generation: int) -> ExpertHalf:
         return self._halves[generation]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import struct
 import threading
@@ -39,6 +40,7 @@ PURPOSE: Final = "experts"
 WANT = struct.Struct("<II")  # layer, expert
 REPLY = struct.Struct("<BQ")  # kind, bytes that follow
 HERE, FAILED = 1, 2
+NICE: Final = 10
 _CHUNK_BYTES: Final = 1 << 20
 _MOST_TEXT_BYTES: Final = 4096
 
@@ -130,11 +132,12 @@ class ExpertGiver:
     def _serve(self, sock: socket.socket, peer: str) -> None:
         try:
             with sock:
+                gives_way()
+                _patient(sock, 0.0, socket.SO_RCVTIMEO)  # between moves it asks for nothing
+                _patient(sock, self._config.silence_s, socket.SO_SNDTIMEO)
                 while True:
-                    sock.settimeout(None)  # between moves it asks for nothing
                     asked = bytearray(WANT.size)
                     _receive(sock, memoryview(asked), peer)
-                    sock.settimeout(self._config.silence_s)
                     self._give(sock, *WANT.unpack(asked))
         except (OSError, PeerError) as error:
             event(log, "expert_taker_left", logging.DEBUG, peer=peer, reason=error)
@@ -173,7 +176,7 @@ class ExpertTaker:
         peer = rank_name(Group.EXPERT, rank)
         try:
             self._fetch(peer, key, into, pace)
-        except TimeoutError:
+        except BlockingIOError:
             self._close(peer)
             silence_s = self._config.silence_s
             raise PeerHungError(f"{peer} gave nothing for {silence_s:g} s", peer) from None
@@ -228,7 +231,7 @@ class ExpertTaker:
         except ChannelError:
             sock.close()
             raise
-        sock.settimeout(self._config.silence_s)
+        _patient(sock, self._config.silence_s, socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)
         self._links[peer] = sock
         return sock
 
@@ -238,9 +241,25 @@ class ExpertTaker:
             link.close()
 
 
+def _patient(sock: socket.socket, seconds: float, *options: int) -> None:
+    """Waits in the kernel, a whole chunk at a time: a wake-up for each part of one would take the
+    interpreter from the loop. options: SO_RCVTIMEO, SO_SNDTIMEO."""
+    sock.setblocking(True)
+    whole, part = divmod(seconds, 1.0)
+    for option in options:
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(1e6 * part)))
+
+
+def gives_way() -> None:
+    """This thread, to those of the loop, where cores are few."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
 def _receive(sock: socket.socket, into: memoryview, peer: str) -> None:
+    """Raises PeerDeadError; BlockingIOError where nothing came for as long as `_patient` says."""
     while len(into):
-        count = sock.recv_into(into)
+        count = sock.recv_into(into, len(into), socket.MSG_WAITALL)
         if not count:
             raise PeerDeadError(f"{peer} closed its connection", peer)
         into = into[count:]

@@ -97,6 +97,9 @@ class ExpertHalf:
             loader.layer_done()
         return ExpertHalf(spec, expert_ids, held)
 
+    def layers(self) -> dict[int, ExpertLayer]:
+        return dict(self._layers)
+
     def held(self, layer: int) -> ExpertLayer:
         return self._layers[layer]
 
