@@ -26,12 +26,15 @@ _FEW = 12  # samples that quantiles would not make shorter
 PACKAGES = ("torch", "ray", "transformers", "msgspec", "numpy")
 
 
+Kind = Literal["measured", "simulated", "modelled"]
+
+
 class Result(msgspec.Struct, kw_only=True):
     """One run. `samples`: every raw measurement, by variant, or quantiles of them where they would
     be more than MAX_SAMPLES_BYTES. `summary`: what the table shows."""
 
     name: str
-    kind: Literal["measured", "simulated", "modelled"]
+    kind: Kind
     settings: dict[str, Any]
     samples: dict[str, Any]
     summary: dict[str, Any]
@@ -116,12 +119,14 @@ def record(
     samples: dict[str, Any],
     summary: dict[str, Any],
     model: dict[str, Any] = MEDIUM,
+    *,
+    kind: Kind = "measured",
 ) -> None:
     """Writes what was measured on `model`, to `options.output` or benchmarks/results/. Paths are
     left out: they are of one machine."""
     said = {name: "" if isinstance(value, Path) else value for name, value in vars(options).items()}
     settings = {**msgspec.to_builtins(said, enc_hook=str), "model": model}
-    result = Result(name=name, kind="measured", settings=settings, samples=samples, summary=summary)
+    result = Result(name=name, kind=kind, settings=settings, samples=samples, summary=summary)
     print(f"written: {write_result(result, options.output)}")
 
 

@@ -10,6 +10,7 @@ paper: chats of both classes at fractions of the capacity of continuous batching
 one_class: what preemption costs where there is nothing to preempt.
 starvation: LS at three times the capacity, for a minute, and what BE gets.
 blocking: for how long LS can have waited for a slice of BE, by processor time.
+bound: how much sooner LS's first tokens could come in the paper's run, whatever the policy.
 bulk: rows of a bulk job, and LS requests of one pass, on a prefill worker and on the other ranks.
 http: a trace at 1.5 times the capacity of `tandem serve`, whose refused clients come again.
 """
@@ -20,9 +21,10 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from benchmarks.harness import record
+from benchmarks.harness import Kind, record
 from benchmarks.priorities import (
     blocking,
+    bound,
     bulk,
     group,
     mix,
@@ -38,6 +40,7 @@ PARTS = {
     "one_class": one_class,
     "starvation": starvation,
     "blocking": blocking,
+    "bound": bound,
     "bulk": bulk,
     "http": over_http,
 }
@@ -79,7 +82,8 @@ def main() -> None:
     if options.picture:
         paper.picture(summary, options.picture)
     model = group.MODELS[options.model]
-    record(f"priorities_{options.part}", options, samples, summary, model)
+    kind: Kind = "modelled" if part is bound else "measured"
+    record(f"priorities_{options.part}", options, samples, summary, model, kind=kind)
 
 
 if __name__ == "__main__":
