@@ -76,13 +76,13 @@ def _csr(vertices: int, rows_N: Ints, columns_N: Ints, weights_N: Ints) -> tuple
 def _cut(graph: tuple[Ints, Ints, Ints], weights: Floats, ranks: int, seed: int) -> Iterator[Ints]:
     """Parts of vertices, for every tolerance, seed and way of cutting."""
     starts, tos, edges = (each.tolist() for each in graph)
+    adjacency = pymetis.CSRAdjacency(starts, tos)
     whole = np.ceil(weights * (10_000 / max(1.0, weights.max()))).astype(int).tolist()
     for tolerance, more, recursive in itertools.product(TOLERANCES, SEEDS, (False, True)):
         options = pymetis.Options(ufactor=tolerance, seed=seed + more, ncuts=4, niter=20)
         _, parts = pymetis.part_graph(
             ranks,
-            xadj=starts,
-            adjncy=tos,
+            adjacency=adjacency,
             vweights=whole,
             eweights=edges,
             recursive=recursive,

@@ -65,6 +65,10 @@ _GENERATIONS, _SWITCHING, _FOLLOWING = (
 _FOLLOWER = "planner/placement/following.py"
 _FOLLOWER_TESTS = ("tests/unit/planner/placement/test_following.py",)
 _COUNTS = ("tests/unit/models/foresight/test_routing_counts.py",)
+_PLACED = (
+    "tests/property/test_placement_solver.py",
+    "tests/unit/planner/placement/test_solve.py",
+)
 
 BUGS: tuple[Bug, ...] = (
     Bug(
@@ -906,5 +910,47 @@ BUGS: tuple[Bug, ...] = (
         "found_W[some] = profiled_N[nearest.numpy()]",
         "found_W[some] = profiled_N[0]",
         ("tests/unit/models/foresight/test_count_guesses.py",),
+    ),
+    Bug(
+        "placement: tokens that go to both of two experts count as if they came apart",
+        "planner/placement/search.py",
+        " - sums.leave_S[:, None] + sums.beside_SS",
+        " - sums.leave_S[:, None]",
+        _PLACED,
+    ),
+    Bug(
+        "placement: an expert comes to a rank that has it",
+        "planner/placement/search.py",
+        "barred_SS |= there_SS | there_SS.T | empty_S[:, None] | empty_S",
+        "barred_SS |= empty_S[:, None] | empty_S",
+        _PLACED,
+    ),
+    Bug(
+        "placement: what is worse on tokens kept out is taken",
+        "planner/placement/solve.py",
+        "if not tokens or price_now >= price_was * (1 - moves * costs.move):",
+        "if not tokens:",
+        _PLACED,
+    ),
+    Bug(
+        "placement: a change taken back leaves the sums as they were with it",
+        "planner/placement/layout.py",
+        "        self.sums = undo.sums\n",
+        "",
+        _PLACED,
+    ),
+    Bug(
+        "placement: more experts move than may",
+        "planner/placement/search.py",
+        "        barred_SS |= moves_SS > layout.homes.most_moves\n",
+        "",
+        _PLACED,
+    ),
+    Bug(
+        "placement: a file for another tokenizer is read",
+        "cluster/files/placement_file.py",
+        "if written != digest.hex()",
+        'if written != digest.hex() and name != "tokenizer"',
+        ("tests/unit/cluster/files/test_placement_file.py",),
     ),
 )

@@ -65,6 +65,17 @@ def test_the_same_arguments_give_the_same_placement() -> None:
     assert (one.rank_of_id_V == other.rank_of_id_V).all()
 
 
+def test_replicas_save_copies_and_even_out_a_hot_expert() -> None:
+    rng = np.random.default_rng(0)
+    other_P = rng.integers(1, 8, 4000)
+    routing = routing_of(8, np.stack([np.zeros_like(other_P), other_P], 1), other_P)
+    without = solve_layer(routing, [4, 4])
+    spare = solve_layer(routing, [5, 5])
+    assert held(spare.expert_of_slot, [5, 5], 8)[0].all()  # the one that every token goes to
+    assert spare.measured.copies < 1.05 < 1.4 < without.measured.copies
+    assert spare.measured.load < 1.1 < without.measured.load
+
+
 def test_dear_pairs_are_balanced_and_dear_copies_saved() -> None:
     routing = any_routing(16, 2, 4000, seed=5)
     even, near = (

@@ -1,0 +1,92 @@
+"""EPLB, balance alone, and the optimum of two ranks by enumeration.
+
+Shapes: E experts, R ranks, S slots.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from planner.placement.layout import Layout
+from planner.placement.lines import Line, first_homes, line_of, ranks_of
+from planner.placement.objective import PlacementCosts
+from planner.placement.routing import LayerRouting
+from planner.placement.samples import sample_of
+from planner.placement.solve import LOCAL, price_with_ids
+from planner.placement.starts import balanced
+
+
+def load_alone(routing: LayerRouting, slots_per_rank: Sequence[int]) -> Line:
+    """The hottest expert first, each to the least loaded rank that has room."""
+    homes_R = first_homes(routing.num_experts, slots_per_rank)
+    ranks_E = balanced(routing.load().astype(float), homes_R)
+    return line_of(np.arange(len(ranks_E)), ranks_E, slots_per_rank, ())
+
+
+def eplb(routing: LayerRouting, slots_per_rank: Sequence[int]) -> Line:
+    """DeepSeek's EPLB without node groups: spare slots go to the experts with most pairs a replica,
+    one after the other; then replicas are packed, the heaviest first, each to the least loaded rank
+    with room that has none of that expert (which EPLB itself does not ask for)."""
+    load_E, spare = routing.load().astype(float), sum(slots_per_rank) - routing.num_experts
+    replicas_E = np.ones(routing.num_experts)
+    for _ in range(spare):
+        open_E = replicas_E < len(slots_per_rank)
+        replicas_E[np.where(open_E, load_E / replicas_E, -1.0).argmax()] += 1
+    items = np.repeat(np.arange(len(load_E)), replicas_E.astype(int))
+    weights = (load_E / replicas_E)[items]
+    lines: list[list[int]] = [[] for _ in slots_per_rank]
+    load_R = np.zeros(len(lines))
+    for n in np.argsort(-weights, kind="stable").tolist():
+        expert = int(items[n])
+        room = [len(line) < s for line, s in zip(lines, slots_per_rank, strict=True)]
+        free = [r for r, line in enumerate(lines) if room[r] and expert not in line]
+        if not free:
+            free = [_made_room(lines, expert, room.index(True))]
+        rank = min(free, key=lambda r: load_R[r])
+        lines[rank].append(expert)
+        load_R[rank] += weights[n]
+    return tuple(itertools.chain.from_iterable(map(sorted, lines)))
+
+
+def _made_room(lines: list[list[int]], expert: int, full: int) -> int:
+    """A rank without that expert, which gave one of its own to rank `full`, which has it."""
+    for rank, line in enumerate(lines):
+        for other in line if expert not in line else ():
+            if other not in lines[full]:
+                line.remove(other)
+                lines[full].append(other)
+                return rank
+    raise ValueError(f"no rank is without expert {expert}")
+
+
+def enumerated(
+    routing: LayerRouting, slots_per_rank: Sequence[int], costs: PlacementCosts
+) -> float:
+    """The price of the cheapest of all divisions of the experts over two ranks, as the solver
+    counts it, on all of `routing`."""
+    sample, E = sample_of(routing, costs, 2), routing.num_experts
+    layouts = []
+    for others in itertools.combinations(range(1, E), slots_per_rank[0] - 1):
+        ranks_E = np.ones(E, np.int64)
+        ranks_E[[0, *others]] = 0
+        layouts.append((Layout(sample, np.arange(E), ranks_E).price(), ranks_E))
+    layouts.sort(key=lambda each: each[0])
+    best = float("inf")
+    for price, ranks_E in layouts:
+        if price * (1 - LOCAL) >= best:  # none of the rest can be cheaper
+            break
+        layout = Layout(sample, np.arange(E), ranks_E)
+        best = min(best, price_with_ids(layout, routing.counts))
+    return best
+
+
+def priced(
+    routing: LayerRouting, line: Line, slots_per_rank: Sequence[int], costs: PlacementCosts
+) -> float:
+    """A placement without replicas, as the solver counts it, on all of `routing`."""
+    sample = sample_of(routing, costs, len(slots_per_rank))
+    layout = Layout(sample, np.array(line), ranks_of(slots_per_rank))
+    return price_with_ids(layout, routing.counts)
