@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from actors.channels.door import Door
-from actors.channels.handshake import Identity
+from actors.channels.handshake import Identity, Remote
 from actors.ranks.local_group import LocalGroup
 from benchmarks.harness import record
 from benchmarks.pinned_batches import bench_client
@@ -99,7 +99,9 @@ class Mover:
         self.moves += 1
         self.seconds.append(time.perf_counter() - start_s)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: Remote
+    ) -> None:
         with contextlib.suppress(EOFError):  # it is stopped
             while True:
                 body = await read_frame(reader, MAX_PLANNER_FRAME_BYTES)

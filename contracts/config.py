@@ -334,6 +334,9 @@ class PlacementConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds of such traffic within which a move must have saved what it costs."""
     sample_tokens: Count = 256
     """Tokens a second of each attention rank whose experts are noted."""
+    record: OutputFolder | None = None
+    """Folder in which the planner writes a routing profile, routing.safetensors, of what was noted:
+    once a minute, and at the end. null: nowhere."""
 
 
 class PlannerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -327,6 +327,18 @@ PLAN_SOLVE = _gauge(
     Panel("Time to find the latest plan", "s", legend="solve"),
     unit="s",
 )
+PLACEMENT_PROPOSALS = _counter(
+    "tandem_placement_proposals_total",
+    "Placements that the planner has proposed to the expert ranks.",
+    (),
+    Panel("Placements proposed", "ops"),
+)
+PLACEMENT_GAIN = _gauge(
+    "tandem_placement_gain_fraction",
+    "Of the layers' time, what the latest proposed placement was predicted to save.",
+    (),
+    Panel("Predicted gain of the latest placement", "percentunit"),
+)
 SATURATION = _gauge(
     "tandem_saturation_flops", "FLOPs per batch that saturate a rank.", ("rank",), unit="flops"
 )

@@ -12,11 +12,11 @@ from functools import partial
 
 from actors.channels import gate
 from actors.channels.gate import Gate, address_of, shut_down
-from actors.channels.handshake import Answer, Identity, accept_async
+from actors.channels.handshake import Answer, Identity, Remote, accept_async
 from actors.channels.listener import listen_tcp
 from contracts.errors import HandshakeError
 
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Remote], Awaitable[None]]
 
 
 class Door:
@@ -89,16 +89,18 @@ class Door:
         assert task is not None
         self._open[task] = writer
         try:
-            if await self._prove(number, reader, writer):
-                await self._serve(reader, writer)
+            remote = await self._prove(number, reader, writer)
+            if remote is not None:
+                await self._serve(reader, writer, remote)
         finally:
             writer.close()
 
     async def _prove(
         self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> bool:
+    ) -> Remote | None:
+        """None for whom the door stays closed."""
         try:
-            await accept_async(
+            remote = await accept_async(
                 reader,
                 writer,
                 self._me,
@@ -109,8 +111,8 @@ class Door:
         except HandshakeError as error:
             self._gate.leave(number)
             self._gate.tell("handshake_refused", str(error))
-            return False
+            return None
         except BaseException:
             self._gate.leave(number)
             raise
-        return self._gate.leave(number)
+        return remote if self._gate.leave(number) else None

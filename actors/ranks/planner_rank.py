@@ -4,6 +4,8 @@ rank ── PlanQuery ───────────> OnlinePlanner (planner/
      <── PlanAnswer ──────────
      ── BatchReport, ExpertReport ──> refit
      <── ModelsChanged ──────  when the stage models have moved
+     ── RoutingReport, PlacementHeld, PlacementOutcome ──> actors/ranks/planner_placement.py
+     <── PlacementProposal ──
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import msgspec
 from actors.channels.door import Door
 from actors.channels.handshake import Identity, Remote
 from actors.planning.model_shape import shape_of
+from actors.ranks.planner_placement import PlannerPlacement
 from actors.ranks.rank import Rank
 from actors.telemetry.telemetry import Telemetry
 from contracts import metrics
@@ -34,11 +37,16 @@ from contracts.planning import (
     ExpertReport,
     FromPlanner,
     ModelsChanged,
+    PlacementHeld,
+    PlacementOutcome,
+    PlacementProposal,
     PlanAnswer,
     PlanQuery,
+    RoutingReport,
     ToPlanner,
 )
 from contracts.worker import RankReady, WorkerSpec
+from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
 from planner.online.models import OnlineSetup
 from planner.online.planner import NoPlanError, OnlinePlanner
@@ -69,15 +77,25 @@ class PlannerService:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        setup = _setup(spec)
+        model = check_checkpoint(Path(spec.model_folder))
+        setup = _setup(spec, model)
         self._planner = OnlinePlanner(setup)
         top_k, experts = setup.shape.top_k, setup.shape.num_experts
         self.plan_metrics = PlanMetrics(setup.attention_ranks * top_k / experts)
         self._identity = Identity(name=spec.name, token=spec.token, epoch=None)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToPlanner] = msgspec.msgpack.Decoder(ToPlanner)
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._answered = 0
+        self._writers: dict[asyncio.StreamWriter, str] = {}  # with the names behind them
+        self._placement = PlannerPlacement(
+            spec,
+            model,
+            setup.shape,
+            self._planner,
+            self.plan_metrics.telemetry,
+            self._send,
+        )
+        self._watching: asyncio.Task[None] | None = None
+        self._answered, self._told = 0, self._planner.version
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name=f"{spec.name}-service", daemon=True
@@ -109,6 +127,7 @@ class PlannerService:
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(STOP_DEADLINE_S)
+        self._placement.close(STOP_DEADLINE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_DEADLINE_S)
         self._loop.close()
@@ -126,39 +145,60 @@ class PlannerService:
 
     async def _listen(self) -> str:
         self._door = Door(self._identity, answer=_only_ranks, serve=self._serve)
+        self._watching = asyncio.create_task(self._placement.watch(self._loop))
         return self._door.open(self._spec.host)
 
     async def _close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         await self._door.close(STOP_DEADLINE_S / 2)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, remote: Remote
+    ) -> None:
         try:
-            self._writers.add(writer)
+            self._writers[writer] = remote.name
             self._write(writer, ModelsChanged(self._planner.version))
             while True:
                 body = await read_frame(reader, MAX_PLANNER_FRAME_BYTES)
-                self._take(writer, self._decoder.decode(body))
-        except (OSError, EOFError, *BAD_FRAME) as error:
-            event(log, "planner_connection_ended", reason=error)
+                self._take(writer, remote.name, self._decoder.decode(body))
+        except (OSError, EOFError, ValueError, *BAD_FRAME) as error:
+            event(log, "planner_connection_ended", rank=remote.name, reason=error)
         finally:
-            self._writers.discard(writer)
+            del self._writers[writer]
+            if remote.name not in self._writers.values():
+                self._placement.lost(remote.name)
 
-    def _take(self, writer: asyncio.StreamWriter, message: ToPlanner) -> None:
-        if isinstance(message, PlanQuery):
-            self._write(writer, self._answer(message))
+    def _take(self, writer: asyncio.StreamWriter, name: str, message: ToPlanner) -> None:
+        """Raises ValueError for what no rank says."""
+        match message:
+            case PlanQuery():
+                self._write(writer, self._answer(message))
+            case RoutingReport():
+                self._placement.take_routing(message)
+            case PlacementHeld():
+                self._placement.take_held(name, message)
+            case PlacementOutcome():
+                self._placement.take_outcome(name, message)
+            case _:
+                self._learn(message)
+        if self._planner.version != self._told:
+            self._tell_version()
+
+    def _learn(self, report: BatchReport | ExpertReport) -> None:
+        if isinstance(report, ExpertReport):
+            self._planner.observe_experts(report)
             return
-        before = self._planner.version
-        if isinstance(message, BatchReport):
-            batches = [times.batch for times in message.micro_batches]
-            predicted_ms = self._planner.predict_ms(message.plan, batches)
-            self.plan_metrics.show(message, predicted_ms)
-            self._planner.observe_batch(message)
-        elif isinstance(message, ExpertReport):
-            self._planner.observe_experts(message)
-        if self._planner.version != before:
-            event(log, "stage_models_changed", version=self._planner.version)
-            for each in list(self._writers):
-                self._write(each, ModelsChanged(self._planner.version))
+        batches = [times.batch for times in report.micro_batches]
+        predicted_ms = self._planner.predict_ms(report.plan, batches)
+        self.plan_metrics.show(report, predicted_ms)
+        self._planner.observe_batch(report)
+
+    def _tell_version(self) -> None:
+        self._told = self._planner.version
+        event(log, "stage_models_changed", version=self._told)
+        for each in list(self._writers):
+            self._write(each, ModelsChanged(self._told))
 
     def _answer(self, query: PlanQuery) -> PlanAnswer:
         started_s = monotonic_s()
@@ -175,6 +215,11 @@ class PlannerService:
             predicted_ms=self._planner.expected_ms(planned),
             solve_ms=0.0 if known else 1e3 * (monotonic_s() - started_s),
         )
+
+    def _send(self, name: str, message: PlacementProposal) -> None:
+        for writer, each in list(self._writers.items()):
+            if each == name:
+                self._write(writer, message)
 
     def _write(self, writer: asyncio.StreamWriter, message: FromPlanner) -> None:
         writer.write(framed(self._encoder.encode(message)))
@@ -213,10 +258,8 @@ def _only_ranks(remote: Remote) -> bytes:
     return b""
 
 
-def _setup(spec: WorkerSpec) -> OnlineSetup:
-    """Raises CheckpointError for a folder that is none."""
+def _setup(spec: WorkerSpec, model: ModelSpec) -> OnlineSetup:
     config = spec.config
-    model = check_checkpoint(Path(spec.model_folder))
     return OnlineSetup(
         shape=shape_of(model, resolve_dtype(model, config.model.dtype)),
         attention_ranks=spec.attention_ranks,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from actors.channels.door import Door
-from actors.channels.handshake import Identity
+from actors.channels.handshake import Identity, Remote
 from actors.channels.loop_watch import LoopWatch
 from actors.channels.neighbour import here
 from actors.wire.event_frames import event_frames
@@ -140,7 +140,9 @@ class ClientServer:
         self._heart.cancel()
         await self._door.close(STOP_DEADLINE_S)  # what has been answered goes out first
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: Remote
+    ) -> None:
         """Passes a client's messages on until its connection ends."""
         client, self._next_client = self._next_client, self._next_client + 1
         self._writers[client] = writer

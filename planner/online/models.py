@@ -22,10 +22,10 @@ from planner.costs.model_shape import (
     NO_WORK,
     AttentionWork,
     ModelShape,
-    hit_fraction,
     layer_mean_work,
 )
 from planner.costs.refit import LEAST_MS, OnlineLinear
+from planner.costs.routing_shape import Spread, uniform_spread
 from planner.costs.stages import Linear, PlanSpec, StageModels
 from planner.findep.batch_plan import ChunkTime
 from planner.online.buckets import Bucket, bucket_of
@@ -180,11 +180,13 @@ class OnlineModels:
 
     def __init__(self, setup: OnlineSetup) -> None:
         """Raises ConfigError for a split that the hardware has no figures for."""
-        shape, experts = setup.shape, setup.shape.experts_per_rank(setup.expert_ranks)
+        shape = setup.shape
         self._setup = setup
         self._tokens_per_expert = tokens_per_expert(shape, _one_token(setup))
-        # rows of a packet -> tokens per expert, of one attention rank
-        self._me_per_row = shape.top_k / shape.num_experts / hit_fraction(shape, experts)
+        self._uniform = uniform_spread(shape, setup.expert_ranks)
+        self._spread = self._uniform
+        # rows of a packet -> tokens per expert, of one attention rank, if routing were uniform
+        self._me_per_row = shape.top_k / shape.num_experts / self._uniform.mean.rows
         typical_tokens = min(TYPICAL_TOKENS, setup.max_batch_tokens)
         typical_me = typical_tokens * self._tokens_per_expert
         hardware = setup.hardware
@@ -194,6 +196,21 @@ class OnlineModels:
         self._expert = SizedStage(prior.expert if prior else None, typical_me)
         self._a2e = SizedStage(prior.a2e if prior else None, typical_me)
         self._e2a = SizedStage(prior.e2a if prior else None, typical_me)
+
+    def spread_over(self, spread: Spread) -> None:
+        """Takes how tokens spread over the expert ranks from now on. Stages are learned by rows and
+        pairs, so that what they have learned holds; what a batch brings of both has changed."""
+        self._spread = spread
+
+    def unit_ms(self) -> tuple[float, float] | None:
+        """Times of a (token, expert) pair at an expert rank and of a token's copy, over all links
+        together; None while a stage is cold."""
+        expert, a2e, e2a = self._expert.model, self._a2e.model, self._e2a.model
+        if expert is None or a2e is None or e2a is None:
+            return None
+        tokens = 1 / self._tokens_per_expert * self._setup.attention_ranks  # of all ranks, for me=1
+        link_ms = max(a2e.beta_ms, e2a.beta_ms)
+        return expert.beta_ms / self._uniform.mean.pairs, link_ms / tokens / self._uniform.copies
 
     @property
     def cold_stages(self) -> list[str]:
@@ -220,7 +237,9 @@ class OnlineModels:
 
     def add_experts(self, report: ExpertReport) -> None:
         """Takes an expert rank's times."""
-        self._add(self._expert, report.experts, 1)
+        mean, uniform = self._spread.mean, self._uniform.mean
+        pairs_of_rows = mean.pairs / mean.rows / (uniform.pairs / uniform.rows)
+        self._add(self._expert, report.experts, pairs_of_rows)
         self._add(self._a2e, report.a2e, self._setup.attention_ranks)
 
     def spec(self) -> PlanSpec | None:
@@ -228,14 +247,15 @@ class OnlineModels:
         expert, a2e, e2a = self._expert.model, self._a2e.model, self._e2a.model
         if self.cold_stages or expert is None or a2e is None or e2a is None:
             return None
-        setup = self._setup
+        setup, busiest, uniform = self._setup, self._spread.busiest, self._uniform.mean
+        by_pairs, by_rows = busiest.pairs / uniform.pairs, busiest.rows / uniform.rows
         launch = Linear(self.attention.launch_ms(), 0.0)
         return PlanSpec(
             stages=StageModels(
                 attention=launch if not launch.is_free else Linear(LEAST_MS, 0.0),
-                expert=expert if not expert.is_free else Linear(LEAST_MS, 0.0),
-                a2e=a2e,
-                e2a=e2a,
+                expert=_steeper(expert, by_pairs) if not expert.is_free else Linear(LEAST_MS, 0.0),
+                a2e=_steeper(a2e, by_rows),
+                e2a=_steeper(e2a, by_rows),
                 shared=self._shared.model,
             ),
             tokens_per_expert_per_sample=self._tokens_per_expert,
@@ -245,11 +265,15 @@ class OnlineModels:
             has_shared=setup.shape.num_shared_experts > 0,
         )
 
-    def _add(self, stage: SizedStage, times: Iterable[RowsTime], senders: int) -> None:
+    def _add(self, stage: SizedStage, times: Iterable[RowsTime], senders: float) -> None:
         """x of links counts what all attention ranks send at a time; a packet is of one of them, a
-        call of experts of however many it has merged."""
+        call of experts of however many it has merged, and its pairs count."""
         for time in times:
             stage.add(time.rows * self._me_per_row * senders, time.ms)
+
+
+def _steeper(model: Linear, factor: float) -> Linear:
+    return model if factor == 1.0 else Linear(model.alpha_ms, model.beta_ms * factor)
 
 
 def _prior(setup: OnlineSetup, hardware: Hardware) -> StageModels:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from contracts.plan import Plan
 from contracts.planning import BatchReport, ExpertReport
 from planner.costs.refit import OnlineLinear
+from planner.costs.routing_shape import Spread
 from planner.costs.stages import Linear, PlanSpec
 from planner.findep.batch_plan import NewTokens, plan_batch
 from planner.findep.recurrence import makespan_ms
@@ -137,11 +138,25 @@ class OnlinePlanner:
             self._following.add_experts(report)
             self._count_report()
 
+    def spread_over(self, spread: Spread) -> None:
+        """Takes how tokens spread over the expert ranks from now on: experts have moved, or the
+        traffic has turned. Makespans follow at once."""
+        for view in self._views:
+            view.models.spread_over(spread)
+        self._look_at_drift(least_reports=0)
+
+    def unit_ms(self) -> tuple[float, float] | None:
+        """As `OnlineModels.unit_ms`, of the models that are believed."""
+        return self._models.unit_ms()
+
     def _count_report(self) -> None:
         self._reports += 1
+        self._look_at_drift(least_reports=REPORTS_BETWEEN)
+
+    def _look_at_drift(self, *, least_reports: int) -> None:
         times = _reference_times(self._models)
         grew_warm = bool(times) and not self._reference
-        due = self._reports >= REPORTS_BETWEEN and _drifted(self._reference, times)
+        due = self._reports >= least_reports and _drifted(self._reference, times)
         if grew_warm or due:
             self.version += 1
             self._reports = 0

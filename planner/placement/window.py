@@ -64,9 +64,11 @@ class RoutingWindow:
         self._samples: deque[Sample] = deque()
         self._held = 0
 
-    def add(self, now_s: float, tokens: int, ids: bytes, paths: bytes) -> NDArray[np.int32]:
-        """Takes what a `RoutingReport` has; returns its ids [P, 2]. Raises ValueError for what no
-        rank of this model sends."""
+    def add(
+        self, now_s: float, tokens: int, ids: bytes, paths: bytes
+    ) -> tuple[NDArray[np.int32], NDArray[np.int16]]:
+        """Takes what a `RoutingReport` has; returns it as arrays [P, 2], [P, L, K]. Raises
+        ValueError for what no rank of this model sends."""
         ids_P2, paths_PLK = self._arrays(ids, paths)
         if len(ids_P2) > tokens:
             raise ValueError(f"routing report: {len(ids_P2)} tokens are sampled of {tokens}")
@@ -74,7 +76,7 @@ class RoutingWindow:
         self._samples.append(Sample(now_s, tokens, ids_P2[kept, 0], paths_PLK[kept]))
         self._held += len(ids_P2[kept])
         self._forget(now_s)
-        return ids_P2
+        return ids_P2, paths_PLK
 
     def routing(self, now_s: float) -> Routing:
         self._forget(now_s)

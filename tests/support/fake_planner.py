@@ -6,7 +6,7 @@ import contextlib
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -139,9 +139,15 @@ class FakePlanner:
 class PlannerConnection:
     """A blocking client of a planner, as a rank would be."""
 
-    def __init__(self, address: str, token: bytes = TOKEN, purpose: str = PLANNER_PURPOSE) -> None:
+    def __init__(
+        self,
+        address: str,
+        token: bytes = TOKEN,
+        purpose: str = PLANNER_PURPOSE,
+        name: str = "attention-0",
+    ) -> None:
         self.socket = dial(address, DEADLINE_S)
-        me = Identity(name="attention-0", token=token, epoch=None)
+        me = Identity(name=name, token=token, epoch=None)
         initiate(self.socket, me, purpose=purpose, to=None, deadline_s=DEADLINE_S)
         self.socket.settimeout(DEADLINE_S)
         self._file = self.socket.makefile("rb")
@@ -175,12 +181,18 @@ class PlannerConnection:
 
 @contextlib.contextmanager
 def real_planner(
-    folder: Path, config: TandemConfig, hardware: Hardware | None, token: bytes = TOKEN
+    folder: Path,
+    config: TandemConfig,
+    hardware: Hardware | None,
+    token: bytes = TOKEN,
+    *,
+    expert_ranks: int = 1,
+    placements: Mapping[Group, Placement] | None = None,
 ) -> Iterator[Rank]:
-    """A planner for one attention and one expert rank."""
+    """A planner for one attention rank and some expert ranks."""
     seat = Seat("cpu", "127.0.0.1", 1)
-    formation = Formation(config, str(folder), token, 1, "shm", hardware)
-    *_, spec = make_specs(formation, [seat], [seat], [seat])
+    formation = Formation(config, str(folder), token, 1, "shm", hardware, placements or {})
+    *_, spec = make_specs(formation, [seat], [seat] * expert_ranks, [seat])
     assert spec.group is Group.PLANNER
     planner = planner_rank(spec)
     try:
