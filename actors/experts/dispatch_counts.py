@@ -18,6 +18,23 @@ TOP_EXPERTS = 8  # looked for at each scrape
 MAX_SHOWN = 64  # (layer, expert) that ever have a line of their own
 
 
+class _LayerPairs:
+    """Of one layer, by rank and local expert, since it was `placed` so; and by expert before."""
+
+    def __init__(self, placed: LayerSlots, before: _LayerPairs | None) -> None:
+        experts = len(placed.slots_of_expert)
+        self.placed = placed
+        self._before_E = np.zeros(experts, np.int64) if before is None else before.totals()
+        self._pairs_S = np.zeros(placed.count, np.int64)
+        self.pairs_of_ranks = [self._pairs_S[low:high] for low, high in placed.bounds]
+
+    def totals(self) -> NDArray[np.int64]:
+        """[E] pairs of each expert, all so far."""
+        pairs_E = self._before_E.copy()
+        np.add.at(pairs_E, self.placed.expert_of_slot, self._pairs_S)
+        return pairs_E
+
+
 class DispatchCounts:
     """Owned by the thread that dispatches; read at scrapes. tokens: at each layer anew; copies: how
     many ranks they were sent to; pairs_R: (token, expert) that each rank had."""
@@ -27,21 +44,20 @@ class DispatchCounts:
         self.tokens = self.copies = 0
         self.pairs_R = [0] * ranks
         self._own_rank = own_rank
-        self._pairs_E: dict[int, NDArray[np.int64]] = {}  # by layer
+        self._layers: dict[int, _LayerPairs] = {}
         self._shown: list[tuple[int, int]] = []  # (layer, expert)
 
     def add(self, layer: int, tokens: int, slices: Sequence[RankSlice], placed: LayerSlots) -> None:
         """The packets of a micro-batch at a layer."""
         self.tokens += tokens
-        pairs_E = self._pairs_E.get(layer)
-        if pairs_E is None:
-            pairs_E = self._pairs_E[layer] = np.zeros(len(placed.slots_of_expert), np.int64)
+        known = self._layers.get(layer)
+        if known is None or known.placed is not placed:
+            known = self._layers[layer] = _LayerPairs(placed, known)
         for piece in slices:
             if piece.rank != self._own_rank:
                 self.copies += piece.num_rows
             self.pairs_R[piece.rank] += len(piece.index_N)
-            low, high = placed.bounds[piece.rank]
-            pairs_E[placed.expert_of_slot[low:high]] += piece.counts_e  # a rank has each once
+            known.pairs_of_ranks[piece.rank] += piece.counts_e
 
     def show(self, telemetry: Telemetry, rank: str) -> None:
         """Has it read at each scrape."""
@@ -75,15 +91,15 @@ class DispatchCounts:
 
     def _most_used(self) -> dict[tuple[str, ...], float]:
         """Pairs of the most used experts, and of those that were shown once."""
+        layers = {layer: known.totals() for layer, known in list(self._layers.items())}
         pairs = [
             (int(pairs_E[expert]), (layer, int(expert)))
-            for layer, pairs_E in list(self._pairs_E.items())
+            for layer, pairs_E in layers.items()
             for expert in np.argsort(pairs_E)[-TOP_EXPERTS:]
         ]
         for _, place in sorted(pairs, reverse=True)[:TOP_EXPERTS]:
             if place not in self._shown and len(self._shown) < MAX_SHOWN:
                 self._shown.append(place)
         return {
-            (str(layer), str(expert)): float(self._pairs_E[layer][expert])
-            for layer, expert in self._shown
+            (str(layer), str(expert)): float(layers[layer][expert]) for layer, expert in self._shown
         }

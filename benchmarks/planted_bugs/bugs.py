@@ -247,6 +247,20 @@ BUGS: tuple[Bug, ...] = (
         _CHOSEN,
     ),
     Bug(
+        "replicas: a noted token has the path of another",
+        "actors/experts/routing_sample.py",
+        "topk_ids_TK[noted.rows]",
+        "topk_ids_TK[: len(noted.rows)]",
+        ("tests/unit/actors/experts/test_routing_sample.py",),
+    ),
+    Bug(
+        "replicas: what was counted before experts moved is forgotten",
+        "actors/experts/dispatch_counts.py",
+        "pairs_E = self._before_E.copy()",
+        "pairs_E = np.zeros_like(self._before_E)",
+        ("tests/unit/actors/experts/test_dispatch_counts.py",),
+    ),
+    Bug(
         "replicas: of two ranks the busier gets more",
         _REPLICAS,
         "twice = items * pairs + load_R[other] - load_R[one] + pairs",

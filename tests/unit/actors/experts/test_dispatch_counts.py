@@ -60,6 +60,17 @@ def test_replicas_of_an_expert_are_counted_together() -> None:
     assert found == {0: 2, 1: 2, 2: 2, 3: 2}
 
 
+def test_what_was_counted_stays_when_experts_are_placed_anew() -> None:
+    telemetry, counts = Telemetry(), DispatchCounts(2)
+    counts.show(telemetry, "attention-0")
+    for placed in (PLACED, LayerSlots([3, 2, 1, 0], [(0, 1), (1, 4)]), PLACED):
+        _run(counts, 4, IDS_TK, placed)
+    lines = _lines(telemetry)
+    assert [
+        lines[f'tandem_expert_tokens_total{{expert="{expert}",layer="4"}}'] for expert in range(4)
+    ] == [6, 6, 6, 6]
+
+
 def test_experts_that_are_shown_are_the_most_used_and_stay_few() -> None:
     telemetry, counts = Telemetry(), DispatchCounts(1)
     counts.show(telemetry, "attention-0")
