@@ -83,9 +83,10 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     (seconds in each stage since the loop started), channel_bytes (sent, received) and totals. Where
     there is a KV pool: kv_blocks, by state. Attention ranks: plans (batches by the plan that they
     ran under) and chosen_by (batches by who chose it). Prefill workers: work, in FLOPs, or in
-    tokens where those cannot be counted.
+    tokens where those cannot be counted. Where experts may move: placement (generation; of expert
+    ranks also experts that are there, moves by outcome, what they brought).
     notes: planner: "ready", or why its plans are not used; degraded: which peers' experts come from
-    elsewhere, and why.
+    elsewhere, and why; placement: that a generation is to come.
     """
 
     name: str
