@@ -26,8 +26,9 @@ from models.text.tokenizer import Tokenizer
 from models.text.tokenizer_files import tokenizer_digest
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 
-WHILE_MEASURING: Final = Limits(pairs=1 << 18, paths=1 << 16)
+WHILE_MEASURING: Final = Limits(pairs=1 << 17, paths=1 << 16)
 """Larger than the file's: what is printed is judged with all of it."""
+HELD_OUT: Final = Limits(pairs=4096, paths=1 << 16)  # whose paths alone are looked at
 _DEADLINE_S: Final = 600.0  # to make the file of experts, or to read a layer's
 
 
@@ -73,7 +74,9 @@ def routing_profile(
     store = CopyingStore(source, {}, layout, deadline_s=_DEADLINE_S)
     try:
         half = AttentionHalf.load(checkpoint, spec, dtype=dtype)
-        counters = Counters(_counter(folder, spec), _counter(folder, spec))
+        counters = Counters(
+            _counter(folder, spec, WHILE_MEASURING), _counter(folder, spec, HELD_OUT)
+        )
         profile = Collection(half, store, rows, progress, counters).profile()
         counts, held_out = counters.kept.counts(), counters.held_out.counts()
         judged = judge(counts, held_out, _means(profile), Nearest(half.embedding))
@@ -92,7 +95,7 @@ def _means(profile: RoutingProfile) -> dict[str, dict[int, float]]:
     }
 
 
-def _counter(folder: Path, spec: ModelSpec) -> RoutingCounter:
+def _counter(folder: Path, spec: ModelSpec, limits: Limits) -> RoutingCounter:
     of = Counted(
         digest_of(folder),
         tokenizer_digest(folder),
@@ -101,7 +104,7 @@ def _counter(folder: Path, spec: ModelSpec) -> RoutingCounter:
         spec.top_k,
         spec.vocab_size,
     )
-    return RoutingCounter(of, WHILE_MEASURING)
+    return RoutingCounter(of, limits)
 
 
 def added(counts: RoutingCounts | None, files: Sequence[Path], folder: Path) -> RoutingCounts:
