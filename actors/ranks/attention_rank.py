@@ -142,7 +142,7 @@ def _pool(spec: WorkerSpec, half: AttentionHalf) -> tuple[KvPool, BlockManager]:
 def _sample(spec: WorkerSpec, model: ModelSpec, planning: RankPlanning) -> RoutingSample | None:
     """None: nobody wants to know where tokens go."""
     placing = spec.config.placement
-    if placing.follow == "off":
+    if placing.follow == "off" and placing.record is None:
         return None
     shape = len(model.moe_layers), model.top_k
     send = planning.report_routing

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from contracts.planning import RoutingReport
 from models.spec.model import read_spec
@@ -15,13 +17,14 @@ from tests.support.group_harness import RankConnection, ThreadGroup, greedy, gro
 from tests.support.tiny_models import prompts
 
 
-def test_where_experts_follow_a_rank_reports_paths_of_its_tokens(
-    tiny_checkpoint: Callable[..., Path],
+@pytest.mark.parametrize("placement", [{"follow": "follow"}, {"record": "/tmp"}])
+def test_where_experts_follow_or_it_is_recorded_a_rank_reports_paths_of_its_tokens(
+    tiny_checkpoint: Callable[..., Path], placement: dict[str, Any]
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe")
     spec = read_spec(folder)
     rows = prompts(4, [40, 33, 57])
-    config = group_config(1, 2, placement={"follow": "follow", "sample_tokens": 64})
+    config = group_config(1, 2, placement={**placement, "sample_tokens": 64})
     with ThreadGroup(folder, config) as group, FakePlanner(token=group.token) as planner:
         group.join_planner(planner.address)
         with group.client() as client:
