@@ -54,7 +54,15 @@ PARTS: Final = (
         "tests",
         "tests/gpu, and triton's kernels against the references",
         (*_PYTEST, "tests/gpu", "tests/unit/kernels/test_triton.py"),
-        ("pytest", "hypothesis", "xdist", "transformers", "triton", "prometheus_client"),
+        (
+            "pytest",
+            "hypothesis",
+            "xdist",
+            "transformers",
+            "tokenizers",
+            "triton",
+            "prometheus_client",
+        ),
     ),
     Part(
         "kernels",
@@ -129,10 +137,11 @@ def run(part: Part, results: Path, limit_s: float) -> Outcome:
     print(f"\n== {part.name}: {part.what}", flush=True)
     results.mkdir(parents=True, exist_ok=True)
     start_s = time.monotonic()
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         part.command(results.resolve()),
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )

@@ -33,7 +33,7 @@ from actors.telemetry.timeline import Timeline
 from benchmarks.gpu_rates import expert_copies, memory_bytes_per_s, peak_bytes
 from benchmarks.harness import record
 from benchmarks.imposed_routing import ImposedForesight, ImposedRouting
-from benchmarks.offloaded_report import show, summarise
+from benchmarks.offloaded_report import shortened, show, summarise
 from benchmarks.random_in_memory import QWEN3_30B_A3B, SMALL, random_offloaded
 from contracts.clock import monotonic_s
 from contracts.machine import available_bytes
@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> None:
         bench.close()
     summary = summarise(samples, measured, bench.spec, bench.model.layout)
     show(summary)
-    record("offloaded_on_gpu", given, {"turns": samples}, summary, bench.config)
+    record("offloaded_on_gpu", given, {"turns": shortened(samples)}, summary, bench.config)
 
 
 def options(arguments: list[str] | None) -> argparse.Namespace:

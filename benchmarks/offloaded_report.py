@@ -53,6 +53,19 @@ def summarise(
     return found
 
 
+def shortened(samples: Samples) -> Samples:
+    """With what was missing by layer, in the place of by layer and step."""
+
+    def short(turn: dict[str, Any]) -> dict[str, Any]:
+        told = {name: value for name, value in turn.items() if name != "missing_LS"}
+        return {**told, "missing_L": [sum(missing_S) for missing_S in turn["missing_LS"]]}
+
+    return {
+        setting: {name: list(map(short, turns)) for name, turns in by_variant.items()}
+        for setting, by_variant in samples.items()
+    }
+
+
 def _compute_ms(samples: Samples, context: int) -> float:
     """Of a token behind that context, of turns in which nothing was missing; of any, if there are
     none."""
