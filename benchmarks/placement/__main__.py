@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--name", default="bundled")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--spare", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--brief", action="store_true", help="only in order, METIS together, ours")
     parser.add_argument("--made-up", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -78,12 +79,14 @@ def of_traces(traces: dict[str, Traces], options: argparse.Namespace) -> dict[st
     train, test = layers_of(traces["train"], E), layers_of(traces["test"], E)
     rows: dict[str, Any] = {}
     for ranks in options.ranks:
-        for method, found in compared(train, test, ranks).items():
+        for method, found in compared(train, test, ranks, brief=options.brief).items():
             rows[f"{ranks} | {method}"] = found
         rows |= replicas(train, test, ranks, options.spare)
+        if options.brief:
+            continue
         rows |= sizes(traces["train"], test, ranks, E)
         rows |= other_texts(train, traces, ranks, E)
-    if E == 16:
+    if E == 16 and 2 in options.ranks:
         rows["optimum"] = [optimal(layer) for layer in train]
     return rows
 

@@ -108,7 +108,7 @@ def without_replicas(our_seconds: float) -> dict[str, Method]:
 
 
 def compared(
-    train: Sequence[LayerRouting], test: Sequence[LayerRouting], ranks: int
+    train: Sequence[LayerRouting], test: Sequence[LayerRouting], ranks: int, *, brief: bool = False
 ) -> dict[str, list[Judged]]:
     """By method, its layers; each experts once."""
     found: dict[str, list[Judged]] = {}
@@ -118,6 +118,8 @@ def compared(
         mine = judged(ours, one, other, slots)[0]
         found.setdefault("ours", []).append(mine)
         for name, method in without_replicas(mine.seconds).items():
+            if brief and name != "METIS, experts together":
+                continue
             found.setdefault(name, []).append(judged(method, one, other, slots)[0])
         print(f"{ranks} ranks, layer {layer}: copies {mine.copies:.3f}", flush=True)
     return found
