@@ -124,14 +124,15 @@ def form_group(
         "load its weights",
         deadline_s,
     )
-    for group, peers, who in (
-        (Group.ATTENTION, Group.EXPERT, "the expert ranks"),
-        (Group.PREFILL, Group.PREFILL, "the other prefill workers"),
-        (Group.EXPERT, Group.EXPERT, "the other expert ranks"),
+    known = [*others, *ready]
+    experts = {each.name: each.experts_address for each in ready if each.experts_address}
+    for group, addresses, who in (
+        (Group.ATTENTION, channel_addresses(known, Group.EXPERT), "the expert ranks"),
+        (Group.PREFILL, channel_addresses(known, Group.PREFILL), "the other prefill workers"),
+        (Group.EXPERT, experts, "the other expert ranks"),
     ):
-        addresses = channel_addresses([*others, *ready], peers)
-        if group is Group.EXPERT:
-            addresses = {each.name: each.experts_address for each in ready if each.experts_address}
+        if group is Group.EXPERT and not experts:
+            continue  # they move nothing among themselves
         members = [(spec.name, h) for spec, h in pairs if spec.group is group]
         connecting = [(name, handle.call("connect", addresses)) for name, handle in members]
         _gather(connecting, f"connect to {who}", deadline_s)
