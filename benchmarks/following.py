@@ -52,6 +52,7 @@ from planner.placement.contiguous import contiguous
 
 _CALL_S, _MOVE_S, PROMPT_TOKENS = 60.0, 60.0, 32
 STILL, MOVING = "still", "moving"
+EXPERT_RANKS = "expert-0", "expert-1"
 
 
 class Mover:
@@ -188,7 +189,7 @@ async def measure(
         for _ in range(options.streams)
     ]
     expected: list[list[int]] = []
-    samples: dict[str, Any] = {STILL: [], MOVING: []}
+    samples: dict[str, Any] = {STILL: [], MOVING: [], "rss_mb": []}
     for turn in range(2 * options.rounds + 2):  # the first two warm up
         variant = (STILL, MOVING)[(turn + turn // 2) % 2]
         times_ms, found = await (
@@ -201,6 +202,8 @@ async def measure(
             raise TandemError(f"other tokens than before, {variant}")
         if turn >= 2:
             samples[variant].append(times_ms)
+        if variant == MOVING:
+            samples["rss_mb"].append([_rss_mb(group, rank) for rank in EXPERT_RANKS])
     await client.close()
     await mover.close()
     return {
@@ -209,6 +212,13 @@ async def measure(
         "loaded_bytes": mover.loaded_bytes,
         "move_s": mover.seconds,
     }
+
+
+def _rss_mb(group: LocalGroup, rank: str) -> float:
+    """Resident memory of its process."""
+    status = Path(f"/proc/{group.processes[rank].pid}/status").read_text(encoding="utf-8")
+    line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return round(int(line.split()[1]) / 1e3, 1)
 
 
 async def _moving(
@@ -240,6 +250,7 @@ def summary(samples: dict[str, Any]) -> dict[str, Any]:
         }
         found[f"p{q} ratio, all"] = round(found[MOVING][f"p{q}_ms"] / found[STILL][f"p{q}_ms"], 3)
     found["moves"], found["loaded_bytes"] = samples["moves"], samples["loaded_bytes"]
+    found["rss_mb after first, last"] = [samples["rss_mb"][0], samples["rss_mb"][-1]]
     found["move_s, median"] = round(statistics.median(samples["move_s"]), 3)
     return found
 
