@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from rich.table import Table
 
 from cluster.capacity.plan_input import ModelProblem, read_plan_file
-from cluster.files.terminal import Terminal
+from cluster.capacity.plan_routing import RoutingAnswer, in_order, placed, routing_answer
+from cluster.capacity.plan_ways import WaysAnswer, ways_answer
 from contracts.clock import monotonic_s
 from contracts.plan import Order, Plan
 from planner.costs.offloading import OffloadedToken, Tier, most_sequences, offloaded_tokens
 from planner.costs.stages import PlanSpec
-from planner.findep.alternatives import Alternative, Workload
+from planner.findep.alternatives import Workload
 from planner.findep.beyond import solve_beyond
 from planner.findep.solver import PlannedBatch, solve
 from planner.findep.split_search import Split, Verdict, judge, over_layers, planned_split, search
@@ -57,7 +57,8 @@ class AlternativeAnswer(msgspec.Struct, kw_only=True):
 
 
 class FullAnswer(PlanAnswer, kw_only=True, omit_defaults=True):
-    """What `tandem plan --json` prints. From `attention_ranks` on: of a SPEC with a model."""
+    """What `tandem plan --json` prints. From `attention_ranks` on: of a SPEC with a model.
+    layers_differ: makespans are of the layers as they are, lower_bound_ms of their mean."""
 
     lower_bound_ms: float
     solve_ms: float
@@ -71,6 +72,9 @@ class FullAnswer(PlanAnswer, kw_only=True, omit_defaults=True):
     alternatives: list[AlternativeAnswer] = []
     offload: list[OffloadedToken] = []
     offload_advice: str = ""
+    layers_differ: bool = False
+    routing: RoutingAnswer | None = None
+    prefill: WaysAnswer | None = None
 
 
 class Report(NamedTuple):
@@ -87,11 +91,24 @@ def plan_file(path: Path, *, devices: int | None, beyond: bool) -> Report:
     given = read_plan_file(path, devices)
     if isinstance(given, PlanSpec):
         return _report(given, beyond=beyond)
+    workload, profiled = given.workload, given.profiled
+    before = None
+    if profiled is not None:
+        plain = workload._replace(routing_of=in_order(profiled, workload))
+        before = _verdict(given._replace(workload=plain), beyond=beyond), plain
+        given = given._replace(workload=workload._replace(routing_of=placed(profiled, workload)))
     verdict = _verdict(given, beyond=beyond)
     assert verdict.best.spec is not None
     report = _report(verdict.best.spec, beyond=beyond, verdict=verdict)
     if given.tier is not None:
-        _add_offload(report.answer, given.workload, given.tier)
+        _add_offload(report.answer, workload, given.tier)
+    if profiled is not None and before is not None:
+        pairs = [
+            (found.best, of.routing(found.best.deployment.expert_ranks))
+            for found, of in (before, (verdict, given.workload))
+        ]
+        report.answer.routing = routing_answer(profiled, *pairs)
+    report.answer.prefill = ways_answer(given.workload)
     return report
 
 
@@ -154,6 +171,7 @@ def _add_verdict(answer: FullAnswer, verdict: Verdict) -> None:
     answer.attention_ranks = best.deployment.attention_ranks
     answer.expert_ranks = best.deployment.expert_ranks
     answer.max_samples = best.spec.max_samples if best.spec is not None else None
+    answer.layers_differ = bool(best.layers)
     answer.disaggregate, answer.advice = verdict.disaggregate, verdict.advice
     answer.splits = [_split_answer(split) for split in verdict.splits]
     answer.alternatives = [
@@ -190,110 +208,3 @@ def _split_answer(split: Split) -> SplitAnswer:
         max_samples=None if split.spec is None else split.spec.max_samples,
         problem=split.problem,
     )
-
-
-def print_report(report: Report) -> None:
-    console = Terminal(highlight=False)
-    _print_plans(console, report)
-    verdict = report.verdict
-    if verdict is not None:
-        if len(verdict.splits) > 1:
-            _print_splits(console, verdict)
-        _print_others(console, verdict.others)
-        console.print(f"\n{verdict.advice}")
-    if report.answer.offload:
-        _print_offload(console, report.answer)
-
-
-def _print_plans(console: Terminal, report: Report) -> None:
-    answer = report.answer
-    console.print(_title(report))
-    table = Table(box=None, pad_edge=False)
-    headings = ("plan", "order", "ma", "r1", "me", "r2", "makespan ms", "samples/s", "")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("plan", "order") else "right")
-    rows = {"best": answer, **dict(reversed(answer.baselines.items()))}
-    for name, row in rows.items():
-        table.add_row(
-            name,
-            row.order.value,
-            str(row.ma),
-            str(row.r1),
-            _figure(row.me),
-            str(row.r2),
-            _figure(row.makespan_ms),
-            _figure(row.samples_per_s),
-            f"{row.samples_per_s / answer.samples_per_s:.2f}x",
-        )
-    console.print(table)
-    console.print(
-        f"Solved in {answer.solve_ms:.2f} ms. No plan of the paper's kinds brings as many samples "
-        f"in less than {_figure(answer.lower_bound_ms)} ms."
-    )
-    if report.plan.is_beyond_paper:
-        console.print(f"Beyond the paper: {report.plan.label}")
-
-
-def _title(report: Report) -> str:
-    answer = report.answer
-    if answer.attention_ranks is None:
-        return f"At most {report.spec.max_samples} samples in memory"
-    return (
-        f"{answer.attention_ranks} attention and {answer.expert_ranks} expert ranks, at most "
-        f"{report.spec.max_samples} samples in the memory of each attention rank"
-    )
-
-
-def _print_splits(console: Terminal, verdict: Verdict) -> None:
-    console.print("\nSplits")
-    table = Table(box=None, pad_edge=False)
-    for heading in ("attention + expert", "samples/s", "samples in memory", "plan"):
-        table.add_column(heading, justify="left" if heading == "plan" else "right")
-    for split in verdict.splits:
-        plan = split.problem if split.planned is None else split.planned.plan.label
-        table.add_row(
-            f"{split.deployment.attention_ranks} + {split.deployment.expert_ranks}",
-            "–" if split.planned is None else _figure(split.samples_per_s),
-            "–" if split.spec is None else str(split.spec.max_samples),
-            plan,
-        )
-    console.print(table)
-
-
-def _print_others(console: Terminal, others: list[Alternative]) -> None:
-    console.print("\nWithout a split")
-    table = Table(box=None, pad_edge=False)
-    for heading in ("way", "samples/s", "waits for communication", ""):
-        table.add_column(heading, justify="left" if heading in ("way", "") else "right")
-    for other in others:
-        fits = other.samples_per_s > 0
-        table.add_row(
-            other.name,
-            _figure(other.samples_per_s) if fits else "–",
-            f"{other.exposed_fraction:.0%}" if fits else "–",
-            other.note,
-        )
-    console.print(table)
-
-
-def _print_offload(console: Terminal, answer: FullAnswer) -> None:
-    console.print("\nExperts that are read as they are wanted, on one worker: ms per token")
-    table = Table(box=None, pad_edge=False)
-    for heading in (
-        "sequences",
-        "read of a layer",
-        "all there",
-        "on demand",
-        "read ahead, at best",
-    ):
-        table.add_column(heading, justify="right")
-    for row in answer.offload:
-        spent = (row.resident_ms, row.on_demand_ms, row.ahead_ms)
-        table.add_row(str(row.sequences), _figure(row.missing), *map(_figure, spent))
-    console.print(table)
-    console.print(f"\n{answer.offload_advice}")
-
-
-def _figure(value: float) -> str:
-    """Four digits, and no exponent where a person would write none."""
-    return f"{value:,.0f}" if 1e3 <= value < 1e9 else f"{value:.4g}"

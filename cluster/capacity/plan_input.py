@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from actors.planning.model_shape import shape_of
+from cluster.capacity.plan_routing import ProfiledRouting, read_routing
 from cluster.files.hardware import load_hardware
 from cluster.files.json_input import read_json_file, struct_from
 from cluster.files.model_folder import resolve_model_folder
@@ -77,7 +78,8 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     one of them and devices, or devices alone, over whose splits is searched. context_tokens: cached
     before each sample's sequence_tokens new ones (decode: sequence_tokens 1). max_samples: a limit
     beside the memory's. memory_bytes: of a device, instead of the hardware's. memory_fraction: of
-    it, that may be used. offload: None: all experts are there.
+    it, that may be used. offload: None: all experts are there. routing: a file of `tandem profile
+    --routing`, instead of uniform routing; spare_slots: of each rank, beyond its share of experts.
     """
 
     model: str | dict[str, Any]
@@ -94,16 +96,19 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
     backend: str | None = None
     offload: OffloadFile | None = None
+    routing: str | None = None
+    spare_slots: Annotated[int, Meta(ge=0, le=MAX_FIELD)] = 0
 
 
 class ModelProblem(NamedTuple):
     """deployment None: search over the splits of the workload's devices. tier: where experts are
-    that are not kept; None: all are."""
+    that are not kept; None: all are. profiled: None: routing is uniform."""
 
     workload: Workload
     deployment: Deployment | None
     max_r2: int
     tier: Tier | None = None
+    profiled: ProfiledRouting | None = None
 
 
 def read_plan_file(path: Path, devices: int | None = None) -> PlanSpec | ModelProblem:
@@ -174,7 +179,22 @@ def _model_problem(file: ModelFile, where: str, devices: int | None) -> ModelPro
     _check_devices(hardware, workload.devices, where)
     deployment = None if split is None else workload.deployment(*split)
     tier = None if file.offload is None else _tier(file.offload, 8 * shape.element_bytes, where)
-    return ModelProblem(workload, deployment, file.max_r2, tier)
+    profiled = _profiled(file, spec, split, where)
+    return ModelProblem(workload, deployment, file.max_r2, tier, profiled)
+
+
+def _profiled(
+    file: ModelFile, spec: ModelSpec, split: tuple[int, int] | None, where: str
+) -> ProfiledRouting | None:
+    if file.routing is None:
+        if file.spare_slots:
+            raise ConfigError(
+                f"{where}: spare_slots: {file.spare_slots} without routing: what replicas bring "
+                "depends on it; give a file of tandem profile --routing"
+            )
+        return None
+    folder = _folder(file.model) if isinstance(file.model, str) else None
+    return read_routing(file.routing, file.spare_slots, split, folder, spec, where)
 
 
 def _tier(given: OffloadFile, computed_bits: int, where: str) -> Tier:
@@ -221,11 +241,14 @@ def _check_devices(hardware: Hardware, devices: int, where: str) -> None:
         )
 
 
+def _folder(given: str) -> Path:
+    """Not a hub id: only config.json is needed, and weights would be downloaded with it."""
+    return resolve_model_folder(given) if given == BUNDLED else Path(given).expanduser()
+
+
 def _model(given: str | dict[str, Any]) -> ModelSpec:
     if isinstance(given, str):
-        # Not a hub id: only config.json is needed, and weights would be downloaded with it.
-        folder = resolve_model_folder(given) if given == BUNDLED else Path(given).expanduser()
-        return _bounded(read_spec(folder))
+        return _bounded(read_spec(_folder(given)))
     for name, value in given.items():
         if isinstance(value, int) and not -MAX_FIELD < value < MAX_FIELD:
             raise ConfigError(f"model: {name}: {value} is no size of a model")

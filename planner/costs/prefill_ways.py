@@ -17,6 +17,7 @@ bounds. "shuffled" will be one more entry of `_TIMES`.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ from planner.costs.routing_shape import RoutingShape, Spread, uniform_spread
 from planner.costs.stages import Linear
 
 PARTS = (1, 2)
-MOST_TOKENS = 1 << 24  # of a batch, when break-even is looked for
+MOST_TOKENS = 1 << 20  # of a batch, when break-even is looked for
 
 Chunks = Sequence[tuple[int, int]]
 
@@ -93,17 +94,25 @@ def batch_seconds(way: Way, batch: Chunks, group: PrefillGroup) -> float:
     if tokens == 0:
         return 0.0
     work = NO_WORK
-    for start, stop in batch:
-        work = work.plus(layer_mean_work(group.shape, start, stop))
+    for (start, stop), times in Counter(batch).items():
+        work = work.plus(layer_mean_work(group.shape, start, stop).times(times))
     return _TIMES[way](group, work, tokens) / 1e3
 
 
-def break_even_tokens(group: PrefillGroup, one: Way, other: Way) -> int | None:
-    """The least length of a single prompt from which `one` takes no longer than `other`; None if
-    it does for no length."""
+def prompts_of(tokens: int, prompt_tokens: int) -> list[tuple[int, int]]:
+    """A batch of so many tokens: prompts of prompt_tokens, and what is left."""
+    whole, rest = divmod(tokens, prompt_tokens)
+    return [(0, prompt_tokens)] * whole + ([(0, rest)] if rest else [])
+
+
+def break_even_tokens(
+    group: PrefillGroup, one: Way, other: Way, *, prompt_tokens: int = MOST_TOKENS
+) -> int | None:
+    """The least number of tokens of a batch of such prompts from which `one` takes no longer than
+    `other`; None if it does for none."""
 
     def pays(tokens: int) -> bool:
-        batch = [(0, tokens)]
+        batch = prompts_of(tokens, prompt_tokens)
         return batch_seconds(one, batch, group) <= batch_seconds(other, batch, group)
 
     high = 1

@@ -17,6 +17,8 @@ spec.json, a model on a machine (a Hugging Face folder, or the fields of its con
 `tandem profile`, or one of: {hardware}):
   {{"model": "bundled", "hardware": "h200-node", "sequence_tokens": 2048,
    "attention_ranks": 3, "expert_ranks": 5}}
+  and, with "routing": "routing.safetensors" (of `tandem profile --routing`) and "spare_slots": 2,
+  what placing its experts brings
 or stage models, in ms per sample (attention, shared) and per token of an expert (expert, link):
   {{"stages": {{"attention": {{"alpha_ms": 0.2, "beta_ms": 1.5}},
               "shared": {{"alpha_ms": 0.1, "beta_ms": 0.4}},
@@ -44,8 +46,9 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.capacity.plan import plan_file, print_report
+    from cluster.capacity.plan import plan_file
     from cluster.capacity.plan_files import write_picture, write_trace
+    from cluster.capacity.plan_tables import print_report
 
     report = plan_file(options.spec, devices=options.devices, beyond=options.beyond)
     if options.picture is not None:

@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.cli.main import main
+from cluster.files.hardware import load_hardware
 from cluster.files.json_input import MAX_BYTES
+from cluster.files.model_folder import resolve_model_folder
 from tests.support.model_shapes import QWEN3_235B
 
 STAGES: dict[str, Any] = {
@@ -329,3 +332,84 @@ def test_whatever_one_field_holds_there_is_a_plan_or_one_line(
     else:
         assert status == 2
         one_line(capsys)
+
+
+# --- a routing profile in place of uniform routing
+
+BUNDLED_FOLDER = resolve_model_folder("bundled")
+PROFILE = str(BUNDLED_FOLDER / "routing.safetensors")
+ROUTED: dict[str, Any] = {
+    "model": "bundled",
+    "hardware": "h200-node",
+    "sequence_tokens": 256,
+    "attention_ranks": 2,
+    "expert_ranks": 2,
+    "max_samples": 64,
+    "routing": PROFILE,
+}
+
+
+def test_a_profile_says_what_placing_experts_brings(tmp_path: Path, capsys: Captured) -> None:
+    """Copies of the bundled model on 2 ranks: 1.48 in order, 1.33 at best."""
+    assert plan(tmp_path, ROUTED, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    routing = answer["routing"]
+    assert 1.44 < routing["in_order_copies"] < 1.52
+    assert 1.30 < routing["copies"] < 1.38
+    gain = answer["samples_per_s"] / routing["in_order_samples_per_s"] - 1
+    assert routing["gain_fraction"] == pytest.approx(gain)
+    assert plan(tmp_path, {**ROUTED, "spare_slots": 2}, "--json") == 0
+    spare = json.loads(capsys.readouterr().out)["routing"]
+    assert spare["copies"] < 1.2
+    assert spare["spare_slots"] == 2
+
+
+def test_where_links_do_not_limit_grouping_brings_nothing(tmp_path: Path, capsys: Captured) -> None:
+    fast = json.loads(msgspec.json.encode(load_hardware("h200-node")))
+    fast["links"] = [
+        {"backend": "nccl", "direction": "both", "alpha_ms": 0.0, "ms_per_byte": 1e-15}
+    ]
+    fast["expert"] |= {"ms_per_flop": fast["expert"]["ms_per_flop"] / 1e3}
+    assert plan(tmp_path, {**ROUTED, "hardware": fast}) == 0
+    assert "Grouping brings nothing here: links are busy 0%" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_prefill_batches_have_a_way_by_their_size(tmp_path: Path, capsys: Captured) -> None:
+    assert plan(tmp_path, changed(ROUTED, "routing", ...), "--json") == 0
+    prefill = json.loads(capsys.readouterr().out)["prefill"]
+    turn = prefill["gathered_from_tokens"]
+    for batch in prefill["batches"]:
+        assert (batch["gathered_ms"] <= batch["all_to_all_ms"]) == (batch["tokens"] >= turn)
+    assert f"less than {turn} tokens" in prefill["advice"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"routing": "no/such.file"}, "no/such.file"),
+        ({"routing": str(BUNDLED_FOLDER / "config.json")}, "config.json"),
+        ({"spare_slots": 9}, "spare_slots: 9 beside a rank's share of 8 or more of 16 experts"),
+        ({"spare_slots": -1}, "spare_slots"),
+        ({"spare_slots": 10**12}, "spare_slots"),
+        ({"routing": ..., "spare_slots": 1}, "spare_slots: 1 without routing"),
+        ({"model": QWEN3_235B}, "give model as its folder"),
+    ],
+    ids=["no file", "no profile", "too many", "negative", "huge", "no routing", "no folder"],
+)
+def test_a_wrong_profile_or_number_of_slots_is_one_line(
+    tmp_path: Path, capsys: Captured, fields: dict[str, Any], said: str
+) -> None:
+    tree = ROUTED
+    for name, value in fields.items():
+        tree = changed(tree, name, value)
+    assert plan(tmp_path, tree) == 2
+    assert said in one_line(capsys)
+
+
+def test_a_profile_of_another_model_is_one_line(tmp_path: Path, capsys: Captured) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((BUNDLED_FOLDER / name).read_bytes())
+    assert plan(tmp_path, changed(ROUTED, "model", str(tmp_path))) == 2
+    assert "routing" in one_line(capsys)

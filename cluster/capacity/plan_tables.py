@@ -1,0 +1,123 @@
+"""What `tandem plan` prints."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from cluster.capacity.plan import FullAnswer, Report
+from cluster.files.terminal import Terminal
+from planner.findep.alternatives import Alternative
+from planner.findep.split_search import Verdict
+
+
+def print_report(report: Report) -> None:
+    console = Terminal(highlight=False)
+    _print_plans(console, report)
+    verdict = report.verdict
+    if verdict is not None:
+        if len(verdict.splits) > 1:
+            _print_splits(console, verdict)
+        _print_others(console, verdict.others)
+        console.print(f"\n{verdict.advice}")
+    answer = report.answer
+    if answer.routing is not None:
+        console.print(f"\n{answer.routing.advice}")
+    if answer.prefill is not None:
+        console.print(f"\n{answer.prefill.advice}")
+    if answer.offload:
+        _print_offload(console, answer)
+
+
+def _print_plans(console: Terminal, report: Report) -> None:
+    answer = report.answer
+    console.print(_title(report))
+    table = Table(box=None, pad_edge=False)
+    headings = ("plan", "order", "ma", "r1", "me", "r2", "makespan ms", "samples/s", "")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("plan", "order") else "right")
+    rows = {"best": answer, **dict(reversed(answer.baselines.items()))}
+    for name, row in rows.items():
+        table.add_row(
+            name,
+            row.order.value,
+            str(row.ma),
+            str(row.r1),
+            _figure(row.me),
+            str(row.r2),
+            _figure(row.makespan_ms),
+            _figure(row.samples_per_s),
+            f"{row.samples_per_s / answer.samples_per_s:.2f}x",
+        )
+    console.print(table)
+    alike = "" if not answer.layers_differ else ", were all layers as their mean"
+    console.print(
+        f"Solved in {answer.solve_ms:.2f} ms. No plan of the paper's kinds brings as many samples "
+        f"in less than {_figure(answer.lower_bound_ms)} ms{alike}."
+    )
+    if report.plan.is_beyond_paper:
+        console.print(f"Beyond the paper: {report.plan.label}")
+
+
+def _title(report: Report) -> str:
+    answer = report.answer
+    if answer.attention_ranks is None:
+        return f"At most {report.spec.max_samples} samples in memory"
+    return (
+        f"{answer.attention_ranks} attention and {answer.expert_ranks} expert ranks, at most "
+        f"{report.spec.max_samples} samples in the memory of each attention rank"
+    )
+
+
+def _print_splits(console: Terminal, verdict: Verdict) -> None:
+    console.print("\nSplits")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("attention + expert", "samples/s", "samples in memory", "plan"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    for split in verdict.splits:
+        plan = split.problem if split.planned is None else split.planned.plan.label
+        table.add_row(
+            f"{split.deployment.attention_ranks} + {split.deployment.expert_ranks}",
+            "–" if split.planned is None else _figure(split.samples_per_s),
+            "–" if split.spec is None else str(split.spec.max_samples),
+            plan,
+        )
+    console.print(table)
+
+
+def _print_others(console: Terminal, others: list[Alternative]) -> None:
+    console.print("\nWithout a split")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("way", "samples/s", "waits for communication", ""):
+        table.add_column(heading, justify="left" if heading in ("way", "") else "right")
+    for other in others:
+        fits = other.samples_per_s > 0
+        table.add_row(
+            other.name,
+            _figure(other.samples_per_s) if fits else "–",
+            f"{other.exposed_fraction:.0%}" if fits else "–",
+            other.note,
+        )
+    console.print(table)
+
+
+def _print_offload(console: Terminal, answer: FullAnswer) -> None:
+    console.print("\nExperts that are read as they are wanted, on one worker: ms per token")
+    table = Table(box=None, pad_edge=False)
+    for heading in (
+        "sequences",
+        "read of a layer",
+        "all there",
+        "on demand",
+        "read ahead, at best",
+    ):
+        table.add_column(heading, justify="right")
+    for row in answer.offload:
+        spent = (row.resident_ms, row.on_demand_ms, row.ahead_ms)
+        table.add_row(str(row.sequences), _figure(row.missing), *map(_figure, spent))
+    console.print(table)
+    console.print(f"\n{answer.offload_advice}")
+
+
+def _figure(value: float) -> str:
+    """Four digits, and no exponent where a person would write none."""
+    return f"{value:,.0f}" if 1e3 <= value < 1e9 else f"{value:.4g}"
