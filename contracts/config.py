@@ -318,8 +318,8 @@ class PlacementConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
     """A file of `tandem place`, for the expert ranks (prefill workers of "all_to_all" where there
     are none). null: experts in order, each once."""
     spare_slots: NonNegative = 0
-    """Slots that each expert rank has per layer beyond its share, for replicas. With `file` its own
-    number counts."""
+    """Slots that each expert rank has per layer beyond its share, for replicas, where experts
+    follow the traffic. With `file` its own number counts."""
     follow: Literal["off", "once", "follow"] = "off"
     """Whether experts move to where the traffic wants them: never, once when enough has been seen,
     or again and again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from actors.ranks.rendezvous import contiguous_placements
 from cluster.files.placement_file import read_placement
@@ -16,6 +17,7 @@ from contracts.worker import Group
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import resolve_dtype
+from planner.placement.lines import contiguous_line
 
 MIB = 1 << 20
 
@@ -23,7 +25,8 @@ MIB = 1 << 20
 def configured_placements(
     config: TandemConfig, folder: Path, spec: ModelSpec
 ) -> dict[Group, Placement]:
-    """Contiguous, but for the group that `placement.file` is for. Raises ConfigError: one line."""
+    """Contiguous, with replicas in spare slots where experts follow the traffic, but for the group
+    that `placement.file` is for. Raises ConfigError: one line."""
     groups = config.groups
     placements = contiguous_placements(
         str(folder), expert_ranks=groups.expert_ranks, prefill_ranks=groups.prefill_ranks
@@ -32,7 +35,26 @@ def configured_placements(
         group, ranks = _of_file(config)
         placement = read_placement(Path(config.placement.file), folder, spec, ranks=ranks)
         placements[group] = msgspec.structs.replace(placement, generation=0)
+    elif config.placement.spare_slots and config.placement.follow != "off" and groups.expert_ranks:
+        placements[Group.EXPERT] = _with_spare(
+            placements[Group.EXPERT], config.placement.spare_slots
+        )
     return placements
+
+
+def _with_spare(placement: Placement, spare: int) -> Placement:
+    """In spare slots, in turns, experts that a rank lacks: until it is known which are wanted most,
+    any is as good. Raises ConfigError."""
+    experts, most = placement.num_experts, max(placement.slots_per_rank)
+    if most + spare > experts:
+        raise ConfigError(
+            f"placement.spare_slots={spare} beside {most} of {experts} experts on each of "
+            f"{placement.ranks} expert ranks: a rank has a use for {experts - most} more at most"
+        )
+    slots = tuple(each + spare for each in placement.slots_per_rank)
+    line = contiguous_line(np.ones(experts, np.int64), slots)
+    lines = tuple(line if each else () for each in placement.expert_of_slot)
+    return msgspec.structs.replace(placement, slots_per_rank=slots, expert_of_slot=lines)
 
 
 def check_placement_file(config: TandemConfig, folder: Path, spec: ModelSpec) -> Placement | None:

@@ -106,3 +106,23 @@ def test_doctor_counts_replicas_and_slots_that_following_will_fill(path: Path) -
     following = load_config(None, settings)
     assert group_weight_bytes(following, SPEC)[1] == 5 * 18 * EXPERT_BYTES
     assert "with 1 spare slots a rank" in _finding(following).found
+
+
+def test_spare_slots_have_replicas_from_the_first_where_experts_follow() -> None:
+    settings = ["groups.expert_ranks=4", "placement.spare_slots=2"]
+    still = configured_placements(load_config(None, settings), FOLDER, SPEC)[Group.EXPERT]
+    assert still == contiguous(16, 4, num_layers=5, moe_layers=LAYERS)
+    settings.append("placement.follow=follow")
+    placement = configured_placements(load_config(None, settings), FOLDER, SPEC)[Group.EXPERT]
+    assert placement.slots_per_rank == (6, 6, 6, 6)
+    for rank in range(4):
+        for line in placement.experts_of(rank).values():
+            assert set(line) > set(range(4 * rank, 4 * rank + 4))
+    replicas = [line.count(expert) for line in placement.expert_of_slot for expert in range(16)]
+    assert max(replicas) <= 2
+
+
+def test_more_spare_slots_than_a_rank_has_a_use_for_are_refused() -> None:
+    settings = ["groups.expert_ranks=4", "placement.spare_slots=13", "placement.follow=once"]
+    with pytest.raises(ConfigError, match="use for 12 more at most"):
+        configured_placements(load_config(None, settings), FOLDER, SPEC)
