@@ -103,7 +103,8 @@ def seen(model: Model, ids: Sequence[int]) -> list[Seen]:
         assert attended.routed is not None
         sums_TD = expert_sums(attended.routed, model.experts.held(layer), model.identity_E)
         hidden_TD = attended.hidden_TD + sums_TD
-        found.append(Seen(attended.hidden_TD, attended.routed, hidden_TD))
+        after_TD = hidden_TD.clone()  # the next attention adds to it
+        found.append(Seen(attended.hidden_TD, attended.routed, after_TD))
     return found
 
 
