@@ -308,6 +308,7 @@ def _traffic(variant: Offloaded | None) -> dict[str, Any]:
         "hits": sum(traffic.hits.values()) / wanted,
         "waited_s": traffic.waited_s,
         "copied_s": traffic.copied_s,
+        "guessed_s": 0.0 if variant.plane._ahead is None else variant.plane._ahead.spent_s,
         "read_ms": 1e3 * variant.cache.read_s,
         **{f"{cause}_bytes": count for cause, count in traffic.read_bytes.items()},
     }

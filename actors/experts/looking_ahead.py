@@ -46,7 +46,8 @@ class LookingAhead:
         self._foresight, self._hint, self._forget = foresight, hint, forget
         self._experts_s, self._clock = experts_s, clock
         self._trial = None if foresight.speculates else Trial()
-        self._spent_s = self._cost_s = 0.0  # for guesses; for experts and guesses at the last start
+        self.spent_s = 0.0  # for guesses, so far
+        self._cost_s = 0.0  # for experts and guesses, at the last start
         self._was_usual = False
         self._foretold: dict[Owner, list[Foretold]] = {}  # of the layer that comes next
 
@@ -62,7 +63,7 @@ class LookingAhead:
 
     def _weigh(self, trial: Trial, *, is_usual: bool) -> None:
         """is_usual: not of a prompt, which would not compare."""
-        cost_s = self._experts_s() + self._spent_s
+        cost_s = self._experts_s() + self.spent_s
         if is_usual and self._was_usual:
             trial.passed(cost_s - self._cost_s)
         self._cost_s, self._was_usual = cost_s, is_usual
@@ -92,14 +93,14 @@ class LookingAhead:
         start_s = self._clock()
         found = self._foresight.find(key.layer, hidden_TD, routed)
         asked = None if found is None else Asked(found, fetch(found.routed.topk_ids_TK))
-        self._spent_s += self._clock() - start_s
+        self.spent_s += self._clock() - start_s
         return asked
 
     def comes(self, key: TaskKey, asked: Asked) -> None:
         """It has come."""
         start_s = self._clock()
         self._pass_on(key, self._foresight.tell(asked.found, asked.ids.tensor.tolist()))
-        self._spent_s += self._clock() - start_s
+        self.spent_s += self._clock() - start_s
 
     def ended(self, key: TaskKey, hidden_TD: Tensor) -> None:
         """They have been added."""
@@ -116,7 +117,7 @@ class LookingAhead:
         foretold = foretell(*seen)
         if foretold is not None:
             self._pass_on(key, foretold)
-        self._spent_s += self._clock() - start_s
+        self.spent_s += self._clock() - start_s
 
     def _pass_on(self, key: TaskKey, foretold: Foretold) -> None:
         self._foretold.setdefault(key.owner, []).append(foretold)
