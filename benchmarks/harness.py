@@ -122,7 +122,7 @@ def record(
     *,
     kind: Kind = "measured",
 ) -> None:
-    """Writes what was measured on `model`, to `options.output` or benchmarks/results/. Paths are
+    """Writes what was found of `model`, to `options.output` or benchmarks/results/. Paths are
     left out: they are of one machine."""
     said = {name: "" if isinstance(value, Path) else value for name, value in vars(options).items()}
     settings = {**msgspec.to_builtins(said, enc_hook=str), "model": model}

@@ -646,6 +646,13 @@ BUGS: tuple[Bug, ...] = (
         _CACHED,
     ),
     Bug(
+        "offloading: a second hint is read beside the first",
+        _CACHE,
+        "                if self._hints_under_way():",
+        "                if False:",
+        _CACHED,
+    ),
+    Bug(
         "offloading: a slot that was given up is lost",
         _CACHE,
         "        self._free.append(read.slot)\n",

@@ -32,7 +32,7 @@ from models.experts.expert_tier import Tier
 from models.experts.expert_traffic import DEMAND, USED_HINT, WASTED_HINT, Traffic
 from models.experts.expert_wants import Guess, Hints, Taken, Want, running_mean
 
-HINT_PARTS: Final = 8  # asked for at most: the thread that computes asks for more when it can
+HINT_PARTS: Final = 8  # of one hint, asked for at once: the computing thread asks for more later
 HINT_URGENCY: Final = len(Priority)  # after all that is wanted
 BE_FRACTION: Final = 0.25  # of the slots, for what only BE uses while LS is live
 LS_LIVE_S: Final = 1.0  # LS is, for so long after it wanted something
@@ -350,6 +350,8 @@ class ExpertCache:
                 continue
             read = self._reads.get(key)
             if read is None:
+                if self._hints_under_way():  # two at once come later than the better one alone
+                    return
                 slot = self._free.pop() if self._free else None
                 if slot is None:
                     slot = self._evict(key.layer, lambda k: k in hinted or k in self._wants_of)

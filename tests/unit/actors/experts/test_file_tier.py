@@ -153,6 +153,7 @@ def test_a_reader_that_hangs_is_an_error_two_seconds_past_the_deadline(
     goes on once it can."""
     rig = opened(deadline_s=0.3)
     rig.tier._process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, rig.tier._process.pid, os.WSTOPPED)  # all its threads
     start_s = monotonic_s()
     with pytest.raises(ChannelError, match=r"experts \[1, 2\] of layer 0 .*/records-.*0\.3 s"):
         rig.compute(0, [1, 2])

@@ -3,6 +3,7 @@ whatever arrives when, is hinted or lost."""
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -214,6 +215,7 @@ def test_what_misses_no_expert_goes_first_in_its_class(opened: Callable[..., Rig
         rig.finish()
         reader = rig.tier._process
         reader.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, reader.pid, os.WSTOPPED)  # all its threads
         rig.ask(PEERS[0], first, 8, LS, 2)
         rig.ask(PEERS[0], second, 8, LS, 1)
         end_s = monotonic_s() + DEADLINE_S

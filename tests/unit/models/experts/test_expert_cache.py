@@ -271,11 +271,15 @@ def test_nothing_is_read_ahead_while_something_that_is_wanted_is_missing(
     assert tier.room == room
 
 
-def test_few_parts_of_hints_are_under_way_at_once(layout: ExpertLayout) -> None:
+def test_one_hint_is_read_at_a_time_and_few_parts_of_it(layout: ExpertLayout) -> None:
     tier = FakeTier(allowed=0)
     cache = opened(layout, 6, tier)
     cache.hint("me", 1, [Guess(expert, 0.9) for expert in range(EXPERTS)])
-    assert tier.room == ROOM - HINT_PARTS
+    assert tier.room == ROOM - min(PARTS, HINT_PARTS)
+    tier.allowed = PARTS
+    cache.wait(0.0)
+    assert tier.experts == [(1, 0)]
+    assert tier.room == ROOM - min(PARTS, HINT_PARTS), "then the next one"
 
 
 def test_a_hint_that_came_true_is_there_and_one_that_did_not_is_given_up(
