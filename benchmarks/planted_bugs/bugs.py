@@ -774,8 +774,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "foretelling: a pass that finds what the other way has left counts",
         "planner/policies/read_ahead.py",
-        "        self._counts = self._blocks > 0\n",
-        "        self._counts = True\n",
+        "        self._counts = False\n        if self._blocks == 1:",
+        "        self._counts = True\n        if self._blocks == 1:",
         ("tests/unit/planner/policies/test_read_ahead.py",),
     ),
     Bug(
