@@ -19,8 +19,6 @@ import json
 import os
 import secrets
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -36,7 +34,7 @@ from benchmarks.harness import Result, write_result
 from benchmarks.pinned_batches import CANDIDATES, bench_client
 from benchmarks.placement.traces import BUNDLED, rows_of, traced
 from benchmarks.rank_stream import ask
-from benchmarks.two_nodes import ENVIRONMENT, HEAD, OTHER, TwoNodes, two_namespaces
+from benchmarks.two_nodes import HEAD, OTHER, TwoNodes, nodes_of
 from cluster.routing.rank_client import RankClient
 from contracts.config import TandemConfig
 from contracts.loading import load_config
@@ -234,17 +232,7 @@ def summary_of(samples: dict[str, Any], foretold: dict[str, Any]) -> dict[str, A
 
 def main() -> None:
     options = _options()
-    if options.mbit is not None and options.inside is None:
-        with two_namespaces() as both:
-            both.limit_rate(options.mbit)
-            command = [sys.executable, "-m", "benchmarks.placed_bytes", *sys.argv[1:]]
-            inside = ["--inside", *both.names, *both.cards]
-            done = subprocess.run([*both.inside(0), *command, *inside], env=ENVIRONMENT)
-        sys.exit(done.returncode)
-    nodes: TwoNodes | None = None
-    if options.inside is not None:
-        first, second, *cards = options.inside
-        nodes = TwoNodes((first, second), (cards[0], cards[1]))
+    nodes = nodes_of(options, "benchmarks.placed_bytes")
     spec = read_spec(BUNDLED)
     rows = _rows(options)
     paths_PLK = traced(AutoModelForCausalLM.from_pretrained(BUNDLED).float().eval(), rows).paths_PLK

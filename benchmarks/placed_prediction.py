@@ -18,8 +18,6 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from actors.planning.profiled_routing import layer_routing
 from benchmarks.harness import Result, write_result
 from benchmarks.placed_bytes import compare, placements_of
 from benchmarks.placement.traces import BUNDLED, rows_of
-from benchmarks.two_nodes import ENVIRONMENT, TwoNodes, two_namespaces
+from benchmarks.two_nodes import TwoNodes, nodes_of
 from cluster.files.hardware import load_hardware
 from contracts.config import ScheduleConfig
 from contracts.hardware import Hardware
@@ -182,18 +180,7 @@ def run(options: argparse.Namespace, nodes: TwoNodes | None) -> None:
 
 def main() -> None:
     options = _options()
-    if options.mbit is not None and options.inside is None:
-        with two_namespaces() as both:
-            both.limit_rate(options.mbit)
-            command = [sys.executable, "-m", "benchmarks.placed_prediction", *sys.argv[1:]]
-            inside = ["--inside", *both.names, *both.cards]
-            done = subprocess.run([*both.inside(0), *command, *inside], env=ENVIRONMENT)
-        sys.exit(done.returncode)
-    nodes: TwoNodes | None = None
-    if options.inside is not None:
-        first, second, *cards = options.inside
-        nodes = TwoNodes((first, second), (cards[0], cards[1]))
-    run(options, nodes)
+    run(options, nodes_of(options, "benchmarks.placed_prediction"))
 
 
 def _options() -> argparse.Namespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -60,7 +61,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @functools.cached_property
     def slot_bounds(self) -> tuple[tuple[int, int], ...]:
         """[first, last) slot of each rank."""
-        return tuple(itertools.pairwise(itertools.accumulate(self.slots_per_rank, initial=0)))
+        return bounds_of(self.slots_per_rank)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -73,6 +74,11 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         low, high = self.slot_bounds[rank]
         layers = enumerate(self.expert_of_slot)
         return {layer: experts[low:high] for layer, experts in layers if experts}
+
+
+def bounds_of(slots_per_rank: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """[first, last) slot of each rank."""
+    return tuple(itertools.pairwise(itertools.accumulate(slots_per_rank, initial=0)))
 
 
 class PlacementFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -17,12 +17,13 @@ from actors.ranks.rendezvous import (
     form_group,
     make_specs,
 )
+from benchmarks.load.figures import figures
 from benchmarks.load.on_rank import Endless, Generator
 from benchmarks.pinned_batches import bench_client, pin_to_core
 from benchmarks.policy_rank import ENVIRONMENT
 from benchmarks.random_checkpoint import MEDIUM
 from cluster.load.arrivals import Arrival
-from cluster.load.outcome import Outcome, figures
+from cluster.load.outcome import Outcome
 from cluster.routing.rank_client import RankClient
 from contracts.loading import load_config
 from contracts.requests import Priority

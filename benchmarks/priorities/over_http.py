@@ -18,6 +18,7 @@ import httpx
 import psutil
 import yaml
 
+from benchmarks.load.figures import figures
 from benchmarks.priorities.group import MODELS, POOL_TOKENS
 from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.server import ServerProcess
@@ -26,7 +27,7 @@ from benchmarks.soak.watch import read_metrics
 from cluster.files.model_folder import resolve_model_folder
 from cluster.load.arrivals import Arrival, Lengths, fitted, from_trace
 from cluster.load.on_http import HttpGenerator, Target
-from cluster.load.outcome import Outcome, figures
+from cluster.load.outcome import Outcome
 from cluster.load.traces import read_trace
 from contracts.config import BUNDLED
 from contracts.requests import Priority

@@ -25,6 +25,7 @@ from models.foresight.unseen import Nearest
 from planner.placement.contiguous import contiguous
 from planner.placement.routing import local_fraction, measure
 from planner.placement.slots import ExpertPlacement, LayerSlots
+from planner.placement.token_ranks import shares
 
 RANKS: Final = (2, 4, 8)
 _AT_ONCE: Final = 4096  # tokens whose chances are in memory
@@ -143,13 +144,12 @@ def ranks_of_ids(
     """By token id, of those wanted: the rank that most of its experts were on; of equals the one
     with more of the layer's load. Speculative MoE's table T."""
     known, ranks = counts.layer(layer).counts, len(slots.bounds)
-    holds_RE = np.zeros((ranks, counts.num_experts))
-    for rank, (low, high) in enumerate(slots.bounds):
-        holds_RE[rank, slots.expert_of_slot[low:high]] = 1.0
+    held_ER = slots.held(counts.num_experts)
     most = max(known.ids_N.max(initial=0), wanted_P.max(initial=0))
     pairs_VR = np.zeros((most + 1, ranks))
-    np.add.at(pairs_VR, known.ids_N, holds_RE.T[known.experts_N] * known.times_N[:, None])
-    usual_R = holds_RE @ counts.layers[layer].load
+    known_VR = shares(known.ids_N, known.experts_N, known.times_N, held_ER)[:, :-1]
+    pairs_VR[: len(known_VR)] = known_VR
+    usual_R = counts.layers[layer].load @ held_ER
     rank_of_id_V: NDArray[np.int64] = (pairs_VR + 0.5 * usual_R / max(1, usual_R.sum())).argmax(1)
     wanted = np.unique(wanted_P)
     rank_of_id_V[wanted] = rank_of_id_V[nearest.profiled(wanted, np.unique(known.ids_N))]

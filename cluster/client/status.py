@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.api.answer_types import Status
+from cluster.files.server_url import bearer, no_answer
 from cluster.files.terminal import Terminal
 from contracts.errors import ConfigError
 from contracts.events import BUSY
@@ -31,13 +32,12 @@ class Server(NamedTuple):
 
 def ask_status(server: Server) -> Status:
     """Raises ConfigError where nobody answers, or somebody else."""
-    headers = {"authorization": f"Bearer {server.key}"} if server.key else {}
+    headers = bearer(server.key)
     try:
         with httpx.Client(base_url=server.url, headers=headers, timeout=_ASK_S) as client:
             status, body = _read(client)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        reason = str(error) or type(error).__name__
-        raise ConfigError(f"--url {server.url}: no answer: {reason}") from None
+        raise no_answer(server.url, error) from None
     if status == 401:
         raise ConfigError(
             f"--url {server.url}: 401: give the key of its http.metrics_key as --api-key"

@@ -12,6 +12,7 @@ from typing import Any, Final
 import httpx
 import msgspec
 
+from cluster.files.server_url import bearer, no_answer
 from cluster.load.arrivals import Arrival, always, fitted, from_trace, like_chats, poisson
 from cluster.load.on_http import HttpGenerator, Target
 from cluster.load.outcome import Figures, Outcome, figures_of
@@ -127,15 +128,14 @@ def _check_number(requests: float) -> None:
 async def _model(settings: BenchSettings) -> str:
     """What requests call the model: the first that the server names. Raises ConfigError where
     nobody answers there."""
-    headers = {"authorization": f"Bearer {settings.key}"} if settings.key else {}
+    headers = bearer(settings.key)
     try:
         async with httpx.AsyncClient(
             base_url=settings.url, timeout=_ASK_S, headers=headers
         ) as client:
             answer = await asyncio.wait_for(client.get("/v1/models"), _ASK_S)
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-        reason = str(error) or type(error).__name__
-        raise ConfigError(f"--url {settings.url}: no answer: {reason}") from None
+        raise no_answer(settings.url, error) from None
     if settings.model is not None:
         return settings.model
     if answer.status_code in (401, 403):

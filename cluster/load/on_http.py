@@ -10,6 +10,7 @@ from typing import Any, Final
 import httpx
 import msgspec
 
+from cluster.files.server_url import bearer
 from cluster.load.outcome import Outcome
 from contracts.clock import monotonic_s
 
@@ -81,7 +82,7 @@ class HttpGenerator:
     async def run(self, outcomes: Sequence[Outcome], timeout_s: float) -> None:
         """Fills them in. timeout_s: for each request, from sent to its end."""
         target = self._target
-        headers = {"authorization": f"Bearer {target.key}"} if target.key else {}
+        headers = bearer(target.key)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
             base_url=target.url, timeout=timeout_s, limits=limits, headers=headers

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from contracts.config import PlacementConfig
 from contracts.placement import Placement
-from planner.placement.lines import Line, bounds_of, layer_slots
+from planner.placement.lines import Line, layer_slots, moved
 from planner.placement.objective import Objective, PlacementCosts
 from planner.placement.routing import LayerRouting, measure
 from planner.placement.solve import solve_layer
@@ -179,10 +179,7 @@ def _solved(
         saved.append(was_ms - now_ms)
     if min(saved) < 0:
         return None
-    loads = tuple(
-        len(set(line[low:high]) - set(before[low:high])) for low, high in bounds_of(slots)
-    )
-    return _Layer(layer, line, sum(saved) / 2, saved[1] / was_ms, loads)
+    return _Layer(layer, line, sum(saved) / 2, saved[1] / was_ms, moved(before, line, slots))
 
 
 def _pays(layer: _Layer, routing: Routing, costs: MoveCosts, config: PlacementConfig) -> bool:

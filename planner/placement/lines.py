@@ -11,15 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from contracts.errors import ConfigError
+from contracts.placement import bounds_of
 from planner.placement.slots import LayerSlots
 from planner.placement.sums import Bools, Ints
 
 Line = tuple[int, ...]
-
-
-def bounds_of(slots_per_rank: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """[first, last) slot of each rank."""
-    return tuple(itertools.pairwise(itertools.accumulate(slots_per_rank, initial=0)))
 
 
 def ranks_of(slots_per_rank: Sequence[int]) -> Ints:
@@ -33,15 +29,13 @@ def layer_slots(line: Line, slots_per_rank: Sequence[int]) -> LayerSlots:
 
 def held(line: Line, slots_per_rank: Sequence[int], num_experts: int) -> Bools:
     """[E, R] whether the rank has the expert."""
-    held_ER = np.zeros((num_experts, len(slots_per_rank)), bool)
-    held_ER[np.array(line, np.int64), ranks_of(slots_per_rank)] = True
-    return held_ER
+    return layer_slots(line, slots_per_rank).held(num_experts)
 
 
-def moved(before: Line, after: Line, slots_per_rank: Sequence[int]) -> int:
-    """Experts on ranks that did not have them."""
+def moved(before: Line, after: Line, slots_per_rank: Sequence[int]) -> tuple[int, ...]:
+    """Of each rank, the experts that it did not have."""
     pairs = bounds_of(slots_per_rank)
-    return sum(len(set(after[low:high]) - set(before[low:high])) for low, high in pairs)
+    return tuple(len(set(after[low:high]) - set(before[low:high])) for low, high in pairs)
 
 
 def check_slots(num_experts: int, slots_per_rank: Sequence[int]) -> None:

@@ -71,8 +71,6 @@ def measure(routing: LayerRouting, placed: LayerSlots) -> Measured:
 def local_fraction(routing: LayerRouting, placed: LayerSlots, rank_of_id_V: Array) -> float:
     """LAR: the share of (token, expert) pairs whose expert is on the rank that the token's id is
     given to. Replicas count wherever they are."""
-    holds_RE = np.zeros((len(placed.bounds), routing.num_experts), bool)
-    for rank, (low, high) in enumerate(placed.bounds):
-        holds_RE[rank, placed.expert_of_slot[low:high]] = True
-    here_PK = holds_RE[rank_of_id_V[routing.ids_P][:, None], routing.sets_PK]
+    held_ER = placed.held(routing.num_experts)
+    here_PK = held_ER[routing.sets_PK, rank_of_id_V[routing.ids_P][:, None]]
     return float(here_PK.mean()) if here_PK.size else 0.0

@@ -41,6 +41,13 @@ class LayerSlots:
                 slot_ER[self.expert_of_slot[low:high], rank] = range(low, high)
             self._choice = (Fewest if len(bounds) <= MAX_RANKS else InTurn)(slot_ER)
 
+    def held(self, num_experts: int) -> NDArray[np.bool_]:
+        """[E, R] whether the rank has the expert."""
+        held_ER = np.zeros((num_experts, len(self.bounds)), bool)
+        for rank, (low, high) in enumerate(self.bounds):
+            held_ER[self.expert_of_slot[low:high], rank] = True
+        return held_ER
+
     def of_pairs(self, topk_ids_TK: Array, free_rank: int | None = None) -> NDArray[Any]:
         """[T, K] the slot that answers each pair. A token goes to the fewest ranks that have its
         experts; of equals, to those that have least to do for these tokens. free_rank: one to which

@@ -163,7 +163,7 @@ def _judged(
     objective = Objective(costs, 1.0, float(top_k), len(slots_per_rank))
     mean = top_k / len(slots_per_rank)
     price_was, price_now = (float(objective.price(m.copies, m.load * mean)) for m in (was, now))
-    moves = moved(before, after, slots_per_rank) if following else 0
+    moves = sum(moved(before, after, slots_per_rank)) if following else 0
     if not tokens or price_now >= price_was * (1 - moves * costs.move):
         after, now, moves = before, was, 0
     label_V = token_ranks(routing.counts, held(after, slots_per_rank, routing.num_experts))

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.placement import bounds_of
 from planner.placement.layout import EMPTY, Layout
-from planner.placement.lines import bounds_of, contiguous_line, first_homes
+from planner.placement.lines import contiguous_line, first_homes
 from planner.placement.objective import Objective, usual_costs
 from planner.placement.routing import LayerRouting, Measured
 from planner.placement.samples import sample_of

@@ -12,6 +12,7 @@ import msgspec
 
 from cluster.cli.arguments import EXIT_ERROR, Commands, add_command, pretty
 from cluster.cli.config_options import KEY_VARIABLE
+from cluster.files.server_url import check_url
 from contracts.errors import ConfigError
 
 _EXAMPLE = """example:
@@ -125,8 +126,7 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: give 1 to {1 << 20}")
     if options.ls is not None and not 0 <= options.ls <= 1:
         raise ConfigError(f"--ls {options.ls}: give a part, 0 to 1")
-    if not options.url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {options.url}: begin it with http:// or https://")
+    check_url(options.url)
 
 
 def _fields(given: list[str]) -> dict[str, Any]:

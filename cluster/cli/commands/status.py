@@ -8,6 +8,7 @@ from collections.abc import MutableMapping
 
 from cluster.cli.arguments import EXIT_ERROR, Commands, add_command, pretty
 from cluster.cli.config_options import KEY_VARIABLE
+from cluster.files.server_url import check_url
 from contracts.errors import ConfigError
 
 _EXAMPLE = """example:
@@ -39,8 +40,7 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
     from cluster.client.status import Server, ask_status, print_status, watch
 
-    if not options.url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {options.url}: begin it with http:// or https://")
+    check_url(options.url)
     server = Server(options.url, options.api_key or environment.get(KEY_VARIABLE))
     if options.watch is not None:
         if not (math.isfinite(options.watch) and options.watch >= 0.1):

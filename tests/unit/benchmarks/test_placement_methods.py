@@ -13,7 +13,8 @@ from benchmarks.placement.clusters import k_means
 from benchmarks.placement.cross_entropy import cross_entropy
 from benchmarks.placement.others import enumerated, eplb, load_alone, priced
 from benchmarks.placement.synthetic import planted, routing_of
-from planner.placement.lines import Line, bounds_of, contiguous_line, layer_slots
+from contracts.placement import bounds_of
+from planner.placement.lines import Line, contiguous_line, layer_slots
 from planner.placement.objective import usual_costs
 from planner.placement.routing import LayerRouting, local_fraction, measure
 from tests.support.made_up_routing import any_routing

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.load.figures import figures
 from cluster.load.arrivals import (
     Arrival,
     Lengths,
@@ -20,7 +21,7 @@ from cluster.load.arrivals import (
     poisson,
 )
 from cluster.load.on_http import HttpGenerator, Target
-from cluster.load.outcome import Outcome, figures, percentile
+from cluster.load.outcome import Outcome, percentile
 from cluster.load.traces import read_trace
 from contracts.requests import Priority
 from tests.support.api_harness import MODEL, serve_api
