@@ -1,6 +1,6 @@
-"""The table of metrics: names, units, labels, buckets, and how the dashboard shows them. Declared
+"""The table of metrics: names, units, labels, buckets, and how dashboards show them. Declared
 here once; `actors/telemetry/telemetry.py` makes Prometheus objects of it, `dashboards/generate.py`
-the dashboard."""
+the dashboards."""
 
 from __future__ import annotations
 
@@ -27,10 +27,20 @@ class View(enum.StrEnum):
     TIME = "time"  # of a histogram of seconds: seconds per second
 
 
+class Board(enum.StrEnum):
+    """Dashboards, a file each in `dashboards/`."""
+
+    CAPACITY = "capacity"  # how much more, what is the bottleneck, what another rank would add
+    OBJECTIVES = "objectives"  # whether requests are answered in time
+    PIPELINE = "pipeline"  # what happens inside
+    BULK = "bulk"
+
+
 class Panel(msgspec.Struct, frozen=True):
-    """Of the dashboard. unit: Grafana's name of it. by: a line for each value of these labels.
-    where: PromQL's selection. share_of: the metric that it is divided by, viewed alike. Panels with
-    the same title are one; legend: which line of it this is."""
+    """Of a dashboard. unit: Grafana's name of it. by: a line for each value of these labels. where:
+    PromQL's selection. share_of: the metric that it is divided by, viewed alike. Panels with the
+    same title are one; legend: which line of it this is. warn, bad: levels at which it is yellow
+    and red, bad below warn where less is worse; None: no level of it is bad by itself."""
 
     title: str
     unit: str
@@ -39,6 +49,9 @@ class Panel(msgspec.Struct, frozen=True):
     where: str = ""
     share_of: str = ""
     legend: str = ""
+    board: Board = Board.PIPELINE
+    warn: float | None = None
+    bad: float | None = None
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -79,34 +92,34 @@ REQUESTS = _counter(
     "tandem_requests_total",
     "HTTP requests answered.",
     ("pipeline", "class", "outcome"),
-    Panel("Requests by outcome", "reqps", ("pipeline", "outcome")),
+    Panel("Requests by outcome", "reqps", ("pipeline", "outcome"), board=Board.OBJECTIVES),
 )
 TTFT = _seconds(
     "tandem_ttft_seconds",
     "From a request's arrival to its first token.",
     ("pipeline", "class"),
-    Panel("Time to first token", "s", ("class",)),
+    Panel("Time to first token", "s", ("class",), board=Board.OBJECTIVES, warn=0.5, bad=1.0),
     buckets=_LATENCY_S,
 )
 TURNAROUND = _seconds(
     "tandem_turnaround_seconds",
     "From a request's arrival to the end of its answer.",
     ("pipeline", "class"),
-    Panel("Turnaround", "s", ("pipeline", "class")),
+    Panel("Turnaround", "s", ("pipeline", "class"), board=Board.OBJECTIVES, warn=30.0, bad=300.0),
     buckets=_LATENCY_S,
 )
 TPOT = _seconds(
     "tandem_tpot_seconds",
     "Mean time per generated token after the first, per sequence.",
     ("class",),
-    Panel("Time per output token", "s", ("class",)),
+    Panel("Time per output token", "s", ("class",), board=Board.OBJECTIVES, warn=0.1, bad=0.2),
     buckets=_TOKEN_S,
 )
 QUEUE_DEPTH = _gauge(
     "tandem_queue_depth",
     "Sequences that wait for a first answer.",
     ("pipeline", "class"),
-    Panel("Queue depth", "short", ("pipeline", "class")),
+    Panel("Queue depth", "short", ("pipeline", "class"), board=Board.OBJECTIVES, warn=64, bad=512),
 )
 PROMPT_TOKENS = _counter(
     "tandem_prompt_tokens_total",
@@ -135,20 +148,24 @@ RANK_BUSY = _gauge(
     "tandem_rank_busy_fraction",
     "Part of the time a rank computes.",
     ("group", "rank"),
-    Panel("Busy share of a rank", "percentunit", ("rank",)),
+    Panel(
+        "Busy share of a rank", "percentunit", ("rank",), board=Board.CAPACITY, warn=0.85, bad=0.97
+    ),
 )
 STAGE = _seconds(
     "tandem_stage_seconds",
     "Duration of one stage: attention, shared, expert, a2e, e2a, gather, host_copy.",
     ("stage", "rank"),
     Panel("Seconds per second in each stage", "short", ("stage", "rank"), View.TIME),
-    Panel("Stage duration, all ranks", "s", ("stage",)),
+    Panel("Stage duration, all ranks", "s", ("stage",), warn=0.1, bad=0.5),
     Panel(
         "Weights waited for, seconds per second",
         "short",
         ("stage", "rank"),
         View.TIME,
         'stage=~"gather|host_copy"',
+        warn=0.2,
+        bad=0.5,
     ),
     buckets=_STAGE_S,
 )
@@ -156,14 +173,22 @@ EXPOSED_COMMUNICATION = _gauge(
     "tandem_exposed_communication_seconds",
     "Time so far in which a rank had nothing to compute because it waited for a transfer.",
     ("rank",),
-    Panel("Exposed communication, seconds per second", "short", ("rank",), View.GROWTH),
+    Panel(
+        "Exposed communication, seconds per second",
+        "short",
+        ("rank",),
+        View.GROWTH,
+        board=Board.CAPACITY,
+        warn=0.2,
+        bad=0.5,
+    ),
     unit="s",
 )
 KV_BLOCKS = _gauge(
     "tandem_kv_blocks",
     "KV blocks by state: free, used, cached.",
     ("rank", "state"),
-    Panel("KV blocks by state", "short", ("rank", "state")),
+    Panel("KV blocks by state", "short", ("rank", "state"), board=Board.CAPACITY),
 )
 CHANNEL_BYTES = _counter(
     "tandem_channel_bytes_total",
@@ -182,27 +207,41 @@ POLICY_FALLBACKS = _counter(
     "tandem_policy_fallbacks_total",
     "Choices of priority.policy that could not be used.",
     (),
-    Panel("Choices of priority.policy given up per second", "ops", legend="all ranks"),
+    Panel(
+        "Choices of priority.policy given up per second",
+        "ops",
+        legend="all ranks",
+        warn=0.01,
+        bad=1.0,
+    ),
 )
 PREEMPTION_BLOCKING = _seconds(
     "tandem_preemption_blocking_seconds",
     "At most so long LS work has waited for the step of BE work that it then overtook.",
     (),
-    Panel("Waited for a step of best-effort work", "s"),
+    Panel("Waited for a step of best-effort work", "s", board=Board.OBJECTIVES, warn=0.05, bad=0.2),
     buckets=_STAGE_S,
 )
 BE_WAIT = _seconds(
     "tandem_be_wait_seconds",
     "Time that BE work stood parked behind LS work, each time.",
     (),
-    Panel("Best-effort work parked, each time", "s"),
+    Panel("Best-effort work parked, each time", "s", board=Board.OBJECTIVES, warn=30.0, bad=300.0),
     buckets=_LATENCY_S,
 )
 HELD = _gauge(
     "tandem_held_seconds",
     "Time so far in which a rank held BE work back for an LS due time.",
     ("rank",),
-    Panel("Best-effort work held back, seconds per second", "short", ("rank",), View.GROWTH),
+    Panel(
+        "Best-effort work held back, seconds per second",
+        "short",
+        ("rank",),
+        View.GROWTH,
+        board=Board.OBJECTIVES,
+        warn=0.5,
+        bad=0.9,
+    ),
     unit="s",
 )
 EXPERT_TOKENS = _counter(
@@ -229,7 +268,9 @@ EXPERT_LOAD = _gauge(
     "(token, expert) pairs of the busiest rank with experts over the mean, as this rank has sent "
     "them since it was last asked.",
     ("rank",),
-    Panel("Busiest rank with experts over the mean", "short", ("rank",), View.MAX),
+    Panel(
+        "Busiest rank with experts over the mean", "short", ("rank",), View.MAX, warn=1.5, bad=2.5
+    ),
 )
 LOCAL_ACTIVATION = _gauge(
     "tandem_local_activation_fraction",
@@ -241,7 +282,7 @@ PREFETCH_HIT = _gauge(
     "tandem_prefetch_hit_fraction",
     "Expert weights that were there when needed.",
     ("layer",),
-    Panel("Experts that were there when needed", "percentunit", ("layer",)),
+    Panel("Experts that were there when needed", "percentunit", ("layer",), warn=0.9, bad=0.5),
 )
 EXPERT_READ = _gauge(
     "tandem_expert_read_bytes",
@@ -254,7 +295,14 @@ EXPERT_WAIT = _gauge(
     "tandem_expert_wait_seconds",
     "Time so far in which nothing was computed because experts had not been read.",
     ("rank",),
-    Panel("Waiting for experts to be read, seconds per second", "short", ("rank",), View.GROWTH),
+    Panel(
+        "Waiting for experts to be read, seconds per second",
+        "short",
+        ("rank",),
+        View.GROWTH,
+        warn=0.2,
+        bad=0.5,
+    ),
     unit="s",
 )
 PLACEMENT_GENERATION = _gauge(
@@ -293,25 +341,35 @@ RANK_RESTARTS = _counter(
     "tandem_rank_restarts_total",
     "Ranks that were replaced.",
     ("group",),
-    Panel("Replaced ranks per second", "ops", ("group",)),
+    Panel("Replaced ranks per second", "ops", ("group",), warn=0.002, bad=0.01),
 )
 
 # Planner and router.
-PLAN = _gauge("tandem_plan", "Latest plan: ma, r1, me, r2.", ("field",))
-PLAN_INFO = _gauge("tandem_plan_info", "1 for the order of the latest plan.", ("order",))
+PLAN = _gauge(
+    "tandem_plan",
+    "Latest plan: ma, r1, me, r2.",
+    ("field",),
+    Panel("Sizes of the latest plan", "short", ("field",), View.MAX),
+)
+PLAN_INFO = _gauge(
+    "tandem_plan_info",
+    "1 for the order of the latest plan.",
+    ("order",),
+    Panel("Order of the latest plan", "short", ("order",), View.MAX),
+)
 _MAKESPAN = "Makespan of the latest planned batch, predicted and measured"
 PLAN_PREDICTED = _gauge(
     "tandem_plan_predicted_seconds",
     "Predicted makespan.",
     (),
-    Panel(_MAKESPAN, "s", legend="predicted"),
+    Panel(_MAKESPAN, "s", legend="predicted", board=Board.CAPACITY),
     unit="s",
 )
 PLAN_MEASURED = _gauge(
     "tandem_plan_measured_seconds",
     "Measured makespan.",
     (),
-    Panel(_MAKESPAN, "s", legend="measured"),
+    Panel(_MAKESPAN, "s", legend="measured", board=Board.CAPACITY),
     unit="s",
 )
 PLAN_BATCHES = _counter(
@@ -324,7 +382,7 @@ PLAN_SOLVE = _gauge(
     "tandem_plan_solve_seconds",
     "Time to find the latest plan.",
     (),
-    Panel("Time to find the latest plan", "s", legend="solve"),
+    Panel("Time to find the latest plan", "s", legend="solve", warn=0.1, bad=1.0),
     unit="s",
 )
 PLACEMENT_PROPOSALS = _counter(
@@ -346,13 +404,16 @@ LOAD = _gauge(
     "tandem_load_flops",
     "FLOPs that wait at a rank.",
     ("rank",),
-    Panel("Work at a prefill worker, FLOPs", "short", ("rank",), View.MAX),
+    Panel("Work at a prefill worker, FLOPs", "short", ("rank",), View.MAX, board=Board.CAPACITY),
     Panel(
         "Work as a share of the saturation threshold",
         "percentunit",
         ("rank",),
         View.MAX,
         share_of=SATURATION.name,
+        board=Board.CAPACITY,
+        warn=2.0,
+        bad=8.0,
     ),
     unit="flops",
 )
@@ -360,7 +421,7 @@ MODEL_FLOPS_UTILIZATION = _gauge(
     "tandem_model_flops_utilization",
     "Model FLOPs per second over peak.",
     ("rank",),
-    Panel("Model FLOPs utilization", "percentunit", ("rank",)),
+    Panel("Model FLOPs utilization", "percentunit", ("rank",), board=Board.CAPACITY),
 )
 
 ALL: tuple[Metric, ...] = tuple(

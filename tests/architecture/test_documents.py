@@ -1,9 +1,7 @@
-"""What documents, dashboards and deployment files say must exist."""
+"""What documents and deployment files say must exist."""
 
 from __future__ import annotations
 
-import ast
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,17 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from contracts import metrics
-from contracts.metrics import Kind, Metric
-from dashboards.generate import TARGET, dashboard
 from deploy.args import serve_config
-from tests.architecture.support import ROOT, modules, tracked_files
+from tests.architecture.support import ROOT, tracked_files
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".cfg", ".sh", ".svg", ""}
 MAX_LINES, MAX_COLUMNS = 120, 100
-SUFFIXES = {"bucket", "sum", "count"}
-KNOWN = {metric.name: metric for metric in metrics.ALL}
 
 # `planner/findep/orders.py`, `docs/`, [words](docs/structure.md)
 _TICKED = re.compile(r"`([\w./-]+)`")
@@ -67,32 +60,6 @@ def test_no_tracked_file_names_a_place_of_one_machine() -> None:
             text = path.read_text(encoding="utf-8", errors="ignore")
             found.extend(f"{path.relative_to(ROOT)}: {m[0]}" for m in pattern.finditer(text))
     assert not found
-
-
-def test_the_stored_dashboard_is_the_generated_one() -> None:
-    stored = json.loads(TARGET.read_text(encoding="utf-8"))
-    assert stored == dashboard(), "run `python -m dashboards.generate`"
-
-
-def test_dashboards_show_only_metrics_that_are_declared_and_exported() -> None:
-    exported = _exported_metrics()
-    for expression in _expressions(dashboard()):
-        used = [_metric(name) for name in re.findall(r"tandem_\w+", expression)]
-        assert used, expression
-        for metric in used:
-            assert metric.name in exported, f"{metric.name} is declared, but nothing sets it"
-        known = {"le", *(label for metric in used for label in metric.labels)}
-        grouped = {
-            label for by in re.findall(r"by \(([^)]*)\)", expression) for label in by.split(", ")
-        }
-        assert grouped <= known, expression
-
-
-def test_every_metric_of_requests_and_ranks_that_is_exported_has_a_panel() -> None:
-    without = {metrics.PLAN.name, metrics.PLAN_INFO.name}  # of one batch: shown as their makespan
-    shown = " ".join(_expressions(dashboard()))
-    missing = {name for name in _exported_metrics() - without if name not in shown}
-    assert not missing, "give them a panel in contracts/metrics.py"
 
 
 def test_serve_files_hold_configurations_that_load() -> None:
@@ -143,31 +110,3 @@ def _is_a_file_of_ours(name: str) -> bool:
 
 def _places(document: Path, name: str) -> tuple[Path, Path]:
     return ROOT / name, document.parent / name
-
-
-def _expressions(board: dict[str, Any]) -> list[str]:
-    return [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-
-
-def _metric(name: str) -> Metric:
-    """The declared metric behind a series name; a histogram's series have a suffix."""
-    stem, _, suffix = name.rpartition("_")
-    if suffix in SUFFIXES and stem in KNOWN and KNOWN[stem].kind is Kind.HISTOGRAM:
-        return KNOWN[stem]
-    assert name in KNOWN, f"{name} is not in contracts/metrics.py"
-    assert KNOWN[name].kind is not Kind.HISTOGRAM, f"{name} is a histogram: it has no such series"
-    return KNOWN[name]
-
-
-def _exported_metrics() -> set[str]:
-    """Metrics that code in actors/ or cluster/ mentions as `metrics.NAME`."""
-    found = set()
-    for path, tree in modules().items():
-        if not path.startswith(("actors/", "cluster/")):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                value = getattr(metrics, node.attr, None)
-                if node.value.id == "metrics" and isinstance(value, Metric):
-                    found.add(value.name)
-    return found

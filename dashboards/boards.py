@@ -1,0 +1,92 @@
+"""The four dashboards: panels that metrics bring along (contracts/metrics.py), and those that are
+made of several metrics."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from contracts.metrics import ALL, REQUESTS, Board, Metric, Outcome, Panel
+from dashboards import bulk, capacity
+from dashboards.objectives import OBJECTIVES
+from dashboards.queries import OF_CLUSTER, WINDOW, Drawn, Query, Row, drawn
+
+
+class Page(NamedTuple):
+    """A dashboard."""
+
+    board: Board
+    title: str
+    description: str
+    rows: tuple[Row, ...]
+
+
+def pages() -> list[Page]:
+    """All of them, in the order of `Board`."""
+    return [
+        Page(
+            Board.CAPACITY,
+            "Tandem: capacity",
+            "What limits now, how much more would go, and what another rank would add.",
+            (*capacity.ROWS, _brought_along(Board.CAPACITY)),
+        ),
+        Page(
+            Board.OBJECTIVES,
+            "Tandem: objectives",
+            "Whether requests are answered as promised, by class.",
+            (_burning(), _brought_along(Board.OBJECTIVES)),
+        ),
+        Page(
+            Board.PIPELINE,
+            "Tandem: pipeline",
+            "What happens inside: plans, stages, experts, caches, preemption, repairs.",
+            (_brought_along(Board.PIPELINE),),
+        ),
+        Page(
+            Board.BULK,
+            "Tandem: bulk",
+            "Prefill workers and the jobs that keep them busy.",
+            tuple(row for row in (*bulk.ROWS, _brought_along(Board.BULK)) if row.panels),
+        ),
+    ]
+
+
+def _brought_along(board: Board) -> Row:
+    """Panels that stand with their metrics, in that order; those of one title are one."""
+    by_title: dict[str, list[tuple[Metric, Panel]]] = {}
+    for metric in ALL:
+        for panel in metric.panels:
+            if panel.board is board:
+                by_title.setdefault(panel.title, []).append((metric, panel))
+    return Row("Measured", tuple(drawn(title, shown) for title, shown in by_title.items()))
+
+
+def _burning() -> Row:
+    panels = [
+        Drawn(
+            f"Burn rate: {objective.name}",
+            "x",
+            f"{objective.promise}. How many times as fast as that allows it is broken; 1 uses the "
+            "allowance up exactly.",
+            tuple(
+                Query(objective.burn(window, OF_CLUSTER), f"over {window}")
+                for window in ("5m", "1h")
+            ),
+            warn=1.0,
+            bad=14.4,
+        )
+        for objective in OBJECTIVES
+    ]
+    where = f'outcome=~"{Outcome.OVERLOAD}|{Outcome.REFUSED}", {OF_CLUSTER}'
+    refusals = f"sum by (class, outcome) (rate({REQUESTS.name}{{{where}}}[{WINDOW}]))"
+    panels.append(
+        Drawn(
+            "Refusals",
+            "reqps",
+            "Requests that were not let in: too much waits (overload, 429), or the request is "
+            "wrong (refused, another 4xx).",
+            (Query(refusals, "{{class}} {{outcome}}"),),
+            warn=0.1,
+            bad=10.0,
+        )
+    )
+    return Row("Promises", tuple(panels))

@@ -1,0 +1,95 @@
+"""Of the board *Capacity*: panels made of several metrics."""
+
+from __future__ import annotations
+
+from contracts import metrics
+from dashboards.queries import OF_CLUSTER, OF_RANK, WINDOW, Drawn, Query, Row
+
+
+def busiest() -> dict[str, str]:
+    """Resource -> PromQL of the part of time in which the busiest of its kind is in use; of memory
+    the part that is taken by running sequences. Recording rules have the same."""
+    busy, stage = metrics.RANK_BUSY.name, metrics.STAGE.name
+    blocks, where = metrics.KV_BLOCKS.name, OF_RANK
+    of_rank = 'cluster=~"$cluster", rank=~"$rank"'  # group: the metric's own
+    waited = f'sum by (rank) (rate({stage}_sum{{stage=~"%s", {where}}}[{WINDOW}]))'
+    return {
+        "attention": f'max({busy}{{group="attention", {of_rank}}})',
+        "experts": f'max({busy}{{group="expert", {of_rank}}})',
+        "prefill": f'max({busy}{{group="prefill", {of_rank}}})',
+        "link": f"max(rate({metrics.EXPOSED_COMMUNICATION.name}{{{where}}}[{WINDOW}]))",
+        "memory": (
+            f'max(sum by (rank) ({blocks}{{state="used", {where}}}) '
+            f"/ sum by (rank) ({blocks}{{{where}}}))"
+        ),
+        "host copy": f"max({waited % 'host_copy|gather'})",
+    }
+
+
+def _named(resource: str, expression: str) -> str:
+    return f'label_replace({expression}, "resource", "{resource}", "", "")'
+
+
+_RESOURCES = busiest()
+_PREDICTED, _MEASURED = metrics.PLAN_PREDICTED.name, metrics.PLAN_MEASURED.name
+_OK = f'{metrics.REQUESTS.name}{{outcome="ok", {OF_CLUSTER}}}'
+
+ROWS = (
+    Row(
+        "At a glance",
+        (
+            Drawn(
+                "Bottleneck now",
+                "percentunit",
+                "The resource that is in use for most of the time: attention, experts, prefill "
+                "(workers), link (transfers that nothing hides), memory (KV blocks that running "
+                "sequences hold), host copy (weights that are waited for).",
+                (
+                    Query(
+                        "topk(1, " + " or ".join(_named(*one) for one in _RESOURCES.items()) + ")",
+                        "{{resource}}",
+                    ),
+                ),
+                warn=0.85,
+                bad=0.97,
+                is_stat=True,
+            ),
+            Drawn(
+                "Requests answered",
+                "reqps",
+                "Requests per second that were answered.",
+                (Query(f"sum by (pipeline) (rate({_OK}[{WINDOW}]))", "{{pipeline}}"),),
+                is_stat=True,
+            ),
+            Drawn(
+                "Prediction error",
+                "percentunit",
+                "How far the predicted makespan of the latest batch was from the measured one, as "
+                "a part of the measured one.",
+                (
+                    Query(
+                        f"abs(max({_PREDICTED}{{{OF_CLUSTER}}}) / "
+                        f"max({_MEASURED}{{{OF_CLUSTER}}}) - 1)",
+                        "of the latest batch",
+                    ),
+                ),
+                warn=0.15,
+                bad=0.5,
+                is_stat=True,
+            ),
+        ),
+    ),
+    Row(
+        "What is in use",
+        (
+            Drawn(
+                "In use, by resource",
+                "percentunit",
+                "As in 'Bottleneck now', over time: the highest line is the bottleneck.",
+                tuple(Query(asked, resource) for resource, asked in _RESOURCES.items()),
+                warn=0.85,
+                bad=0.97,
+            ),
+        ),
+    ),
+)

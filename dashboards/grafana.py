@@ -1,0 +1,135 @@
+"""A dashboard as Grafana 11 imports it, made with Grafana's own SDK, whose types hold it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import GraphThresholdsStyleMode
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardLinkType,
+    DataSourceRef,
+    GridPos,
+    Threshold,
+    ThresholdsMode,
+    VariableOption,
+    VariableRefresh,
+)
+
+from contracts import metrics
+from dashboards.boards import Page
+from dashboards.queries import Drawn
+
+_SOURCE = DataSourceRef(type_val="prometheus", uid="${source}")
+_WIDTH, _HEIGHT, _STAT_HEIGHT, _COLUMNS = 8, 8, 4, 24
+_VARIABLES = ("cluster", "group", "rank")
+NO_LEVEL = "No level of it is bad by itself."
+
+
+def board_json(page: Page) -> dict[str, Any]:
+    """With variables for the Prometheus source, cluster, group and rank, whose first choice is the
+    default source and all."""
+    board = (
+        dashboard.Dashboard(page.title)
+        .uid(f"tandem-{page.board.value}")
+        .description(page.description)
+        .tags(["tandem"])
+        .editable()
+        .refresh("10s")
+        .time("now-30m", "now")
+        .timezone("browser")
+        .link(_others())
+        .with_variable(
+            dashboard.DatasourceVariable("source").label("Prometheus").type("prometheus")
+        )
+    )
+    for name in _VARIABLES:
+        board = board.with_variable(_variable(name))
+    number, y = 1, 0
+    for row in page.rows:
+        board = board.with_row(dashboard.Row(row.title).id(number).grid_pos(GridPos(1, 24, 0, y)))
+        number, y, x = number + 1, y + 1, 0
+        height = _STAT_HEIGHT if row.panels[0].is_stat else _HEIGHT
+        for panel in row.panels:
+            if x == _COLUMNS:
+                x, y = 0, y + height
+            board = board.with_panel(_panel(panel, number, GridPos(height, _WIDTH, x, y)))
+            number, x = number + 1, x + _WIDTH
+        y += height
+    made: dict[str, Any] = json.loads(json.dumps(board.build(), cls=JSONEncoder))
+    return made
+
+
+def _others() -> dashboard.DashboardLink:
+    return (
+        dashboard.DashboardLink("Tandem")
+        .type(DashboardLinkType.DASHBOARDS)
+        .tags(["tandem"])
+        .include_vars(True)
+        .keep_time(True)
+    )
+
+
+def _variable(name: str) -> dashboard.QueryVariable:
+    """All matches series without the label too: a cluster that nobody has named has none."""
+    of = metrics.RANK_BUSY.name if name != "cluster" else metrics.GROUP_EPOCH.name
+    return (
+        dashboard.QueryVariable(name)
+        .label(name.capitalize())
+        .datasource(_SOURCE)
+        .query({"query": f"label_values({of}, {name})", "refId": name})
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(VariableOption(selected=True, text="All", value="$__all"))
+    )
+
+
+def _panel(drawn: Drawn, number: int, place: GridPos) -> stat.Panel | timeseries.Panel:
+    panel: Any = stat.Panel() if drawn.is_stat else _lines()
+    leveled = drawn.warn is not None
+    for index, query in enumerate(drawn.queries):
+        panel = panel.with_target(
+            prometheus.Dataquery()
+            .expr(query.expression)
+            .legend_format(query.legend)
+            .ref_id(chr(ord("A") + index))
+            .datasource(_SOURCE)
+        )
+    made: stat.Panel | timeseries.Panel = (
+        panel.title(drawn.title)
+        .id(number)
+        .description(drawn.description if leveled else f"{drawn.description} {NO_LEVEL}")
+        .datasource(_SOURCE)
+        .unit(drawn.unit)
+        .min(0)
+        .thresholds(
+            dashboard.ThresholdsConfig()
+            .mode(ThresholdsMode.ABSOLUTE)
+            .steps(_steps(drawn.warn, drawn.bad))
+        )
+        .grid_pos(place)
+    )
+    return made
+
+
+def _lines() -> timeseries.Panel:
+    """Levels are dashed lines."""
+    return (
+        timeseries.Panel()
+        .fill_opacity(10)
+        .thresholds_style(common.GraphThresholdsStyleConfig().mode(GraphThresholdsStyleMode.DASHED))
+    )
+
+
+def _steps(warn: float | None, bad: float | None) -> list[Threshold]:
+    if warn is None or bad is None:
+        return [Threshold(value=None, color="green")]
+    if warn < bad:
+        levels = ((None, "green"), (warn, "yellow"), (bad, "red"))
+    else:
+        levels = ((None, "red"), (bad, "yellow"), (warn, "green"))
+    return [Threshold(value=value, color=color) for value, color in levels]
