@@ -30,6 +30,11 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     concurrency: Annotated[int, Meta(ge=1)] | None = None
 
 
+def api_key(given: str | ApiKey) -> ApiKey:
+    """As it may stand in a configuration: a bare token is one without further ado."""
+    return ApiKey(given) if isinstance(given, str) else given
+
+
 def check_keys(api_keys: Sequence[ApiKey], metrics_key: str | None) -> None:
     """Raises ValueError for a key that would let everybody in, or nobody."""
     keys = [each.key for each in api_keys]

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from contracts.api_keys import ApiKey, check_keys
+from contracts.api_keys import ApiKey, api_key, check_keys
 from contracts.plan import Order, Plan
 
 Count = Annotated[int, Meta(ge=1)]
@@ -402,10 +402,15 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     that name none (ls unless said), and with which other tokens it takes its turns (none). Also
     fixed_priority: true, to let them name no other class, and its limits: requests_per_s and
     tokens_per_s, in the long run, and concurrency, requests at a time."""
+    keys_file: InputPath | None = None
+    """YAML or JSON file of api_keys and, if wanted, metrics_key, in place of api_keys here: read
+    again while the server runs, so that what changes in it counts within seconds. One that cannot
+    be used changes nothing: the keys before it stay."""
     allow_public: bool = False
-    """Whether a server without api_keys may listen where others than this machine reach it."""
+    """Whether a server without keys may listen where others than this machine reach it."""
     metrics_key: str | None = None
-    """The bearer token of /metrics, /load and /status. null: these are open to all."""
+    """The bearer token of /metrics, /load, /status and /trace. null: these are open to all. One in
+    keys_file goes before it."""
     tls_certificate: InputPath | None = None
     """PEM file, together with tls_key. null: plain HTTP."""
     tls_key: InputPath | None = None
@@ -440,10 +445,19 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def clients(self) -> list[ApiKey]:
         """`api_keys`, each with its class and tenant."""
-        return [ApiKey(key) if isinstance(key, str) else key for key in self.api_keys]
+        return [api_key(each) for each in self.api_keys]
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a request must carry one."""
+        return bool(self.api_keys) or self.keys_file is not None
 
     def __post_init__(self) -> None:
         check_keys(self.clients, self.metrics_key)
+        if self.api_keys and self.keys_file is not None:
+            raise ValueError(
+                f"api_keys and keys_file={self.keys_file}: give one of them; all keys in the file"
+            )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError(
                 "tls_certificate and tls_key belong together (--ssl-certfile, --ssl-keyfile): "

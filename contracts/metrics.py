@@ -343,6 +343,12 @@ RANK_RESTARTS = _counter(
     ("group",),
     Panel("Replaced ranks per second", "ops", ("group",), warn=0.002, bad=0.01),
 )
+KEYS_READ = _counter(
+    "tandem_keys_read_total",
+    "Changed files of http.keys_file, by what became of them: taken, or refused.",
+    ("outcome",),
+    Panel("Keys files read per second", "ops", ("outcome",)),
+)
 
 # Planner and router.
 PLAN = _gauge(

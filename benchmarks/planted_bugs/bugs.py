@@ -19,6 +19,7 @@ class Bug(NamedTuple):
         return self.name.partition(":")[0]
 
 
+_KEYS = ("tests/unit/cluster/api/test_keys_file.py",)
 _SCHEDULER = ("tests/unit/actors/batching/test_scheduler.py",)
 _BOOKS = ("tests/property/test_block_manager.py", "tests/property/test_block_contents.py")
 _SAMPLER = ("tests/property/test_sampler.py", "tests/unit/actors/ranks/test_sampling_on_ranks.py")
@@ -973,5 +974,26 @@ BUGS: tuple[Bug, ...] = (
         "if written != digest.hex()",
         'if written != digest.hex() and name != "tokenizer"',
         ("tests/unit/cluster/files/test_placement_file.py",),
+    ),
+    Bug(
+        "keys: a file is taken in the middle of being written",
+        "cluster/api/keys_follower.py",
+        "elif seen == before and seen != self._judged:",
+        "elif seen != self._judged:",
+        _KEYS,
+    ),
+    Bug(
+        "keys: who is not in the file is let in until it is read",
+        "cluster/api/callers.py",
+        "self._is_open = not needs_keys and not api_keys",
+        "self._is_open = not api_keys",
+        _KEYS,
+    ),
+    Bug(
+        "keys: a word of the file is told",
+        "contracts/keys_file.py",
+        "    if unknown is None:\n        ours",
+        "    if True:\n        ours",
+        _KEYS,
     ),
 )

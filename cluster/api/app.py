@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from actors.telemetry.telemetry import Telemetry
 from cluster.api import answer_types
 from cluster.api.answers import json_response
-from cluster.api.callers import Callers, check_key
+from cluster.api.callers import Callers
 from cluster.api.chat import chat_completions
 from cluster.api.classification import classify
 from cluster.api.completions import completions
@@ -64,6 +64,9 @@ def build_app(
     """The application in front of `backend`. extra: the ranks' metrics in Prometheus text format.
     ranks: what they say of themselves. share_between_keys: as in `KvConfig`.
 
+    Of http.keys_file nothing is read here: until its keys are taken nobody is let in
+    (cluster/api/keys_follower.py).
+
     Starting and closing the backend is the caller's business.
     """
     services = Services(
@@ -78,13 +81,19 @@ def build_app(
         open_requests=OpenRequests(limits),
         model=model,
         http=http,
+        callers=Callers(
+            http.clients,
+            http.metrics_key,
+            needs_keys=http.has_keys,
+            share_between_keys=share_between_keys,
+            clock=clock,
+        ),
         telemetry=telemetry or Telemetry(),
         clock=clock,
         extra=extra,
         ranks=ranks,
     )
-    callers = Callers(http.clients, share_between_keys=share_between_keys, clock=clock)
-    app = App()
+    app = App(services)
     app.router.redirect_slashes = False
     app.state.open_requests = services.open_requests
     app.access_log = AccessLog() if http.access_log else None
@@ -97,7 +106,7 @@ def build_app(
         ("/tokenize", tokenize),
         ("/detokenize", detokenize),
     ):
-        counted = app.pipelines[path] = _Counted(services, callers, endpoint)
+        counted = app.pipelines[path] = _Counted(services, endpoint)
         app.router.routes.append(Route(path, counted, methods=["POST"]))  # else 405
     for path, plain in (
         ("/health", _health),
@@ -120,8 +129,9 @@ class App(Starlette):
     its routes tried in turn take a tenth of a small request's time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, services: Services) -> None:
         super().__init__()
+        self.services = services
         self.access_log: AccessLog | None = None
         self.pipelines: dict[str, _Counted] = {}
 
@@ -147,9 +157,8 @@ class _Counted:
     """The endpoint with keys checked, errors mapped, and its outcome counted once. What its request
     holds is given back when the answer has gone out, or never will."""
 
-    def __init__(self, services: Services, callers: Callers, endpoint: Endpoint) -> None:
+    def __init__(self, services: Services, endpoint: Endpoint) -> None:
         self._services = services
-        self._callers = callers
         self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,14 +172,14 @@ class _Counted:
             session.account.close()
 
     async def _respond(self, session: Session, request: Request) -> Response:
-        services = self._services
+        services, callers = self._services, self._services.callers
         outcome = Outcome.ERROR
         try:
-            key = check_key(services.http, request)
-            session.caller = self._callers.caller(key)
-            session.begin(self._callers.allowance(key))
-            session.set_priority(self._callers.priority(key))
-            session.is_priority_fixed = self._callers.has_fixed_priority(key)
+            key = callers.check(request)
+            session.caller = callers.caller(key)
+            session.begin(callers.allowance(key))
+            session.set_priority(callers.priority(key))
+            session.is_priority_fixed = callers.has_fixed_priority(key)
             response = await self._endpoint(services, session, request)
             outcome = Outcome.OK
         except TandemError as error:
@@ -219,12 +228,12 @@ async def _openapi(services: Services, request: Request) -> Response:
 
 
 async def _models(services: Services, request: Request) -> Response:
-    check_key(services.http, request)
+    services.callers.check(request)
     return json_response(answer_types.ModelList(object="list", data=[_model_card(services.model)]))
 
 
 async def _one_model(services: Services, request: Request) -> Response:
-    check_key(services.http, request)
+    services.callers.check(request)
     name = request.path_params["name"]
     if name != services.model.name:
         raise UnknownModelError(f"model {name!r} is not served", "model")

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -20,7 +21,6 @@ from cluster.api.field_bounds import MAX_CACHE_SALT_CHARACTERS
 from contracts.api_keys import ApiKey
 from contracts.block_hash import DIGEST_BYTES
 from contracts.clock import Clock, monotonic_s
-from contracts.config import HttpConfig
 from contracts.errors import RequestError, UnauthorizedError
 from contracts.requests import Caller, Priority
 
@@ -30,43 +30,78 @@ _TENANT, _NAMED_TENANT = b"tandem-tenant", b"tandem-named"  # domains of digests
 _KEY_SALT, _CACHE_SALT = b"tandem-key-salt", b"tandem-salt"
 
 
+class _Client(NamedTuple):
+    api_key: ApiKey
+    caller: Caller  # of all its requests
+    allowance: Allowance
+
+
 class Callers:
-    """The clients of one ingress. share_between_keys: all keys find each other's prefixes."""
+    """The clients of one ingress, and who watches it. needs_keys: nobody is let in while there are
+    none. share_between_keys: all keys find each other's prefixes. On one event loop."""
 
     def __init__(
         self,
         api_keys: Sequence[ApiKey],
+        metrics_key: str | None = None,
         *,
+        needs_keys: bool = False,
         share_between_keys: bool = False,
         clock: Clock = monotonic_s,
     ) -> None:
-        self._by_key = {
-            each.key: Caller(
-                tenant=_tenant(each),
-                salt=b"" if share_between_keys else _salt(each.key.encode(), _KEY_SALT),
-            )
-            for each in api_keys
-        }
-        self._keys = {each.key: each for each in api_keys}
-        self._allowances = {each.key: Allowance(each, clock) for each in api_keys}
+        self._is_open = not needs_keys and not api_keys
+        self._shares, self._clock = share_between_keys, clock
+        self._clients: dict[str, _Client] = {}
         self._numbers = itertools.count(1)
+        self.take(api_keys, metrics_key)
+
+    def take(self, api_keys: Sequence[ApiKey], metrics_key: str | None) -> None:
+        """In place of those before: from now on, for what is under way goes on. A key that stays as
+        it was goes on from what it has used."""
+        before, self._metrics_key = self._clients, metrics_key
+        self._clients = {}
+        for each in api_keys:
+            known = before.get(each.key)
+            is_same = known is not None and known.api_key == each
+            self._clients[each.key] = known if known and is_same else self._client(each)
+
+    def _client(self, api_key: ApiKey) -> _Client:
+        salt = b"" if self._shares else _salt(api_key.key.encode(), _KEY_SALT)
+        return _Client(api_key, Caller(_tenant(api_key), 0, salt), Allowance(api_key, self._clock))
+
+    def check(self, request: Request) -> str | None:
+        """The key that the request came with; None: none is wanted. Raises UnauthorizedError if the
+        bearer token is not among them."""
+        if self._is_open:
+            return None
+        needed = "a valid API key is needed (Authorization: Bearer KEY)"
+        return _check(self._clients, request, needed)
+
+    def check_metrics(self, request: Request) -> None:
+        """Raises UnauthorizedError if there is a metrics key and the bearer token is another
+        one."""
+        if self._metrics_key is not None:
+            needed = "the metrics key is needed (Authorization: Bearer KEY, http.metrics_key)"
+            _check([self._metrics_key], request, needed)
 
     def caller(self, key: str | None) -> Caller:
         """Of a request that came with this valid key; None: keys are not configured."""
-        caller = Caller() if key is None else self._by_key[key]
+        caller = Caller() if key is None else self._clients[key].caller
         return Caller(caller.tenant, next(self._numbers), caller.salt)
 
     def priority(self, key: str | None) -> Priority:
         """Of its requests that name none."""
-        return Priority.LS if key is None else Priority[self._keys[key].priority.upper()]
+        if key is None:
+            return Priority.LS
+        return Priority[self._clients[key].api_key.priority.upper()]
 
     def has_fixed_priority(self, key: str | None) -> bool:
         """Whether its requests may name no other."""
-        return key is not None and self._keys[key].fixed_priority
+        return key is not None and self._clients[key].api_key.fixed_priority
 
     def allowance(self, key: str | None) -> Allowance | None:
         """What it may use; None: whatever it wants."""
-        return None if key is None else self._allowances[key]
+        return None if key is None else self._clients[key].allowance
 
 
 def salted(caller: Caller, cache_salt: str | None) -> Caller:
@@ -92,25 +127,6 @@ def _tenant(api_key: ApiKey) -> bytes:
 
 def _salt(text: bytes, domain: bytes, within: bytes = b"") -> bytes:
     return hashlib.blake2b(text, digest_size=DIGEST_BYTES, key=within, person=domain).digest()
-
-
-def check_key(http: HttpConfig, request: Request) -> str | None:
-    """The key that the request came with; None if http.api_keys is not set. Raises
-    UnauthorizedError if the bearer token is not among them."""
-    if not http.api_keys:
-        return None
-    keys = [each.key for each in http.clients]
-    return _check(keys, request, "a valid API key is needed (Authorization: Bearer KEY)")
-
-
-def check_metrics_key(http: HttpConfig, request: Request) -> None:
-    """Raises UnauthorizedError if http.metrics_key is set and the bearer token is another one."""
-    if http.metrics_key is not None:
-        _check(
-            [http.metrics_key],
-            request,
-            "the metrics key is needed (Authorization: Bearer KEY, http.metrics_key)",
-        )
 
 
 def _check(keys: Iterable[str], request: Request, message: str) -> str:

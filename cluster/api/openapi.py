@@ -93,6 +93,8 @@ def openapi_document(model: ServedModel, http: HttpConfig, costs: Bounds | None 
     if costs is not None:
         bound_texts(components, costs)
     bound_together(components, model, http)
+    may_have_one = http.metrics_key is not None or http.keys_file is not None
+    given = {"key": http.has_keys, "metrics_key": may_have_one}
     document: Schema = {
         "openapi": VERSION,
         "info": {
@@ -100,7 +102,7 @@ def openapi_document(model: ServedModel, http: HttpConfig, costs: Bounds | None 
             "version": "1",
             "description": "Mixture-of-Experts serving: generation, classification, scoring.",
         },
-        "paths": _paths(bool(http.api_keys), metrics_key=http.metrics_key is not None),
+        "paths": _paths(given["key"], metrics_key=given["metrics_key"]),
         "components": {"schemas": components, "responses": _error_responses()},
     }
     if costs is not None:
@@ -109,7 +111,6 @@ def openapi_document(model: ServedModel, http: HttpConfig, costs: Bounds | None 
             **costs.told(),
         }
     bearer = {"type": "http", "scheme": "bearer"}
-    given = {"key": bool(http.api_keys), "metrics_key": http.metrics_key is not None}
     if any(given.values()):
         schemes = {name: bearer for name, is_given in given.items() if is_given}
         document["components"]["securitySchemes"] = schemes

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from actors.telemetry.telemetry import Telemetry
 from cluster.api.allowances import Allowance
+from cluster.api.callers import Callers
 from cluster.api.cost import TOKEN_BYTES, Bounds
 from cluster.api.errors import BodyTimeoutError, error_body, outcome_of
 from cluster.api.open_requests import OpenRequests
@@ -50,6 +51,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     open_requests: OpenRequests
     model: ServedModel
     http: HttpConfig
+    callers: Callers
     telemetry: Telemetry
     clock: Clock
     extra: ExtraMetrics | None

@@ -15,7 +15,6 @@ from starlette.responses import Response
 from actors.telemetry.telemetry import CONTENT_TYPE, merge_expositions
 from cluster.api import answer_types
 from cluster.api.answers import json_response
-from cluster.api.callers import check_metrics_key
 from cluster.api.scrapes import Scrapes
 from cluster.api.session import Services
 from cluster.files.version import version
@@ -35,7 +34,7 @@ Plain = Callable[[Services, Request], Awaitable[Response]]
 
 async def load(services: Services, request: Request) -> Response:
     """Requests under way, and of their sequences those that wait for a first answer."""
-    check_metrics_key(services.http, request)
+    services.callers.check_metrics(request)
     return json_response(
         answer_types.Load(server_load=len(services.sessions), pipelines=_pipelines(services))
     )
@@ -57,7 +56,7 @@ def status_of(services: Services) -> Plain:
     scrapes = Scrapes(lambda: _status(services), services.clock)
 
     async def answer(services: Services, request: Request) -> Response:
-        check_metrics_key(services.http, request)
+        services.callers.check_metrics(request)
         return Response(await scrapes.text(), media_type="application/json")
 
     return answer
@@ -87,7 +86,7 @@ def metrics_of(services: Services) -> Plain:
     scrapes = Scrapes(lambda: _scrape(services), services.clock)
 
     async def answer(services: Services, request: Request) -> Response:
-        check_metrics_key(services.http, request)
+        services.callers.check_metrics(request)
         return Response(await scrapes.text(), headers={"Content-Type": CONTENT_TYPE})
 
     return answer

@@ -60,7 +60,7 @@ def config_of(options: argparse.Namespace) -> TandemConfig:
 def with_key_of(config: TandemConfig, environment: Mapping[str, str]) -> TandemConfig:
     """`config`, with the key of KEY_VARIABLE where it has none itself. Raises ConfigError."""
     key = environment.get(KEY_VARIABLE)
-    if key is None or config.http.api_keys:
+    if key is None or config.http.has_keys:
         return config
     try:
         http = msgspec.structs.replace(config.http, api_keys=[key])

@@ -104,7 +104,8 @@ class DirectFront:
     async def start(self) -> None:
         """Returns once the port answers. Raises ResourceError if it is taken, and stays so."""
         config = self._config
-        if config.api_keys and config.metrics_key is None and config.host not in LOOPBACK:
+        is_shown = config.api_keys and config.metrics_key is None
+        if is_shown and config.host not in LOOPBACK:
             hint = "/metrics, /load and /status need no key; set http.metrics_key"
             event(log, "metrics_open", logging.WARNING, host=config.host, hint=hint)
         listening = await _bind_patiently(config.host, config.port)
@@ -134,10 +135,10 @@ class DirectFront:
 def check_public(http: HttpConfig) -> None:
     """Raises ConfigError where whoever reaches this machine could use the model, and nobody said
     that this is meant."""
-    if http.host not in LOOPBACK and not http.api_keys and not http.allow_public:
+    if http.host not in LOOPBACK and not http.has_keys and not http.allow_public:
         raise ConfigError(
             f"http.host={http.host} without http.api_keys: whoever reaches it could use the model; "
-            "set keys (or TANDEM_API_KEY), or http.allow_public=true"
+            "set keys (or TANDEM_API_KEY, or http.keys_file), or http.allow_public=true"
         )
 
 

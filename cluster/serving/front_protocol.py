@@ -64,7 +64,7 @@ class FrontProtocol(HttpToolsProtocol):
         self.opening: asyncio.Task[None] | None = None
         self._book = connections
         self._http = http
-        self._is_open = not http.api_keys
+        self._is_open = not http.has_keys
         self._is_proven = False
         self._in_body = False
         self._has_served = False

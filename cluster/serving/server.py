@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
@@ -22,6 +23,7 @@ from cluster.serving.ray_environment import cluster_address
 from cluster.serving.ray_session import ray_session
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
+from contracts.keys_file import read_keys
 from contracts.logs import set_up_logging
 from models.weights.checkpoint import check_checkpoint
 from planner.user.policy import load_policy
@@ -97,6 +99,8 @@ def preflight(config: TandemConfig) -> None:
     if config.priority.policy is not None:
         load_policy(config.priority.policy)
     check_tls(config.http)
+    if config.http.keys_file is not None:
+        read_keys(Path(config.http.keys_file))
     bind(config.http.host, config.http.port).close()
 
 

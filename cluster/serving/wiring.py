@@ -16,7 +16,8 @@ from starlette.applications import Starlette
 from actors.channels.handshake import Identity
 from actors.planning.model_shape import shape_of
 from actors.telemetry.telemetry import merge_expositions
-from cluster.api.app import build_app
+from cluster.api.app import App, build_app
+from cluster.api.keys_follower import KeysFollower
 from cluster.api.schemas import ServedModel
 from cluster.files.model_folder import resolve_model_folder
 from cluster.fleet.codec import Directory
@@ -28,7 +29,7 @@ from cluster.routing.prefill_backlog import PrefillBacklog
 from cluster.routing.prefill_peer import Find
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_socket import RankClientConfig
-from contracts.config import ChannelConfig, TandemConfig
+from contracts.config import ChannelConfig, HttpConfig, TandemConfig
 from contracts.errors import NotReadyError
 from contracts.garbage import spare_what_lives_on
 from contracts.logs import event
@@ -155,11 +156,24 @@ async def build_ingress_app(
         limits=config.limits,
     )
 
+    follow = await _follow_keys(app, config.http)
+
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
+        follow.cancel()
         await backend.close()
         app.close()
 
     app.router.lifespan_context = lifespan
     return app
+
+
+async def _follow_keys(app: App, http: HttpConfig) -> asyncio.Future[None]:
+    """Takes the keys of http.keys_file, now and when it changes, until it is cancelled. Raises
+    ConfigError if they cannot be used now."""
+    if http.keys_file is None:
+        return asyncio.get_running_loop().create_future()
+    follower = KeysFollower(http, app.services.callers, app.services.telemetry)
+    await follower.begin()
+    return asyncio.create_task(follower.follow())
