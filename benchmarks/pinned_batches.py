@@ -4,6 +4,7 @@ core."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -99,4 +100,5 @@ async def bench_client(
 def pin_to_core(pid: int, core: int) -> None:
     """All threads of the process: affinity is a thread's, and new ones have their maker's."""
     for thread in os.listdir(f"/proc/{pid}/task"):
-        os.sched_setaffinity(int(thread), {core})
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), {core})
