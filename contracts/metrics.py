@@ -229,6 +229,13 @@ BE_WAIT = _seconds(
     Panel("Best-effort work parked, each time", "s", board=Board.OBJECTIVES, warn=30.0, bad=300.0),
     buckets=_LATENCY_S,
 )
+OBJECTIVE = _gauge(
+    "tandem_objective_seconds",
+    "What the section `priority` of the configuration promises: ls_ttft, ls_tbt, be_wait.",
+    ("objective",),
+    Panel("Promised", "s", ("objective",), View.MAX, board=Board.OBJECTIVES),
+    unit="s",
+)
 HELD = _gauge(
     "tandem_held_seconds",
     "Time so far in which a rank held BE work back for an LS due time.",

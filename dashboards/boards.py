@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from contracts.metrics import ALL, REQUESTS, Board, Metric, Outcome, Panel
+from contracts.metrics import ALL, OBJECTIVE, REQUESTS, TTFT, Board, Metric, Outcome, Panel
 from dashboards import bulk, capacity
 from dashboards.objectives import OBJECTIVES
 from dashboards.queries import OF_CLUSTER, WINDOW, Drawn, Query, Row, drawn
@@ -87,6 +87,21 @@ def _burning() -> Row:
             (Query(refusals, "{{class}} {{outcome}}"),),
             warn=0.1,
             bad=10.0,
+        )
+    )
+    first = f'rate({TTFT.name}_bucket{{class="be", {OF_CLUSTER}}}[{WINDOW}])'
+    panels.append(
+        Drawn(
+            "Best-effort wait against its bound",
+            "s",
+            "From a best-effort request's arrival to its first token (p95), and the longest wait "
+            "for which one is let in (priority.be_max_wait_s).",
+            (
+                Query(f"histogram_quantile(0.95, sum by (le) ({first}))", "p95"),
+                Query(f'max({OBJECTIVE.name}{{objective="be_wait", {OF_CLUSTER}}})', "bound"),
+            ),
+            warn=240.0,
+            bad=300.0,
         )
     )
     return Row("Promises", tuple(panels))

@@ -1,4 +1,5 @@
-"""Writes the dashboards that show what a running cluster exports: `dashboards/NAME.json` each.
+"""Writes the dashboards that show what a running cluster exports, `dashboards/NAME.json` each, and
+Prometheus's rules, in `dashboards/rules/`.
 
     python -m dashboards.generate
 
@@ -12,17 +13,25 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import yaml
+
 from dashboards.boards import pages
 from dashboards.grafana import board_json
+from dashboards.rules import alerts_file, recording_file
 
 FOLDER = Path(__file__).parent
+HEAD = "# Made by `python -m dashboards.generate` of dashboards/rules.py.\n"
 
 
 def texts() -> dict[Path, str]:
     """What is written where."""
-    return {
+    boards = {
         FOLDER / f"{page.board.value}.json": json.dumps(board_json(page), indent=1) + "\n"
         for page in pages()
+    }
+    return boards | {
+        FOLDER / "rules" / f"{name}.yml": HEAD + yaml.safe_dump(rules, sort_keys=False, width=100)
+        for name, rules in (("recording", recording_file()), ("alerts", alerts_file()))
     }
 
 

@@ -19,20 +19,23 @@ class Objective(NamedTuple):
     total: str
     allowed: float
 
-    def burn(self, window: str, where: str = "") -> str:
+    def burn(self, window: str, where: str = "", by: str = "") -> str:
         """PromQL: how many times as fast as allowed the promise was broken in the window; 1 uses
-        the allowance up exactly. Nothing where nothing was asked for."""
-        good, total = (f"sum(rate({_chosen(s, where)}[{window}]))" for s in (self.good, self.total))
+        the allowance up exactly. Nothing where nothing was asked for. by: labels to tell apart."""
+        of = f" by ({by})" if by else ""
+        good, total = (
+            f"sum{of} (rate({_chosen(series, where)}[{window}]))"
+            for series in (self.good, self.total)
+        )
         return f"(1 - ({good} or 0 * {total}) / ({total} > 0)) / {self.allowed:g}"
 
 
 def _within(metric: Metric, bound_s: float) -> tuple[str, str]:
     """bound_s: one of the metric's buckets."""
     assert bound_s in metric.buckets, f"{metric.name}: {bound_s} is no bucket"
-    of_class = 'class="ls"'
     return (
-        f'{metric.name}_bucket{{{of_class}, le="{bound_s:g}"}}'.replace('"1"', '"1.0"'),
-        f"{metric.name}_count{{{of_class}}}",
+        f'{metric.name}_bucket{{class="ls", le="{bound_s!r}"}}',
+        f'{metric.name}_count{{class="ls"}}',
     )
 
 

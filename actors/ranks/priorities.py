@@ -25,6 +25,12 @@ class Priorities:
         self.config = config
         self.user = UserPolicy() if config.policy is None else load_policy(config.policy)
         self._telemetry, self._rank = telemetry, rank
+        for objective, seconds in (
+            ("ls_ttft", config.ls_ttft_s),
+            ("ls_tbt", config.ls_tbt_s),
+            ("be_wait", config.be_max_wait_s),
+        ):
+            telemetry.set(metrics.OBJECTIVE, objective, to=seconds)
 
     def preemption(
         self,

@@ -1,0 +1,230 @@
+"""Prometheus rules: series that are recorded, and alerts on them. Written by dashboards/generate.py
+as files of `dashboards/rules/`; what to do about an alert is in docs/runbooks.md.
+
+A test that wants an alert soon has them made at another pace.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from contracts import metrics
+from dashboards.objectives import OBJECTIVES
+
+RUNBOOKS = "docs/runbooks.md"
+_MINUTE, _HOUR = 60.0, 3600.0
+
+
+class Pace(NamedTuple):
+    """How many times as fast as in use; interval_s: between evaluations, at that pace."""
+
+    faster: float = 1.0
+    interval_s: float = 15.0
+
+    def of(self, seconds: float) -> str:
+        """As Prometheus writes it, and never shorter than two evaluations unless 0."""
+        ms = round(max(1e3 * seconds / self.faster, 2e3 * self.interval_s)) if seconds else 0
+        for unit_ms, unit in ((3_600_000, "h"), (60_000, "m"), (1000, "s")):
+            if ms % unit_ms == 0 and ms >= unit_ms:
+                return f"{ms // unit_ms}{unit}"
+        return f"{ms}ms"
+
+
+NORMAL = Pace()
+
+
+class Alert(NamedTuple):
+    """section: of docs/runbooks.md. for_s: how long it must be so."""
+
+    name: str
+    expression: str
+    for_s: float
+    severity: str
+    section: str
+    summary: str
+
+
+def recorded(pace: Pace = NORMAL) -> dict[str, str]:
+    """Series -> PromQL."""
+    minute = pace.of(_MINUTE)
+    windows = (5 * _MINUTE, 30 * _MINUTE, _HOUR, 6 * _HOUR)
+    found = {
+        burn_series(objective.name, window_s): objective.burn(pace.of(window_s), by="cluster")
+        for objective in OBJECTIVES
+        for window_s in windows
+    }
+    requests, stage = metrics.REQUESTS.name, metrics.STAGE.name
+    predicted, measured = metrics.PLAN_PREDICTED.name, metrics.PLAN_MEASURED.name
+    blocks = metrics.KV_BLOCKS.name
+    return found | {
+        "cluster:tandem_requests:rate1m": (
+            f'sum by (cluster, pipeline, class) (rate({requests}{{outcome="ok"}}[{minute}]))'
+        ),
+        "cluster:tandem_prediction_error:ratio": (
+            f"abs(max by (cluster) ({predicted}) / max by (cluster) ({measured}) - 1)"
+        ),
+        "rank:tandem_saturation_fill:ratio": (
+            f"max by (cluster, rank) ({metrics.LOAD.name}) / "
+            f"max by (cluster, rank) ({metrics.SATURATION.name})"
+        ),
+        "rank:tandem_kv_blocks:sum": f"sum by (cluster, rank) ({blocks})",
+        "rank:tandem_stage_seconds:rate1m": (
+            f"sum by (cluster, rank, stage) (rate({stage}_sum[{minute}]))"
+        ),
+        "cluster:tandem_be_first_token_seconds:p95": (
+            "histogram_quantile(0.95, sum by (cluster, le) "
+            f'(rate({metrics.TTFT.name}_bucket{{class="be"}}[{pace.of(5 * _MINUTE)}])))'
+        ),
+    }
+
+
+def burn_series(objective: str, window_s: float) -> str:
+    """Of recorded burn rates; named for the window in use, whatever the pace."""
+    return f"cluster:tandem_{objective}_burn:ratio_{NORMAL.of(window_s)}"
+
+
+def alerts(pace: Pace = NORMAL) -> list[Alert]:
+    """All that wake somebody up (page), or wait for the morning (ticket)."""
+    return [*_burning(), *_of_ranks(pace), *_of_work(pace)]
+
+
+def _burning() -> list[Alert]:
+    """Both windows, so that one neither fires for a moment's trouble nor goes on after it."""
+    found = []
+    for objective in OBJECTIVES:
+        for speed, short_s, long_s, burn, for_s, severity in (
+            ("Fast", 5 * _MINUTE, _HOUR, 14.4, 2 * _MINUTE, "page"),
+            ("Slow", 30 * _MINUTE, 6 * _HOUR, 6.0, 15 * _MINUTE, "ticket"),
+        ):
+            short, long = (burn_series(objective.name, one) for one in (short_s, long_s))
+            found.append(
+                Alert(
+                    f"Tandem{objective.name.capitalize()}Burns{speed}",
+                    f"{short} > {burn:g} and {long} > {burn:g}",
+                    for_s,
+                    severity,
+                    "An objective burns",
+                    f"{objective.promise}: broken {burn:g} times as fast as that allows, or faster",
+                )
+            )
+    return found
+
+
+def _of_ranks(pace: Pace) -> list[Alert]:
+    busy, epoch = metrics.RANK_BUSY.name, metrics.GROUP_EPOCH.name
+    ten = pace.of(10 * _MINUTE)
+    per_rank = "max by (cluster, group, rank)"
+    # Recorded while the rank is there: the pool's size is what all states sum up to.
+    size, idle = (
+        "rank:tandem_kv_blocks:sum",
+        f"max by (cluster, rank) (max_over_time({busy}[{ten}]))",
+    )
+    used = f'{metrics.KV_BLOCKS.name}{{state="used"}}'
+    return [
+        Alert(
+            "TandemRankDown",
+            f"{per_rank} (last_over_time({busy}[{ten}])) unless {per_rank} ({busy})",
+            30.0,
+            "page",
+            "A rank is down",
+            "{{ $labels.rank }} said something in the last ten minutes, and does no more",
+        ),
+        Alert(
+            "TandemEpochFlaps",
+            f"max by (cluster, group) (changes({epoch}[{pace.of(15 * _MINUTE)}])) > 2",
+            0.0,
+            "page",
+            "An epoch flaps",
+            "Group {{ $labels.group }} was put together {{ $value }} times in a quarter of an hour",
+        ),
+        Alert(
+            "TandemScrapeMissing",
+            'up{job="tandem"} == 0 or absent(up{job="tandem"})',
+            _MINUTE,
+            "ticket",
+            "A scrape is missing",
+            "Prometheus gets nothing from {{ $labels.instance }}",
+        ),
+        Alert(
+            "TandemBlocksLeak",
+            f"(max by (cluster, rank) (min_over_time({used}[{ten}])) > 0 "
+            f"and on (cluster, rank) {idle} < 0.01) "
+            f"or changes({size}[{ten}]) > 0 and {size} > 0",
+            5 * _MINUTE,
+            "ticket",
+            "Blocks leak",
+            "KV blocks of {{ $labels.rank }} are taken although it does nothing, or are not all "
+            "accounted for",
+        ),
+    ]
+
+
+def _of_work(pace: Pace) -> list[Alert]:
+    fill, error = "rank:tandem_saturation_fill:ratio", "cluster:tandem_prediction_error:ratio"
+    first, bound = "cluster:tandem_be_first_token_seconds:p95", metrics.OBJECTIVE.name
+    queue, five = metrics.QUEUE_DEPTH.name, pace.of(5 * _MINUTE)
+    return [
+        Alert(
+            "TandemSaturationLost",
+            f"max_over_time({fill}[{five}]) < 0.5 and on (cluster) "
+            f'sum by (cluster) (min_over_time({queue}{{pipeline="prefill"}}[{five}])) > 16',
+            2 * _MINUTE,
+            "ticket",
+            "Saturation is lost",
+            "{{ $labels.rank }} has less than half of the work that saturates it, and more than 16 "
+            "prompts wait",
+        ),
+        Alert(
+            "TandemPredictionsOff",
+            f"avg_over_time({error}[{five}]) > 0.5",
+            10 * _MINUTE,
+            "ticket",
+            "Predictions are off",
+            "The planner's makespans were off by {{ $value | humanizePercentage }} on average",
+        ),
+        Alert(
+            "TandemBestEffortNearBound",
+            f'{first} > on (cluster) 0.8 * max by (cluster) ({bound}{{objective="be_wait"}})',
+            2 * _MINUTE,
+            "ticket",
+            "Best effort nears its bound",
+            "Best-effort requests wait {{ $value | humanizeDuration }} for a first token (p95)",
+        ),
+    ]
+
+
+def recording_file(pace: Pace = NORMAL) -> dict[str, Any]:
+    """As Prometheus reads it."""
+    rules = [{"record": series, "expr": asked} for series, asked in recorded(pace).items()]
+    return _file("tandem-recorded", rules, pace)
+
+
+def alerts_file(pace: Pace = NORMAL) -> dict[str, Any]:
+    return _file("tandem-alerts", [_rule(alert, pace) for alert in alerts(pace)], pace)
+
+
+def anchor(section: str) -> str:
+    """As GitHub makes it of a heading."""
+    return section.lower().replace(" ", "-")
+
+
+def _rule(alert: Alert, pace: Pace) -> dict[str, Any]:
+    rule: dict[str, Any] = {"alert": alert.name, "expr": alert.expression}
+    if alert.for_s:
+        rule["for"] = pace.of(alert.for_s)
+    return rule | {
+        "labels": {"severity": alert.severity},
+        "annotations": {
+            "summary": alert.summary,
+            "runbook_url": f"{RUNBOOKS}#{anchor(alert.section)}",
+        },
+    }
+
+
+def _file(name: str, rules: list[dict[str, Any]], pace: Pace) -> dict[str, Any]:
+    group = {"name": name, "interval": _exact(pace.interval_s), "rules": rules}
+    return {"groups": [group]}
+
+
+def _exact(seconds: float) -> str:
+    return f"{round(1e3 * seconds)}ms" if seconds < 1 else f"{seconds:g}s"

@@ -1,0 +1,191 @@
+"""Every alert fires on series that say what it is about, resolves after, and has a runbook. Against
+a real Prometheus' own checker; without one these tests skip."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from contracts import metrics
+from contracts.metrics import Kind
+from dashboards.rules import Pace, alerts, alerts_file, anchor, recorded, recording_file
+from tests.architecture.support import ROOT
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None,
+    reason="promtool is not installed: apt-get install prometheus",
+)
+ALERTS = alerts()
+DEADLINE_S = 60.0
+_LS, _BE = 'class="ls"', 'class="be"'
+_REQUESTS = 'tandem_requests_total{pipeline="generation", class="ls", outcome="%s"}'
+
+
+class Case(NamedTuple):
+    """series: a sample a minute, as promtool writes them. In minutes."""
+
+    series: dict[str, str]
+    fires: int
+    resolved: int
+
+
+def _late(metric: str, bound: str) -> dict[str, str]:
+    """All are late for 90 minutes, then none."""
+    return {
+        f'{metric}_bucket{{{_LS}, le="{bound}"}}': "0+0x90 60+60x60",
+        f"{metric}_count{{{_LS}}}": "0+60x150",
+    }
+
+
+_ERRORS = {_REQUESTS % "ok": "0+60x150", _REQUESTS % "error": "0+60x90 5400+0x60"}
+_RANK = 'group="expert", rank="expert-0"'
+CASES = {
+    "TandemTtftBurnsFast": Case(_late("tandem_ttft_seconds", "1.0"), 60, 100),
+    "TandemTtftBurnsSlow": Case(_late("tandem_ttft_seconds", "1.0"), 60, 135),
+    "TandemTbtBurnsFast": Case(_late("tandem_tpot_seconds", "0.25"), 60, 100),
+    "TandemTbtBurnsSlow": Case(_late("tandem_tpot_seconds", "0.25"), 60, 135),
+    "TandemAnswersBurnsFast": Case(_ERRORS, 60, 100),
+    "TandemAnswersBurnsSlow": Case(_ERRORS, 60, 135),
+    "TandemRankDown": Case({f"tandem_rank_busy_fraction{{{_RANK}}}": "0.5+0x20 stale"}, 22, 35),
+    "TandemEpochFlaps": Case({'tandem_group_epoch{group="prefill"}': "1 2 3 4 4+0x40"}, 5, 25),
+    "TandemScrapeMissing": Case({'up{job="tandem", instance="i"}': "1 0+0x5 1+0x20"}, 4, 10),
+    "TandemBlocksLeak": Case(
+        {
+            'tandem_kv_blocks{rank="attention-0", state="used"}': "3+0x40 0+0x40",
+            'tandem_kv_blocks{rank="attention-0", state="free"}': "5+0x40 8+0x40",
+            'tandem_rank_busy_fraction{group="attention", rank="attention-0"}': "0+0x80",
+        },
+        20,
+        45,
+    ),
+    "TandemSaturationLost": Case(
+        {
+            'tandem_load_flops{rank="prefill-0"}': "10+0x20 200+0x40",
+            'tandem_saturation_flops{rank="prefill-0"}': "100+0x60",
+            f'tandem_queue_depth{{pipeline="prefill", {_BE}}}': "50+0x60",
+        },
+        10,
+        25,
+    ),
+    "TandemPredictionsOff": Case(
+        {
+            "tandem_plan_predicted_seconds": "3+0x80",
+            "tandem_plan_measured_seconds": "1+0x40 3+0x40",
+        },
+        20,
+        50,
+    ),
+    "TandemBestEffortNearBound": Case(
+        {
+            f'tandem_ttft_seconds_bucket{{{_BE}, le="60.0"}}': "0+0x40 60+60x40",
+            f'tandem_ttft_seconds_bucket{{{_BE}, le="300.0"}}': "0+60x80",
+            f'tandem_ttft_seconds_bucket{{{_BE}, le="+Inf"}}': "0+60x80",
+            'tandem_objective_seconds{objective="be_wait"}': "300+0x80",
+        },
+        20,
+        50,
+    ),
+}
+
+
+def test_every_alert_has_a_case_and_the_runbook_that_it_names() -> None:
+    assert sorted(CASES) == sorted(alert.name for alert in ALERTS)
+    text = (ROOT / "docs/runbooks.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## (.+)\n((?:(?!^## ).*\n?)*)", text, re.MULTILINE))
+    for alert in ALERTS:
+        assert "1. " in sections[alert.section], f"{alert.name}: what is to be done?"
+        shortened = re.sub("Burns(Fast|Slow)", "BurnsFast", alert.name)
+        assert f"`{shortened}`" in sections[alert.section], alert.name
+    assert {alert.section for alert in ALERTS} == set(sections)
+    for rule in alerts_file()["groups"][0]["rules"]:
+        page, _, heading = rule["annotations"]["runbook_url"].partition("#")
+        assert (ROOT / page).exists()
+        assert heading in map(anchor, sections)
+
+
+def test_rules_are_made_of_metrics_that_are_declared_and_of_recorded_series() -> None:
+    known = set(recorded()) | {"up", "ALERTS"}
+    for metric in metrics.ALL:
+        suffixes = ("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",)
+        known |= {metric.name + suffix for suffix in suffixes}
+    asked = [*recorded().values(), *(alert.expression for alert in ALERTS)]
+    for expression in asked:
+        used = set(re.findall(r"(?:\w+:)?tandem_\w+(?::\w+)?", expression))
+        assert used <= known, used - known
+
+
+def test_another_pace_shortens_windows_and_keeps_names() -> None:
+    quick = Pace(faster=60.0, interval_s=0.5)
+    assert [alert.name for alert in alerts(quick)] == [alert.name for alert in ALERTS]
+    assert list(recorded(quick)) == list(recorded())
+    assert quick.of(3600.0) == "1m"
+    assert quick.of(60.0) == "1s"
+    assert quick.of(0.0) == "0ms"
+    assert Pace(faster=1e6, interval_s=1.0).of(60.0) == "2s"
+    assert Pace().of(21_600.0) == "6h"
+
+
+@needs_promtool
+def test_promtool_takes_the_rules() -> None:
+    rules = ROOT / "dashboards" / "rules"
+    done = _promtool("check", "rules", rules / "recording.yml", rules / "alerts.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_every_alert_fires_on_its_condition_and_resolves_after(tmp_path: Path) -> None:
+    _run_cases(tmp_path, CASES)
+
+
+@needs_promtool
+def test_a_case_in_which_nothing_happens_fails(tmp_path: Path) -> None:
+    quiet = CASES["TandemRankDown"]._replace(
+        series={f"tandem_rank_busy_fraction{{{_RANK}}}": "0.5+0x60"}
+    )
+    with pytest.raises(AssertionError, match="TandemRankDown"):
+        _run_cases(tmp_path, {"TandemRankDown": quiet})
+
+
+def _run_cases(folder: Path, cases: dict[str, Case]) -> None:
+    for name, rules in (("recording.yml", recording_file()), ("alerts.yml", alerts_file())):
+        (folder / name).write_text(yaml.safe_dump(rules), encoding="utf-8")
+    tests = {
+        "rule_files": ["recording.yml", "alerts.yml"],
+        "evaluation_interval": "1m",
+        "tests": [_as_promtool_has_it(*case) for case in cases.items()],
+    }
+    (folder / "tests.yml").write_text(yaml.safe_dump(tests), encoding="utf-8")
+    done = _promtool("test", "rules", folder / "tests.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _as_promtool_has_it(name: str, case: Case) -> dict[str, Any]:
+    firing = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
+    return {
+        "interval": "1m",
+        "input_series": [{"series": s, "values": values} for s, values in case.series.items()],
+        "promql_expr_test": [
+            {
+                "expr": firing,
+                "eval_time": f"{case.fires}m",
+                "exp_samples": [{"labels": "{}", "value": 1}],
+            },
+            {"expr": firing, "eval_time": f"{case.resolved}m", "exp_samples": []},
+        ],
+    }
+
+
+def _promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["promtool", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
