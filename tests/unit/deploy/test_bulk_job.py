@@ -1,5 +1,5 @@
-"""deploy/bulk_job.yaml: its entrypoint is a command that our command line takes, on paths that the
-pod it runs in has."""
+"""The RayJob of deploy/kubernetes: its entrypoint is a command of our command line, on paths that
+the pod it runs in has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def document(name: str) -> dict[str, Any]:
 
 def entrypoint() -> list[str]:
     """The arguments of `python -m cluster.bulk`, as a shell hands them over."""
-    words = shlex.split(document("bulk_job.yaml")["spec"]["entrypoint"])
+    words = shlex.split(document("kubernetes/bulk_job.yaml")["spec"]["entrypoint"])
     assert words[:3] == ["python", "-m", "cluster.bulk"]
     return words[3:]
 
@@ -56,13 +56,13 @@ def test_the_entrypoint_gets_as_far_as_the_cluster(
 def test_it_can_be_applied_again_and_its_paths_are_on_a_volume_of_the_head_pod() -> None:
     words = entrypoint()
     assert "--resume" in words
-    service = document("rayservice.yaml")
+    service = document("kubernetes/base/rayservice.yaml")
     head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
     mounts = {m["mountPath"]: m["name"] for m in head["containers"][0]["volumeMounts"]}
     claims = {v["name"] for v in head["volumes"] if "persistentVolumeClaim" in v}
     for option in ("--input", "--output"):
         path = Path(value(words, option))
         assert any(mounts.get(str(parent)) in claims for parent in path.parents), path
-    selector = document("bulk_job.yaml")["spec"]["clusterSelector"]["ray.io/cluster"]
+    selector = document("kubernetes/bulk_job.yaml")["spec"]["clusterSelector"]["ray.io/cluster"]
     assert selector == f"{service['metadata']['name']}-SUFFIX"
-    assert document("bulk_job.yaml")["spec"]["backoffLimit"] == 0
+    assert document("kubernetes/bulk_job.yaml")["spec"]["backoffLimit"] == 0

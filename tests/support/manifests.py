@@ -1,0 +1,113 @@
+"""Manifests of deploy/kubernetes as kustomize renders them, and their schemas."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+from referencing import Registry, Resource
+from referencing.jsonschema import DRAFT202012
+
+KUBERNETES = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
+OVERLAYS = ("base", "laptop", "gpu", "single", "monitoring")
+
+Manifest = dict[str, Any]
+
+_SCHEMAS = Path(__file__).with_name("schemas")
+_KNOWN = {"apiVersion", "kind", "resources", "patches", "configMapGenerator"}
+
+
+def render(folder: Path) -> list[Manifest]:
+    """What `kubectl kustomize FOLDER` prints, of the parts of kustomize that are used here:
+    resources, JSON patches by a target's kind and name, files as ConfigMaps. Raises ValueError for
+    any other part, and for a file above its kustomization, which kustomize refuses to read."""
+    told = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
+    if unknown := set(told) - _KNOWN:
+        raise ValueError(f"{folder}: {unknown} is not rendered here")
+    manifests = [one for name in told.get("resources", ()) for one in _resource(folder, name)]
+    manifests += [_config_map(folder, one) for one in told.get("configMapGenerator", ())]
+    for patch in told.get("patches", ()):
+        _patch(folder, manifests, patch)
+    return manifests
+
+
+def _resource(folder: Path, name: str) -> list[Manifest]:
+    path = (folder / name).resolve()
+    return render(path) if path.is_dir() else documents(_below(folder, name))
+
+
+def documents(path: Path) -> list[Manifest]:
+    return [copy.deepcopy(one) for one in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
+
+
+def _below(folder: Path, name: str) -> Path:
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ValueError(f"{folder}: {name} is not below it")
+    return path
+
+
+def _config_map(folder: Path, told: Manifest) -> Manifest:
+    options = told.get("options", {})
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": told["name"], "labels": options.get("labels", {})},
+        "data": {
+            Path(name).name: _below(folder, name).read_text(encoding="utf-8")
+            for name in told["files"]
+        },
+    }
+
+
+def _patch(folder: Path, manifests: list[Manifest], patch: Manifest) -> None:
+    target = patch["target"]
+    found = [
+        one
+        for one in manifests
+        if one["kind"] == target["kind"]
+        and re.fullmatch(target.get("name", ".*"), one["metadata"]["name"])
+    ]
+    if not found:
+        raise ValueError(f"{folder}: nothing is {target}")
+    for operation in yaml.safe_load(_below(folder, patch["path"]).read_text(encoding="utf-8")):
+        for manifest in found:
+            _apply(manifest, operation)
+
+
+def _apply(manifest: Manifest, operation: Manifest) -> None:
+    """RFC 6902, add and replace. Raises KeyError or IndexError for a path that is not there."""
+    *path, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
+    at: Any = manifest
+    for part in path:
+        at = at[int(part) if isinstance(at, list) else part]
+    key = int(last) if isinstance(at, list) else last
+    if operation["op"] == "replace":
+        _ = at[key]
+    elif operation["op"] != "add" or isinstance(at, list):
+        raise ValueError(f"{operation['op']} at {operation['path']} is not rendered here")
+    at[key] = copy.deepcopy(operation["value"])
+
+
+def faults(manifest: Manifest) -> Iterator[str]:
+    """What its schema says against it; a kind without a schema is one fault."""
+    registry: Registry[Any] = Registry()
+    for name in ("kubernetes.json", "operators.json"):
+        contents = json.loads((_SCHEMAS / name).read_text(encoding="utf-8"))
+        registry = registry.with_resource(
+            name, Resource.from_contents(contents, default_specification=DRAFT202012)
+        )
+    kind = manifest.get("kind")
+    for name in ("operators.json", "kubernetes.json"):
+        if kind in registry.contents(name)["$defs"]:
+            schema = {"$ref": f"{name}#/$defs/{kind}"}
+            found = jsonschema.Draft202012Validator(schema, registry=registry).iter_errors(manifest)
+            yield from (f"{error.json_path}: {error.message[:300]}" for error in found)
+            return
+    yield f"no schema of kind {kind}"

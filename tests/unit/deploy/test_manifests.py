@@ -1,0 +1,364 @@
+"""deploy/kubernetes as kustomize renders it: valid by the kinds' schemas, and what it names is
+there: ports, routes, resources, environment, images, paths."""
+
+from __future__ import annotations
+
+import copy
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+
+from cluster.api.app import build_app
+from cluster.cli.arguments import Parser
+from cluster.cli.commands import serve
+from cluster.cli.config_options import KEY_VARIABLE, config_of
+from cluster.serving.serve_app import build_serve_app
+from contracts.config import TandemConfig
+from deploy.args import serve_config
+from tests.architecture.support import ROOT
+from tests.support.manifests import (
+    KUBERNETES,
+    OVERLAYS,
+    Manifest,
+    documents,
+    faults,
+    render,
+)
+
+ALONE = ("bulk_job.yaml", "cluster/raycluster.yaml")  # applied by themselves
+SERVICES = ("base", "laptop", "gpu")
+RENDERED = {name: render(KUBERNETES / name) for name in OVERLAYS}
+RENDERED |= {name: documents(KUBERNETES / name) for name in ALONE}
+EVERY = [
+    pytest.param(manifest, id=f"{name}:{manifest['kind']}:{manifest['metadata']['name']}")
+    for name, manifests in RENDERED.items()
+    for manifest in manifests
+]
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+UNITS = {"m": 1e-3, "": 1.0, "Mi": 2.0**20, "Gi": 2.0**30}
+
+
+def service(overlay: str) -> Manifest:
+    (found,) = (one for one in RENDERED[overlay] if one["kind"] == "RayService")
+    return found
+
+
+def of_kind(kind: str) -> Iterator[Manifest]:
+    return (one for found in RENDERED.values() for one in found if one["kind"] == kind)
+
+
+def groups(cluster: Manifest) -> dict[str, Manifest]:
+    """head, and the worker groups by name."""
+    workers = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
+    return {"head": cluster["headGroupSpec"], **workers}
+
+
+def pod_templates() -> Iterator[tuple[str, Manifest]]:
+    """All that become pods, each with what KubeRay labels it with."""
+    for name in SERVICES:
+        for group, spec in groups(service(name)["spec"]["rayClusterConfig"]).items():
+            template = copy.deepcopy(spec["template"])
+            node = "head" if group == "head" else "worker"
+            template["metadata"]["labels"] |= {"ray.io/node-type": node, "ray.io/group": group}
+            yield f"{name}:{group}", template
+    (deployment,) = of_kind("Deployment")
+    yield "single", deployment["spec"]["template"]
+    (job,) = RENDERED["bulk_job.yaml"]
+    yield "bulk job", job["spec"]["submitterPodTemplate"]
+
+
+PODS = [pytest.param(template, id=name) for name, template in pod_templates()]
+
+
+def amount(quantity: str | int) -> float:
+    found = re.fullmatch(r"(\d+)(m|Mi|Gi|)", str(quantity))
+    assert found, quantity
+    return int(found[1]) * UNITS[found[2]]
+
+
+def serve_file(overlay: str) -> dict[str, Any]:
+    told: dict[str, Any] = yaml.safe_load(service(overlay)["spec"]["serveConfigV2"])
+    return told
+
+
+def config(overlay: str) -> TandemConfig:
+    (application,) = serve_file(overlay)["applications"]
+    return serve_config(application["args"])
+
+
+@pytest.mark.parametrize("manifest", EVERY)
+def test_a_manifest_is_valid_by_the_schema_of_its_kind(manifest: Manifest) -> None:
+    assert not list(faults(manifest))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec/rayClusterConfig/workerGroupSpecs/0/replicas", "two"),
+        ("spec/rayClusterConfig/workerGroupSpecs/0/groupname", "attention"),
+        ("spec/rayClusterConfig/headGroupSpec/template/spec/containers/0/readinesProbe", {}),
+        ("spec/rayClusterConfig/headGroupSpec/template/spec/volumes/1/emptyDir/size", "2Gi"),
+        ("spec/rayClusterConfig/headGroupSpec/rayStartParams/num-cpus", 0),
+        ("spec/rayClusterConfig/authOptions/mode", "tokens"),
+        ("apiVersion", "ray.io/v1alpha1"),
+        ("spec/serveConfig", ""),
+    ],
+)
+def test_a_slip_is_found(path: str, value: object) -> None:
+    manifest = copy.deepcopy(service("base"))
+    *parents, last = path.split("/")
+    at: Any = manifest
+    for part in parents:
+        at = at[int(part) if isinstance(at, list) else part]
+    at[last] = value
+    assert list(faults(manifest))
+
+
+def test_every_file_of_the_folder_is_rendered() -> None:
+    named = {KUBERNETES / name for name in ALONE}
+    for overlay in OVERLAYS:
+        told = yaml.safe_load((KUBERNETES / overlay / "kustomization.yaml").read_text())
+        named.add(KUBERNETES / overlay / "kustomization.yaml")
+        files = (*told["resources"], *(patch["path"] for patch in told.get("patches", ())))
+        named |= {(KUBERNETES / overlay / name).resolve() for name in files}
+    assert set(KUBERNETES.rglob("*.yaml")) <= named
+
+
+def test_the_cluster_alone_is_that_of_the_service_with_gpus() -> None:
+    (cluster,) = RENDERED["cluster/raycluster.yaml"]
+    assert cluster["spec"] == service("gpu")["spec"]["rayClusterConfig"]
+
+
+@pytest.mark.parametrize("overlay", SERVICES)
+def test_ranks_fit_into_the_pods_of_their_groups(overlay: str) -> None:
+    found, wanted = groups(service(overlay)["spec"]["rayClusterConfig"]), config(overlay).groups
+    for group, ranks, resources in (
+        ("attention", wanted.attention_ranks, wanted.attention_resources),
+        ("expert", wanted.expert_ranks, wanted.expert_resources),
+        ("prefill", wanted.prefill_ranks, wanted.prefill_resources),
+    ):
+        spec = found[group]
+        (told,) = shlex.split(spec["rayStartParams"]["resources"])
+        offered = yaml.safe_load(told)
+        assert resources == {group: 1}
+        assert set(offered) == {group}, "no other group's ranks come here"
+        assert spec["replicas"] * offered[group] == ranks
+        assert spec["minReplicas"] <= spec["replicas"] <= spec["maxReplicas"]
+        limits = spec["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert wanted.cpus_per_rank * offered[group] <= amount(limits["cpu"])
+        assert wanted.torch_threads <= amount(limits["cpu"])
+        assert int(limits.get("nvidia.com/gpu", 0)) == (overlay == "gpu")
+    assert found["head"]["rayStartParams"]["num-cpus"] == "0"
+
+
+@pytest.mark.parametrize("overlay", SERVICES)
+def test_the_serve_configuration_names_what_there_is(overlay: str) -> None:
+    told = serve_file(overlay)
+    (application,) = told["applications"]
+    deployed = build_serve_app(config(overlay))
+    names = {deployed._bound_deployment.name}
+    assert {one["name"] for one in application["deployments"]} <= names
+    module, _, name = application["import_path"].partition(":")
+    assert name in (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
+    container = groups(service(overlay)["spec"]["rayClusterConfig"])["head"]["template"]["spec"]
+    ports = {one["name"]: one["containerPort"] for one in container["containers"][0]["ports"]}
+    assert ports["serve"] == told["http_options"]["port"]
+    assert told["http_options"]["request_timeout_s"] > config(overlay).http.request_timeout_s
+
+
+@pytest.mark.parametrize("template", PODS)
+def test_pods_may_nothing_that_they_do_not_need(template: Manifest) -> None:
+    spec = template["spec"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    uid = re.search(r"useradd .*--uid (\d+)", (ROOT / "deploy/Dockerfile").read_text())
+    assert uid
+    assert spec["securityContext"]["runAsUser"] == int(uid[1])
+    for container in spec["containers"]:
+        context = container["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        resources = container["resources"]
+        for name, limit in resources["limits"].items():
+            assert amount(resources["requests"][name]) <= amount(limit)
+        if context.get("readOnlyRootFilesystem"):
+            assert {"/tmp", "/dev/shm"} <= {one["mountPath"] for one in container["volumeMounts"]}
+
+
+@pytest.mark.parametrize("template", PODS)
+def test_mounts_have_volumes_and_shared_memory_is_within_the_limit(template: Manifest) -> None:
+    volumes = {one["name"]: one for one in template["spec"].get("volumes", ())}
+    for container in template["spec"]["containers"]:
+        mounts = {one["mountPath"]: one["name"] for one in container.get("volumeMounts", ())}
+        assert set(mounts.values()) <= set(volumes)
+        if "/dev/shm" in mounts:
+            memory = volumes[mounts["/dev/shm"]]["emptyDir"]
+            assert memory["medium"] == "Memory"
+            limit = amount(container["resources"]["limits"]["memory"])
+            assert amount(memory["sizeLimit"]) <= limit / 2
+
+
+def test_rays_object_store_leaves_room_in_the_shared_memory() -> None:
+    for overlay in SERVICES:
+        for spec in groups(service(overlay)["spec"]["rayClusterConfig"]).values():
+            volumes = {one["name"]: one for one in spec["template"]["spec"]["volumes"]}
+            size = amount(volumes["shared-memory"]["emptyDir"]["sizeLimit"])
+            assert int(spec["rayStartParams"]["object-store-memory"]) <= size / 2
+
+
+def test_models_and_rows_are_where_the_configuration_looks() -> None:
+    path = config("base").model.path
+    for spec in groups(service("base")["spec"]["rayClusterConfig"]).values():
+        mounts = spec["template"]["spec"]["containers"][0]["volumeMounts"]
+        (found,) = (one for one in mounts if path.startswith(one["mountPath"] + "/"))
+        assert found["readOnly"] is True
+
+
+def routes() -> set[str]:
+    """Of the API, as its source lists them."""
+    source = Path(str(build_app.__code__.co_filename)).read_text(encoding="utf-8")
+    return set(re.findall(r'\("(/[\w/]+)", \w', source))
+
+
+@pytest.mark.parametrize("template", PODS)
+def test_probes_ask_routes_that_there_are(template: Manifest) -> None:
+    of_ray = [Path(ray.__file__).parent / "dashboard" / name for name in ("modules", "consts.py")]
+    sources = " ".join(
+        path.read_text(encoding="utf-8")
+        for at in of_ray
+        for path in ([at] if at.is_file() else sorted(at.rglob("*.py")))
+    )
+    for container in template["spec"]["containers"]:
+        ports = {one["name"]: one["containerPort"] for one in container.get("ports", ())}
+        for probe in (
+            container.get(f"{name}Probe") for name in ("startup", "readiness", "liveness")
+        ):
+            if probe is None:
+                continue
+            if "httpGet" in probe:
+                assert probe["httpGet"]["path"] in routes()
+                assert probe["httpGet"]["port"] in ports
+            for url in re.findall(r"http://localhost:\S+", " ".join(_command(probe))):
+                port, _, route = url.removeprefix("http://localhost:").partition("/")
+                assert f"/{route}" in sources, url
+                assert int(port) in (52365, *ports.values()), url
+            assert probe["timeoutSeconds"] >= 5, "a machine may be busy"
+
+
+def _command(probe: Manifest) -> list[str]:
+    command: list[str] = probe.get("exec", {}).get("command", [])
+    return command
+
+
+def test_the_operator_waits_for_no_application_before_it_deploys_it() -> None:
+    """The head's readiness is Ray's: KubeRay submits the application to a head that is ready."""
+    for overlay in SERVICES:
+        head = groups(service(overlay)["spec"]["rayClusterConfig"])["head"]["template"]["spec"]
+        for name in PROBES:
+            command = " ".join(_command(head["containers"][0][name]))
+            assert "healthz" in command
+            assert ":8000" not in command
+
+
+@pytest.mark.parametrize("template", PODS)
+def test_the_environment_is_known(template: Manifest) -> None:
+    known = {KEY_VARIABLE, "HOME", "RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"}
+    for container in template["spec"]["containers"]:
+        assert {one["name"] for one in container.get("env", ())} <= known
+
+
+def test_images_are_those_that_the_dockerfile_makes() -> None:
+    head = (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8")
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version
+    for _, template in pod_templates():
+        for container in template["spec"]["containers"]:
+            assert f"-t {container['image']} " in head
+            assert container["image"].startswith(f"tandem-moe:{version[1]}")
+    pinned = re.search(r"^ray==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned
+    for overlay in SERVICES:
+        assert service(overlay)["spec"]["rayClusterConfig"]["rayVersion"] == pinned[1]
+
+
+def test_the_single_pods_command_is_one_that_the_command_line_takes() -> None:
+    (deployment,) = of_kind("Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["command"][:2] == ["tandem", "serve"]
+    parser = Parser()
+    serve.add(parser.add_subparsers())
+    http = config_of(parser.parse_args(container["command"][1:])).http
+    assert http.host == "0.0.0.0"
+    assert http.port == container["ports"][0]["containerPort"]
+
+
+def _selects(selector: Manifest, template: Manifest) -> bool:
+    labels = template["metadata"].get("labels", {})
+    wanted: dict[str, str] = selector.get("matchLabels", {})
+    return all(labels.get(name) == value for name, value in wanted.items())
+
+
+def test_only_the_ingress_port_is_open_to_everybody() -> None:
+    for name in (*SERVICES, "single"):
+        policies = [one["spec"] for one in RENDERED[name] if one["kind"] == "NetworkPolicy"]
+        for _, template in (each for each in pod_templates() if each[0].split(":")[0] == name):
+            mine = [spec for spec in policies if _selects(spec["podSelector"], template)]
+            assert any("Ingress" in spec["policyTypes"] for spec in mine), "others are refused"
+            rules = [rule for spec in mine for rule in spec.get("ingress", ())]
+            for rule in (rule for rule in rules if "from" not in rule):
+                assert [port["port"] for port in rule["ports"]] == [8000]
+                is_worker = template["metadata"]["labels"].get("ray.io/node-type") == "worker"
+                assert not is_worker, "clients have nothing to do with ranks"
+
+
+def test_policies_open_ports_that_something_listens_on() -> None:
+    open_ports = {
+        port["containerPort"]
+        for _, template in pod_templates()
+        for container in template["spec"]["containers"]
+        for port in container.get("ports", ())
+    }
+    for policy in of_kind("NetworkPolicy"):
+        for rule in policy["spec"].get("ingress", ()):
+            assert {port["port"] for port in rule.get("ports", ())} <= open_ports
+
+
+def test_a_drain_takes_no_rank_without_which_the_others_cannot_serve() -> None:
+    for overlay in SERVICES:
+        found = groups(service(overlay)["spec"]["rayClusterConfig"])
+        budgets = {
+            one["metadata"]["name"].removeprefix("tandem-"): one["spec"]
+            for one in RENDERED[overlay]
+            if one["kind"] == "PodDisruptionBudget"
+        }
+        assert set(budgets) == set(found)
+        for group, template in (
+            (name.split(":")[1], each)
+            for name, each in pod_templates()
+            if name.startswith(f"{overlay}:")
+        ):
+            chosen = [name for name, one in budgets.items() if _selects(one["selector"], template)]
+            assert chosen == [group]
+        for group in ("attention", "expert"):
+            assert budgets[group]["minAvailable"] == found[group]["replicas"]
+
+
+def test_prometheus_and_grafana_find_what_is_there() -> None:
+    (monitor,) = of_kind("PodMonitor")
+    ports: set[str] = set()
+    for name, template in pod_templates():
+        if name.startswith("base:"):
+            assert _selects(monitor["spec"]["selector"], template)
+            ports |= {one["name"] for one in template["spec"]["containers"][0]["ports"]}
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+        assert endpoint["port"] in ports
+        assert endpoint.get("path", "/metrics") in routes()
+    (boards,) = (one for one in RENDERED["monitoring"] if one["kind"] == "ConfigMap")
+    assert boards["metadata"]["labels"] == {"grafana_dashboard": "1"}
+    assert set(boards["data"]) == {path.name for path in (ROOT / "dashboards").glob("*.json")}
