@@ -220,6 +220,30 @@ def test_models_and_rows_are_where_the_configuration_looks() -> None:
         assert found["readOnly"] is True
 
 
+def _secret_at(template: Manifest, path: str) -> str:
+    """The Secret whose key is the file at `path`; empty: none is there."""
+    volumes = {one["name"]: one for one in template["spec"]["volumes"]}
+    for mount in template["spec"]["containers"][0]["volumeMounts"]:
+        if str(Path(path).parent) == mount["mountPath"]:
+            return str(volumes[mount["name"]]["secret"]["secretName"])
+    return ""
+
+
+def test_keys_are_a_secrets_file_where_the_ingress_is_and_nowhere_else() -> None:
+    """As a whole folder: of a single file (subPath) no change would arrive."""
+    for name, template in pod_templates():
+        overlay, _, group = name.partition(":")
+        if overlay in SERVICES:
+            path = config(overlay).http.keys_file
+            (application,) = serve_file(overlay)["applications"]
+            options = {one["name"]: one for one in application["deployments"]}["Ingress"]
+            assert "node:__internal_head__" in options["ray_actor_options"]["resources"]
+            assert path
+            assert _secret_at(template, path) == ("tandem-keys" if group == "head" else "")
+        for container in template["spec"]["containers"]:
+            assert not any("subPath" in mount for mount in container.get("volumeMounts", ()))
+
+
 def routes() -> set[str]:
     """Of the API, as its source lists them."""
     source = Path(str(build_app.__code__.co_filename)).read_text(encoding="utf-8")
@@ -294,6 +318,8 @@ def test_the_single_pods_command_is_one_that_the_command_line_takes() -> None:
     parser = Parser()
     serve.add(parser.add_subparsers())
     http = config_of(parser.parse_args(container["command"][1:])).http
+    assert http.keys_file
+    assert _secret_at(deployment["spec"]["template"], http.keys_file) == "tandem-keys"
     assert http.host == "0.0.0.0"
     assert http.port == container["ports"][0]["containerPort"]
 
