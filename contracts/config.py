@@ -409,8 +409,8 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     allow_public: bool = False
     """Whether a server without keys may listen where others than this machine reach it."""
     metrics_key: str | None = None
-    """The bearer token of /metrics, /load, /status and /trace. null: these are open to all. One in
-    keys_file goes before it."""
+    """The bearer token of /metrics, /load, /status, /trace and of exporters. null: these are open
+    to all. One in keys_file goes before it, but at exporters."""
     tls_certificate: InputPath | None = None
     """PEM file, together with tls_key. null: plain HTTP."""
     tls_key: InputPath | None = None
@@ -514,6 +514,21 @@ class LogConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Bytes of a file, which then begins anew, with one older part beside it."""
 
 
+class MetricsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a Prometheus finds each process's own metrics (docs/monitoring.md)."""
+
+    exporters: bool = True
+    """Whether every rank, planner, ingress, launcher and bulk job listens for scrapes on a free
+    port of its own, with http.metrics_key if there is one. /metrics is there without them, too."""
+    host: str | None = None
+    """Address on which they listen. null: 127.0.0.1, or where a Ray cluster has several nodes the
+    address of each one's."""
+    targets: OutputFolder | None = None
+    """Folder, on the node of the launcher, for the file that lists them to a Prometheus
+    (NAME_service_discovery.json). null: that of Ray's own, in the cluster's session folder; of a
+    cluster that Tandem starts, /tmp/tandem-metrics."""
+
+
 class TraceConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The timeline that a rank keeps of its tasks."""
 
@@ -536,6 +551,7 @@ class TandemConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     http: HttpConfig = HttpConfig()
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
+    metrics: MetricsConfig = MetricsConfig()
     trace: TraceConfig = TraceConfig()
 
     def __post_init__(self) -> None:

@@ -143,6 +143,20 @@ CACHED_TOKENS = _counter(
     unit="tokens",
 )
 
+# Bulk jobs.
+BULK_ROWS = _counter(
+    "tandem_bulk_rows_total",
+    "Rows that a bulk job has done since it was started: answered, rejected.",
+    ("outcome",),
+    Panel("Rows of bulk jobs per second", "ops", ("outcome",), board=Board.BULK),
+)
+BULK_EXPECTED_ROWS = _gauge(
+    "tandem_bulk_expected_rows",
+    "Rows that a bulk job will have done, as far as its input can be told.",
+    (),
+    Panel("Rows that bulk jobs are to do", "short", board=Board.BULK, legend="all jobs"),
+)
+
 # Ranks.
 RANK_BUSY = _gauge(
     "tandem_rank_busy_fraction",
@@ -343,6 +357,12 @@ GROUP_EPOCH = _gauge(
     "Epoch of a group; grows with each repair.",
     ("group",),
     Panel("Epoch of a group", "short", ("group",), View.MAX),
+)
+RANK_UP = _gauge(
+    "tandem_rank_up",
+    "1 where the launcher's latest check found the rank of use, else 0.",
+    ("group", "rank"),
+    Panel("Ranks of use", "short", ("group",), View.SUM),
 )
 RANK_RESTARTS = _counter(
     "tandem_rank_restarts_total",

@@ -64,7 +64,7 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True):
     workers. `channel_address`: expert ranks', where a prefill worker hands out its experts ("" if
     it does not), and where the planner listens. `experts_address`: where an expert rank hands out
     experts, if they may move. `whereabouts`: its process, as actors/channels/neighbour.py finds
-    it."""
+    it. `metrics_address`: "host:port/path" where it is scraped; "": nowhere."""
 
     name: str
     pid: int
@@ -74,6 +74,7 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float = 0.0
     kv_blocks: int = 0
     whereabouts: bytes = b""
+    metrics_address: str = ""
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):

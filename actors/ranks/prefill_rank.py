@@ -187,10 +187,9 @@ class ReferencePass(Observer):
         half = self._parts.half
         peak = self._peak_flops_per_s = product_flops_per_s(half.dtype, half.device, monotonic_s)
         if peak > 0:
-            utilization = metrics.MODEL_FLOPS_UTILIZATION
-            self._telemetry.read(
-                utilization, self._spec.name, of=lambda: self._log.flops_per_s() / peak
-            )
+            name = self._spec.name
+            of = self._log.flops_per_s
+            self._telemetry.read(metrics.MODEL_FLOPS_UTILIZATION, name, of=lambda: of() / peak)
         try:
             self._calibrate()
         except ChannelError as error:

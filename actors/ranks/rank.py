@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from actors.telemetry.exporter import ExporterThread
 from actors.telemetry.rank_metrics import RankMetrics, channel_bytes
 from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
@@ -124,6 +125,7 @@ class Rank:
         self.connect, self.join_planner, self.pin_plan = links
         self._recording = recording
         self._telemetry = telemetry
+        self._exporter: ExporterThread | None = None
         self._failure = ""
         self._started_s = 0.0
         self._stopping = threading.Event()
@@ -140,6 +142,8 @@ class Rank:
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
         self.loop.close()
+        if self._exporter is not None:
+            self._exporter.close()
 
     def status(self) -> RankStatus:
         reason = self._failure or self.loop.problem
@@ -162,6 +166,16 @@ class Rank:
     def metrics(self) -> str:
         """Prometheus text."""
         return self._telemetry.exposition()
+
+    def export_metrics(self) -> str:
+        """Where it is scraped from now on, as `RankReady` has it."""
+        config = self.spec.config
+        if not config.metrics.exporters:
+            return ""
+        self._exporter = ExporterThread(
+            self._telemetry, key=config.http.metrics_key, name=self.spec.name
+        )
+        return self._exporter.open(config.metrics.host or self.spec.host)
 
     def spans(self) -> list[TaskSpan]:
         """The last recorded task spans."""

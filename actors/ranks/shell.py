@@ -36,7 +36,9 @@ class WorkerShell:
     def prepare(self, spec: WorkerSpec) -> RankReady:
         """Makes the rank: loads weights, listens. Raises what keeps it from doing so."""
         self._rank = MAKE[spec.group](spec)
-        return msgspec.structs.replace(self._rank.ready, whereabouts=here())
+        return msgspec.structs.replace(
+            self._rank.ready, whereabouts=here(), metrics_address=self._rank.export_metrics()
+        )
 
     def connect(self, addresses: dict[str, str]) -> None:
         self._made.connect(addresses)

@@ -14,6 +14,7 @@ from contracts.worker import Group, WorkerSpec
 _EXPORTED = frozenset(
     (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, *TRANSFERS, Stage.GATHER, Stage.HOST_COPY)
 )
+RATE_S = 1.0
 _DIRECTIONS = {Group.ATTENTION: "a2e", Group.PREFILL: "gather"}
 
 
@@ -54,13 +55,18 @@ class RankMetrics(Telemetry):
             self.read(metrics.KV_BLOCKS, self._spec.name, state, of=count(state))
 
     def rate(self, total: Callable[[], float]) -> Callable[[], float]:
-        """How fast it has grown since it was last asked, per second; 0 where no time has passed."""
-        grown, elapsed_s = growth(total), growth(self._clock)
-        elapsed_s()
+        """How fast it has grown, per second, over RATE_S or since it was last asked, whichever is
+        longer: two who ask do not halve each other's time."""
+        before, before_s, latest = 0.0, self._clock(), 0.0
 
         def per_s() -> float:
-            passed_s = elapsed_s()
-            return grown() / passed_s if passed_s > 0 else 0.0
+            nonlocal before, before_s, latest
+            now_s = self._clock()
+            if now_s - before_s >= RATE_S:
+                now = total()
+                latest = (now - before) / (now_s - before_s)
+                before, before_s = now, now_s
+            return latest
 
         return per_s
 

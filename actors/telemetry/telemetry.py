@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 
 from prometheus_client import (
@@ -12,11 +13,15 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.openmetrics.exposition import generate_latest as generate_open_metrics
 
 from contracts.metrics import Kind, Metric
 
+_EXEMPLAR = "request_id"
+_EXEMPLAR_CHARACTERS = 128 - len(_EXEMPLAR)  # name and value together, as OpenMetrics bounds them
 Totals = dict[tuple[str, ...], float]  # by labels
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPEN_METRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 class Telemetry:
@@ -30,6 +35,7 @@ class Telemetry:
         self._readings: list[tuple[Counter | Gauge, Callable[[], float]]] = []
         self._totals: list[tuple[Metric, Callable[[], Totals]]] = []
         self._counted: dict[tuple[str, tuple[str, ...]], float] = {}  # of these totals
+        self._exposing = threading.Lock()
 
     def count(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
         child = self._child(metric, labels)
@@ -41,10 +47,14 @@ class Telemetry:
         assert isinstance(child, Gauge)
         child.set(to)
 
-    def observe(self, metric: Metric, *labels: str, value: float) -> None:
+    def observe(
+        self, metric: Metric, *labels: str, value: float, request_id: str | None = None
+    ) -> None:
+        """request_id: of whom it was; stands beside its bucket, until another one's is there."""
         child = self._child(metric, labels)
         assert isinstance(child, Histogram)
-        child.observe(value)
+        exemplar = {_EXEMPLAR: request_id[:_EXEMPLAR_CHARACTERS]} if request_id else None
+        child.observe(value, exemplar)
 
     def read(self, metric: Metric, *labels: str, of: Callable[[], float]) -> None:
         """Asks `of` at each exposition: for a gauge's value, or how much a counter has grown."""
@@ -52,12 +62,21 @@ class Telemetry:
         assert isinstance(child, Counter | Gauge)
         self._readings.append((child, of))
 
-    def read_each(self, counter: Metric, of: Callable[[], Totals]) -> None:
-        """Asks `of` at each exposition for totals by labels, of which more may appear."""
-        self._totals.append((counter, of))
+    def read_each(self, metric: Metric, of: Callable[[], Totals]) -> None:
+        """Asks `of` at each exposition for a counter's totals, or a gauge's values, by labels, of
+        which more may appear."""
+        self._totals.append((metric, of))
 
-    def exposition(self) -> str:
-        """All metrics in Prometheus text format."""
+    def exposition(self, *, open_metrics: bool = False) -> str:
+        """All metrics in Prometheus text format, or in OpenMetrics', which has request ids too.
+        From any thread."""
+        with self._exposing:
+            self._read_all()
+            make = generate_open_metrics if open_metrics else generate_latest
+            text: bytes = make(self._registry)
+        return text.decode()
+
+    def _read_all(self) -> None:
         for child, of in self._readings:
             if isinstance(child, Counter):
                 child.inc(of())
@@ -65,11 +84,12 @@ class Telemetry:
                 child.set(of())
         for metric, totals in self._totals:
             for labels, total in totals().items():
+                if metric.kind is Kind.GAUGE:
+                    self.set(metric, *labels, to=total)
+                    continue
                 before = self._counted.get((metric.name, labels), 0.0)
                 self._counted[metric.name, labels] = total
                 self.count(metric, *labels, by=total - before)
-        text: bytes = generate_latest(self._registry)
-        return text.decode()
 
     def _child(self, metric: Metric, labels: tuple[str, ...]) -> Counter | Gauge | Histogram:
         """The object for these label values, found by one dictionary look-up after the first."""

@@ -211,7 +211,7 @@ class Session:
         if not self._has_token:
             self._has_token = True
             waited_s = self._clock() - self._arrived_s
-            self._telemetry.observe(metrics.TTFT, *self._labels(), value=waited_s)
+            self._observe(metrics.TTFT, *self._labels(), value=waited_s)
 
     def on_sequence_end(self, usage: Usage, first_s: float, last_s: float) -> None:
         """Counts one sequence's tokens; first_s, last_s: when its first and last tokens came."""
@@ -223,7 +223,7 @@ class Session:
         self._telemetry.count(metrics.GENERATED_TOKENS, label, by=usage.completion_tokens)
         if usage.completion_tokens > 1:
             per_token_s = (last_s - first_s) / (usage.completion_tokens - 1)
-            self._telemetry.observe(metrics.TPOT, label, value=per_token_s)
+            self._observe(metrics.TPOT, label, value=per_token_s)
 
     def not_counted(self) -> None:
         """It is no request to a pipeline."""
@@ -242,7 +242,10 @@ class Session:
         self._telemetry.count(metrics.REQUESTS, *self._labels(), outcome)
         if outcome is Outcome.OK:
             spent_s = self._clock() - self._arrived_s
-            self._telemetry.observe(metrics.TURNAROUND, *self._labels(), value=spent_s)
+            self._observe(metrics.TURNAROUND, *self._labels(), value=spent_s)
+
+    def _observe(self, metric: metrics.Metric, *labels: str, value: float) -> None:
+        self._telemetry.observe(metric, *labels, value=value, request_id=self.request_id)
 
     def _labels(self) -> tuple[str, str]:
         return self.pipeline, self.priority.label

@@ -12,10 +12,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from actors.telemetry.scrapes import Scrapes
 from actors.telemetry.telemetry import CONTENT_TYPE, merge_expositions
 from cluster.api import answer_types
 from cluster.api.answers import json_response
-from cluster.api.scrapes import Scrapes
 from cluster.api.session import Services
 from cluster.files.version import version
 from contracts import metrics
@@ -84,6 +84,10 @@ async def _status(services: Services) -> str:
 
 def metrics_of(services: Services) -> Plain:
     scrapes = Scrapes(lambda: _scrape(services), services.clock)
+    services.telemetry.read_each(
+        metrics.QUEUE_DEPTH,
+        lambda: {(one, label): n for (one, label), n in services.backend.waiting().items()},
+    )
 
     async def answer(services: Services, request: Request) -> Response:
         services.callers.check_metrics(request)
@@ -93,8 +97,6 @@ def metrics_of(services: Services) -> Plain:
 
 
 async def _scrape(services: Services) -> str:
-    for (pipeline, label), waiting in services.backend.waiting().items():
-        services.telemetry.set(metrics.QUEUE_DEPTH, pipeline, label, to=waiting)
     texts = [services.telemetry.exposition()]
     if services.extra is not None:
         try:

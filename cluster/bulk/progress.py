@@ -7,9 +7,13 @@ from collections import deque
 
 from rich.progress import BarColumn, Progress, TextColumn
 
+from actors.telemetry.rank_metrics import growth
+from actors.telemetry.telemetry import Telemetry, Totals
 from cluster.bulk.rows import Answer, Answered
 from cluster.files.terminal import Terminal
+from contracts import metrics
 from contracts.clock import Clock, monotonic_s
+from contracts.metrics import Pipeline
 
 LINE_EVERY_S = 5.0
 BAR_EVERY_S = 0.5
@@ -27,7 +31,8 @@ class Tally:
         self.cached_tokens = 0
         self.expected_rows: float | None = None
         self._recent: deque[tuple[float, int, int]] = deque([(clock(), 0, 0)])
-        self._rows_now = self._tokens_now = 0
+        self._rows_now = self._tokens_now = self._cached_now = 0
+        self._answered_now = self._rejected_now = 0
 
     def found(self, rows: int, prompt_tokens: int, cached_tokens: int) -> None:
         """Rows that an earlier run has done."""
@@ -43,9 +48,25 @@ class Tally:
                 self.prompt_tokens += answer.prompt_tokens
                 self.cached_tokens += answer.cached_tokens
                 self._tokens_now += answer.prompt_tokens
+                self._cached_now += answer.cached_tokens
+                self._answered_now += 1
+            else:
+                self._rejected_now += 1
 
     def rejected(self, rows: int) -> None:
         self.rows += rows
+        self._rejected_now += rows
+
+    def show(self, telemetry: Telemetry) -> None:
+        """Has it read at each scrape: what this run has done."""
+        telemetry.read_each(metrics.BULK_ROWS, self._rows_by_outcome)
+        telemetry.read(metrics.BULK_EXPECTED_ROWS, of=lambda: self.expected_rows or 0)
+        tokens, cached = growth(lambda: self._tokens_now), growth(lambda: self._cached_now)
+        telemetry.read(metrics.PROMPT_TOKENS, Pipeline.PREFILL, of=tokens)
+        telemetry.read(metrics.CACHED_TOKENS, Pipeline.PREFILL, of=cached)
+
+    def _rows_by_outcome(self) -> Totals:
+        return {("answered",): self._answered_now, ("rejected",): self._rejected_now}
 
     def rates(self) -> tuple[float, float]:
         """Rows and prompt tokens per second, over the last half minute."""

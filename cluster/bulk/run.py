@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from actors.telemetry.telemetry import Telemetry
 from cluster.bulk.answering import BulkTask
 from cluster.bulk.driver import IN_FLIGHT_ROWS, Driver, DriverSettings
 from cluster.bulk.job import BulkJob, check_job, fingerprint
@@ -23,6 +25,8 @@ from cluster.bulk.windows import Window, windows_of
 from cluster.files.model_folder import resolve_model_folder
 from cluster.files.terminal import Terminal
 from cluster.fleet.codec import encode_config
+from cluster.fleet.exported import Exported
+from cluster.serving.application import groups_of
 from contracts.config import TandemConfig
 
 ROWS_PER_WORKER = 256
@@ -48,12 +52,17 @@ def run_bulk(
         bulk = BulkTask(
             task=job.task(), multi_label=job.multi_label, unavailable_s=job.unavailable_s
         )
-        make = partial(router_actor, encode_config(found.config), bulk, found.start())
+        groups = found.start()
+        make = partial(router_actor, encode_config(found.config), bulk, groups)
         tell = partial(console.print, soft_wrap=True, highlight=False, markup=False)
         router = RayRouter(make, tell)
         driver = Driver(output, router, _settings(job, found.config), tally)
         try:
-            asyncio.run(_run(driver, router, _windows(job, sources, tally), tally, console))
+            windows, exported = (
+                _windows(job, sources, tally),
+                _exported(found.config, groups, tally),
+            )
+            asyncio.run(_run(driver, router, windows, tally, console, exported))
         except KeyboardInterrupt:
             tell(stopped_line(output.committed, job.output))
             raise
@@ -63,15 +72,33 @@ def run_bulk(
 
 
 async def _run(
-    driver: Driver, router: RayRouter, windows: Iterator[Window], tally: Tally, console: Terminal
+    driver: Driver,
+    router: RayRouter,
+    windows: Iterator[Window],
+    tally: Tally,
+    console: Terminal,
+    exported: Exported,
 ) -> None:
     showing = asyncio.create_task(show(tally, console))
     try:
+        await exported.open()
         await driver.run(windows)
     finally:
         showing.cancel()
         await asyncio.gather(showing, return_exceptions=True)
         await router.close()
+        await exported.close()
+
+
+def _exported(config: TandemConfig, groups: Any | None, tally: Tally) -> Exported:
+    """groups: the owner of the workers; None: the running application's."""
+    telemetry = Telemetry()
+    tally.show(telemetry)
+
+    async def tell(target: bytes) -> None:
+        await (groups or groups_of(config.serve.name)).export.remote(target)
+
+    return Exported(config, telemetry, "bulk", f"bulk-{os.getpid()}", tell)
 
 
 def _settings(job: BulkJob, config: TandemConfig) -> DriverSettings:

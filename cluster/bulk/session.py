@@ -14,6 +14,7 @@ from cluster.files.model_folder import resolve_model_folder
 from cluster.fleet.codec import decode_config, decode_directory, encode_config
 from cluster.fleet.placements import check_placement_file
 from cluster.serving.application import check_present, groups_of
+from cluster.serving.ray_environment import with_targets
 from cluster.serving.ray_session import ray_session
 from cluster.serving.serve_app import CLOSE_TIMEOUT_S, ON_HEAD, Groups
 from contracts.config import GroupsConfig, TandemConfig
@@ -59,6 +60,7 @@ def running_workers(address: str, name: str, environment: Mapping[str, str]) -> 
 def own_workers(config: TandemConfig, environment: Mapping[str, str]) -> Iterator[Workers]:
     """Started for the job, gone after it; on the Ray cluster of groups.address or RAY_ADDRESS, or
     on a local one. Raises TandemError, and so does `start`."""
+    config = with_targets(config, environment)
     folder = resolve_model_folder(config.model.path)
     check_placement_file(config, folder, check_checkpoint(folder))
     with contextlib.ExitStack() as stack:

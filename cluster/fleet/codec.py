@@ -22,6 +22,15 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True, tag="directory"):
     ranks: list[RankReady]
 
 
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A process. address: "host:port/path". group, rank, node: labels of all that it exports."""
+
+    address: str
+    group: str
+    rank: str
+    node: str
+
+
 def encode_config(config: TandemConfig) -> bytes:
     return msgspec.json.encode(config)
 
@@ -39,6 +48,14 @@ class LaunchFailure(msgspec.Struct, frozen=True, tag="failure"):
 
 def encode_directory(directory: Directory) -> bytes:
     return msgspec.msgpack.encode(directory)
+
+
+def encode_target(target: Target) -> bytes:
+    return msgspec.msgpack.encode(target)
+
+
+def decode_target(body: bytes) -> Target:
+    return msgspec.msgpack.decode(body, type=Target)
 
 
 def encode_failure(error: Exception) -> bytes:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
+from actors.telemetry.rank_metrics import growth
+from actors.telemetry.telemetry import Telemetry
 from cluster.fleet.codec import Directory
 from cluster.fleet.member import Member
 from cluster.fleet.rank_group import RankGroup, kill_all
+from cluster.fleet.scraped import Scraped
 from cluster.fleet.supervisor import Supervisor
+from contracts import metrics
 from contracts.events import TaskSpan
 from contracts.logs import event
 from contracts.plan import Plan
@@ -20,13 +25,21 @@ log = logging.getLogger("tandem.fleet")
 
 
 class Fleet:
-    """Supervised from the start. Any thread may ask; `close` ends it."""
+    """Supervised from the start. Any thread may ask; `close` ends it. scraped: is told of every
+    process that has metrics."""
 
-    def __init__(self, token: bytes, groups: Sequence[RankGroup]) -> None:
+    def __init__(
+        self, token: bytes, groups: Sequence[RankGroup], scraped: Scraped | None = None
+    ) -> None:
         self._token = token
         self._all_groups = groups
         self._groups = [group for group in groups if group.kind is not Group.PLANNER]
-        self._supervisor = Supervisor(groups)
+        self._telemetry = Telemetry()
+        self._show()
+        self.scraped = scraped
+        if scraped is not None:
+            scraped.open(self._telemetry)
+        self._supervisor = Supervisor(groups, self._tell_scraped)
         self._supervisor.start()
 
     @property
@@ -64,8 +77,7 @@ class Fleet:
         return answers
 
     def metrics(self, timeout_s: float) -> list[str]:
-        """Prometheus text of each process that answers, and of those groups whose ranks are
-        replaced."""
+        """Prometheus text of each process that answers, and of their launcher."""
         texts: list[str] = []
         for member, future in self._ask("metrics", self._all_groups):
             try:
@@ -73,7 +85,7 @@ class Fleet:
             except Exception as error:  # noqa: BLE001 - a scrape shows the ranks that answer
                 name = member.name
                 event(log, "rank_metrics_failed", logging.WARNING, name=name, error=error)
-        return [*texts, *(group.exposition() for group in self._prefill)]
+        return [*texts, self._telemetry.exposition()]
 
     def spans(self, timeout_s: float) -> list[TaskSpan]:
         """Recorded by all ranks, in order of their start. Raises what a rank raises."""
@@ -89,6 +101,8 @@ class Fleet:
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends supervision, then the loops in order, then the actors; gives the resources back."""
         self._supervisor.close(timeout_s)
+        if self.scraped is not None:
+            self.scraped.close()
         for member, future in self._ask("stop", self._all_groups):
             try:
                 future.result(timeout_s)
@@ -98,6 +112,22 @@ class Fleet:
             kill_all([member.handle])
         for group in self._groups:  # the planner's place is one of the attention ranks'
             group.placed.release()
+
+    def _show(self) -> None:
+        """What the launcher alone knows, read at each scrape."""
+        read = self._telemetry.read
+        for group in self._all_groups:
+            for member in group.members:
+                up = partial(getattr, member, "is_up")
+                read(metrics.RANK_UP, member.spec.group, member.name, of=up)
+            if group.kind in (Group.PREFILL, Group.PLANNER):  # whose ranks are replaced
+                restarts = growth(partial(getattr, group, "restarts"))
+                read(metrics.GROUP_EPOCH, group.kind, of=partial(getattr, group, "epoch"))
+                read(metrics.RANK_RESTARTS, group.kind, of=restarts)
+
+    def _tell_scraped(self) -> None:
+        if self.scraped is not None:
+            self.scraped.update(self._all_groups)
 
     @property
     def _prefill(self) -> list[RankGroup]:

@@ -31,6 +31,7 @@ from cluster.fleet.nodes import (
 )
 from cluster.fleet.placements import configured_placements
 from cluster.fleet.rank_group import RankGroup, kill_all
+from cluster.fleet.scraped import scraped_of
 from contracts.config import TandemConfig
 from contracts.logs import event
 from contracts.worker import Group
@@ -64,7 +65,7 @@ def launch(config: TandemConfig, model_folder: str) -> Fleet:
     ]
     error = next((error for error in errors if error is not None), None)
     if error is None:
-        return Fleet(token, groups)
+        return Fleet(token, groups, scraped_of(config))
     if groups:
         Fleet(token, groups).close()
     raise error

@@ -38,6 +38,11 @@ class Member:
     def name(self) -> str:
         return self.spec.name
 
+    @property
+    def is_up(self) -> bool:
+        """Whether it was of use when it was last checked."""
+        return not self.replaced_for and not self._problem
+
     def check(self, now_s: float, stalled_s: float) -> str:
         """Why the rank is of no use, as far as is known; empty: it is of use. To be called every
         CHECK_PERIOD_S or so, from one thread. stalled_s: how long the caller itself stood still

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
+from ray._private.worker import global_worker
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -191,11 +193,24 @@ def place_ranks(requests: list[RankRequest], config: TandemConfig, device: str) 
 
 def _node_of(placement: PlacementGroup, bundle: int) -> Node:
     table: dict[str, Any] = ray.util.placement_group_table(placement)
+    return _node(table["bundles_to_node_id"][bundle])
+
+
+def this_node() -> Node:
+    """That of the calling process."""
+    return _node(ray.get_runtime_context().get_node_id())
+
+
+def _node(id: str) -> Node:
     alive = ray.nodes()
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in alive}
-    id = table["bundles_to_node_id"][bundle]
     alone = len(alive) == 1  # then nobody outside needs to reach a rank
     return Node(id, address[id], "127.0.0.1" if alone else address[id])
+
+
+def session_folder() -> Path:
+    """The Ray cluster's, on this node; Ray keeps its own list of targets there."""
+    return Path(global_worker.node.get_session_dir_path())
 
 
 def kv_ranks(placed: Sequence[Placed]) -> Counter[str]:

@@ -17,11 +17,9 @@ import ray
 
 from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import Formation, channel_addresses, form_group
-from actors.telemetry.telemetry import Telemetry
 from cluster.fleet.member import Member
 from cluster.fleet.nodes import Node, Placed, resolve_backend
 from cluster.fleet.repair import GroupHealth, policy_of
-from contracts import metrics
 from contracts.errors import TandemError
 from contracts.logs import event
 from contracts.worker import RankReady, WorkerSpec
@@ -45,7 +43,6 @@ class RankGroup:
         self.beyond_repair = ""
         self.placed = placed
         self._config = formation.config
-        self._telemetry = Telemetry()
         self._unhealthy_since_s: float | None = None
         self._suspects: dict[str, str] = {}  # what routers say: client address -> reason
         self._lock = threading.Lock()  # guards the epoch, the counts, and who is told of whom
@@ -80,12 +77,6 @@ class RankGroup:
             self._unhealthy_since_s += stalled_s
         unhealthy_s = 0.0 if self._unhealthy_since_s is None else now_s - self._unhealthy_since_s
         return GroupHealth([member.name for member in self.members], problems, unhealthy_s)
-
-    def exposition(self) -> str:
-        """Prometheus text: the group's epoch, and how many of its ranks have been replaced."""
-        self._telemetry.set(metrics.GROUP_EPOCH, self.kind.value, to=self.epoch)
-        self._telemetry.count(metrics.RANK_RESTARTS, self.kind.value, by=0)
-        return self._telemetry.exposition()
 
     def start_again(self, lost: Sequence[Member], closing: threading.Event) -> None:
         """All under one new epoch, unless the fleet is closed meanwhile. Raises what keeps them
@@ -169,7 +160,6 @@ class RankGroup:
     def _count(self, member: Member) -> None:
         with self._lock:
             self.restarts += 1
-            self._telemetry.count(metrics.RANK_RESTARTS, self.kind.value)
         epoch, pid = member.spec.epoch, member.ready.pid
         event(log, "worker_replaced", logging.WARNING, name=member.name, epoch=epoch, pid=pid)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from cluster.fleet.member import CHECK_PERIOD_S, Member
@@ -28,8 +28,12 @@ MAX_RETRY_S = 30.0
 class Supervisor:
     """From `start` to `close`. Replacing takes threads of its own: nobody else's waits for it."""
 
-    def __init__(self, groups: Sequence[RankGroup]) -> None:
+    def __init__(
+        self, groups: Sequence[RankGroup], each_round: Callable[[], None] = lambda: None
+    ) -> None:
+        """each_round: called after each."""
         self._groups = groups
+        self._each_round = each_round
         self._closing = threading.Event()
         ranks = sum(len(group.members) for group in groups)
         self._threads = ThreadPoolExecutor(ranks, thread_name_prefix="replace")
@@ -57,6 +61,7 @@ class Supervisor:
             stalled_s = max(0.0, now_s - checked_s - 2 * CHECK_PERIOD_S)
             checked_s = now_s
             self.check(now_s, stalled_s)
+            self._each_round()
 
     def _act(self, group: RankGroup, action: Action) -> None:
         if isinstance(action, GiveUp):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 
+import msgspec
+
 from contracts.config import TandemConfig
 
+LOCAL_TARGETS = "/tmp/tandem-metrics"  # a cluster of our own has a folder of another name each time
 _ALWAYS = {
     # Else a call that comes after the end of a cluster would quietly start another one.
     "RAY_ENABLE_AUTO_CONNECT": "0",
@@ -17,6 +20,15 @@ def cluster_address(config: TandemConfig, environment: Mapping[str, str]) -> str
     """The existing cluster to join; None: a local one is to be started."""
     address = config.groups.address or environment.get("RAY_ADDRESS")
     return None if address == "local" else address or None
+
+
+def with_targets(config: TandemConfig, environment: Mapping[str, str]) -> TandemConfig:
+    """With the folder in which a Prometheus finds whom to scrape, where the cluster has none that
+    is known beforehand."""
+    if config.metrics.targets is not None or cluster_address(config, environment) is not None:
+        return config
+    metrics = msgspec.structs.replace(config.metrics, targets=LOCAL_TARGETS)
+    return msgspec.structs.replace(config, metrics=metrics)
 
 
 def before_ray_is_imported(environment: MutableMapping[str, str], *, has_terminal: bool) -> None:

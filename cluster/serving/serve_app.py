@@ -18,14 +18,17 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from actors.telemetry.telemetry import Telemetry
 from cluster.files.model_folder import resolve_model_folder
 from cluster.fleet.codec import (
     decode_config,
     decode_directory,
+    decode_target,
     encode_config,
     encode_directory,
     encode_failure,
 )
+from cluster.fleet.exported import Exported
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.launch import launch
 from cluster.serving.front import DirectFront
@@ -103,6 +106,13 @@ class Groups:
         fleet.replace(suspects or {})
         return encode_directory(fleet.directory)
 
+    async def export(self, target: bytes) -> None:
+        """From a process that is no rank: a Prometheus scrapes it there, for as long as it goes on
+        saying so."""
+        fleet = await self._fleet()
+        if fleet.scraped is not None:
+            fleet.scraped.lease(decode_target(target))
+
     async def problem(self, token: bytes) -> str:
         """Why the ranks launched with this token can serve no more; empty: they can."""
         launched = self._launch.done() and self._launch.exception() is None
@@ -149,6 +159,7 @@ class Ingress:
         self._groups = groups
         self._front: DirectFront | None = None
         set_up_logging("ingress", self._config.log)
+        self._exported: Exported | None = None
         self._token = b""  # that its ranks were launched with, once it is connected
 
     async def check_health(self) -> None:
@@ -183,18 +194,26 @@ class Ingress:
 
     async def _build(self) -> ASGIApp:
         directory = decode_directory(await self._groups.directory.remote())
+        telemetry = Telemetry()
         app = await build_ingress_app(
             self._config,
             directory,
             AskGroups(self._rank_metrics, self._rank_status),
             self._prefill_addresses,
+            telemetry,
         )
+        name = f"ingress-{serve.get_replica_context().replica_id.unique_id}"
+        self._exported = Exported(self._config, telemetry, "ingress", name, self._tell_scraped)
+        await self._exported.open()
         if self._config.http.front == "direct":
             self._front = DirectFront(app, self._config.http)
             await self._front.start()
             await self._groups.ingress_listens.remote()
         self._token = directory.token
         return app
+
+    async def _tell_scraped(self, target: bytes) -> None:
+        await self._groups.export.remote(target)
 
     async def _prefill_addresses(self, suspects: dict[str, str]) -> dict[str, str]:
         """Where the prefill workers are now; `suspects` will be replaced."""

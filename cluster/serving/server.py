@@ -19,7 +19,7 @@ from cluster.fleet.codec import Directory, decode_directory
 from cluster.fleet.placements import check_placement_file
 from cluster.serving import application
 from cluster.serving.front import bind, check_public, check_tls
-from cluster.serving.ray_environment import cluster_address
+from cluster.serving.ray_environment import cluster_address, with_targets
 from cluster.serving.ray_session import ray_session
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
@@ -55,6 +55,7 @@ def serving(
         log_folder(config, os.environ) as config,
         ray_session(config, os.environ, show_rank_logs=show_rank_logs),
     ):
+        config = with_targets(config, os.environ)
         set_up_logging("serve", config.log)
         say(f"logs in {config.log.folder}")
         ours = cluster_address(config, os.environ) is None

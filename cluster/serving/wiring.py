@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from actors.channels.handshake import Identity
 from actors.planning.model_shape import shape_of
-from actors.telemetry.telemetry import merge_expositions
+from actors.telemetry.telemetry import Telemetry, merge_expositions
 from cluster.api.app import App, build_app
 from cluster.api.keys_follower import KeysFollower
 from cluster.api.schemas import ServedModel
@@ -121,6 +121,7 @@ async def build_ingress_app(
     directory: Directory,
     ask: AskGroups,
     find: Find,
+    telemetry: Telemetry | None = None,
 ) -> Starlette:
     """The application, connected to every rank, or to those that are there: workers may be lost
     for a while when an ingress starts. It closes its connections when it shuts down."""
@@ -150,6 +151,7 @@ async def build_ingress_app(
         tokenizer,
         model,
         config.http,
+        telemetry=telemetry,
         extra=extra,
         ranks=ranks,
         share_between_keys=config.kv.share_between_keys,

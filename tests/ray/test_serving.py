@@ -5,10 +5,12 @@ end the server."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -37,7 +39,8 @@ CHAT: Any = [{"role": "user", "content": "Review: It broke after two days.\nSent
 class Server:
     """A running server, its clients, and all processes that came with it."""
 
-    def __init__(self, stack: contextlib.ExitStack) -> None:
+    def __init__(self, stack: contextlib.ExitStack, targets: Path) -> None:
+        self.targets = targets / "tandem_service_discovery.json"
         config = load_config(
             None,
             [
@@ -46,6 +49,7 @@ class Server:
                 "kv.pool_tokens=16384",
                 "groups.ready_timeout_s=100",  # sooner than pytest's, and says what is missing
                 f"http.port={free_port()}",
+                f"metrics.targets={targets}",
             ],
         )
         before = set(psutil.Process().children(recursive=True))
@@ -60,6 +64,16 @@ class Server:
     def status(self) -> dict[str, RankStatus]:
         answers = self.served.groups.status.remote().result(timeout_s=DEADLINE_S)
         return {status.name: status for status in answers}
+
+    def scraped(self) -> dict[str, str]:
+        """By rank, what each process that a Prometheus is told of exports."""
+        texts = {}
+        for entry in json.loads(self.targets.read_text()):
+            (where,), labels = entry["targets"], entry["labels"]
+            answer = httpx.get(f"http://{where}{labels['__metrics_path__']}", timeout=DEADLINE_S)
+            assert answer.status_code == 200
+            texts[labels["rank"]] = answer.text
+        return texts
 
     def wait_until_free(self) -> None:
         """Returns once no KV block is in use."""
@@ -85,7 +99,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     with contextlib.ExitStack() as stack:
         stack.callback(patch.undo)
-        yield Server(stack)
+        yield Server(stack, tmp_path_factory.mktemp("targets"))
 
 
 def test_health_and_models_tell_what_is_served(server: Server) -> None:
@@ -214,6 +228,22 @@ def test_metrics_parse_and_count_requests(server: Server) -> None:
         for state in ("free", "used", "cached")
     }
     assert sum(blocks.values()) == 16384 / 16
+
+
+def test_every_process_is_scraped_by_itself_and_has_at_most_500_series(server: Server) -> None:
+    server.openai.completions.create(model=BUNDLED, prompt=PROMPT, max_tokens=2)
+    texts = server.scraped()
+    assert len(texts) == len(server.served.directory.ranks) + 3
+    ingress = next(name for name in texts if name.startswith("ingress-"))
+    ranks = {ready.name for ready in server.served.directory.ranks}
+    assert texts.keys() == {*ranks, "planner-0", "launcher", ingress}
+    for name in ranks:
+        assert "tandem_stage_seconds_count" in texts[name]
+        assert f'tandem_rank_up{{group="{name[:-2]}",rank="{name}"}} 1.0' in texts["launcher"]
+    assert "tandem_requests_total" in texts[ingress]
+    for name, text in texts.items():
+        series = [line for line in text.splitlines() if not line.startswith("#")]
+        assert 0 < len(series) <= 500, name
 
 
 def test_the_planners_plans_are_run_and_shown(server: Server) -> None:

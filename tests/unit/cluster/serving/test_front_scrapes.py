@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.api.scrapes import MAX_PAUSE_S, SHARE, Scrapes
+from actors.telemetry.scrapes import MAX_PAUSE_S, SHARE, Scrapes
 from contracts.config import HttpConfig
 from tests.support.api_harness import Api, serve_api
 from tests.support.fake_rank import FakeRank

@@ -1,0 +1,74 @@
+"""Every metric that is declared is set by what measures it, and nothing else is exported."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from contracts import metrics
+from contracts.metrics import Kind, Metric
+from tests.architecture.support import modules
+
+DECLARED = {name: one for name, one in vars(metrics).items() if isinstance(one, Metric)}
+SETTERS = {  # of `Telemetry`
+    Kind.COUNTER: {"count", "read", "read_each"},
+    Kind.GAUGE: {"set", "read", "read_each"},
+    Kind.HISTOGRAM: {"observe", "_observe"},
+}
+LABELS_OF_TARGETS = {
+    "cluster",
+    "node",
+    "instance",
+    "job",
+}  # theirs alone: dashboards/prometheus.yml
+
+
+def _set_metrics() -> dict[str, set[str]]:
+    """Name in the table -> methods that it is the first argument of, by code that serves."""
+    found: dict[str, set[str]] = {}
+    for path, tree in modules().items():
+        if not path.startswith(("actors/", "cluster/")):
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            first = node.args[0]
+            if isinstance(first, ast.Attribute) and ast.unparse(first.value) == "metrics":
+                found.setdefault(first.attr, set()).add(_method(node.func))
+    return found
+
+
+def _method(called: ast.expr) -> str:
+    return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_every_declared_metric_is_set_as_its_kind_is(name: str) -> None:
+    methods = _set_metrics().get(name, set())
+    assert methods & SETTERS[DECLARED[name].kind], f"{name} is declared, but nothing sets it"
+
+
+def test_what_is_set_is_in_the_table_and_in_all() -> None:
+    unknown = {
+        name
+        for name, methods in _set_metrics().items()
+        if name not in DECLARED and methods & set().union(*SETTERS.values())
+    }
+    assert not unknown
+    assert set(DECLARED.values()) == set(metrics.ALL)
+
+
+def test_nobody_makes_prometheus_objects_beside_the_table() -> None:
+    for path, tree in modules().items():
+        if not path.startswith(("actors/", "cluster/", "models/", "kernels/", "planner/")):
+            continue
+        for node in ast.walk(tree):
+            name = node.module if isinstance(node, ast.ImportFrom) else None
+            if name is not None and name.startswith("prometheus_client"):
+                assert path == "actors/telemetry/telemetry.py"
+
+
+def test_no_metric_has_a_label_that_only_a_scraper_gives() -> None:
+    for metric in metrics.ALL:
+        assert not LABELS_OF_TARGETS & set(metric.labels), metric.name

@@ -1,0 +1,153 @@
+"""A process's own metrics on a port of its own: whoever asks, however they ask."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import logging
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as open_metrics_families,
+)
+from prometheus_client.parser import text_string_to_metric_families
+
+from actors.telemetry import exporter
+from actors.telemetry.exporter import MAX_CONNECTIONS, MAX_HEAD_BYTES, ExporterThread
+from actors.telemetry.telemetry import Telemetry
+from contracts import metrics
+
+OPEN_METRICS = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
+DEADLINE_S = 20.0
+
+
+class Exporting:
+    """A process with metrics. address: "host:port/path"."""
+
+    def __init__(self, key: str | None = None) -> None:
+        self.telemetry = Telemetry()
+        self.thread = ExporterThread(self.telemetry, key=key, name="attention-0")
+        self.address = self.thread.open("127.0.0.1")
+
+    def get(self, path: str | None = None, **headers: str) -> httpx.Response:
+        where = self.address if path is None else self.address.partition("/")[0] + path
+        return httpx.get(f"http://{where}", headers=headers, timeout=DEADLINE_S)
+
+    def connect(self) -> socket.socket:
+        host, _, port = self.address.partition("/")[0].rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+
+
+@pytest.fixture
+def exporting() -> Iterator[Exporting]:
+    made = Exporting()
+    yield made
+    made.thread.close()
+
+
+def test_a_scrape_has_all_that_was_counted(exporting: Exporting) -> None:
+    exporting.telemetry.count(metrics.PREEMPTIONS, by=3)
+    answer = exporting.get()
+    (family,) = text_string_to_metric_families(answer.text)
+    assert [sample.value for sample in family.samples] == [3.0]
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert exporting.get("/metrics").status_code == 200
+
+
+def test_open_metrics_are_for_those_who_want_them_and_name_a_request_of_each_bucket(
+    exporting: Exporting,
+) -> None:
+    for value, request_id in ((0.02, "req-a"), (0.2, "req-b" * 100)):
+        labels = "generation", "ls"
+        exporting.telemetry.observe(metrics.TTFT, *labels, value=value, request_id=request_id)
+    answer = exporting.get(**OPEN_METRICS)
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    (family,) = open_metrics_families(answer.text)
+    exemplars = {s.labels["le"]: s.exemplar for s in family.samples if s.exemplar is not None}
+    assert [e.labels["request_id"][:5] for e in exemplars.values()] == ["req-a", "req-b"]
+    assert [e.value for e in exemplars.values()] == [0.02, 0.2]
+    assert "req-a" not in exporting.get().text
+
+
+def test_another_processs_path_is_not_answered(exporting: Exporting) -> None:
+    """Its port may once have been another one's, whom a Prometheus still looks for."""
+    other = Exporting()
+    try:
+        path = "/" + other.address.partition("/")[2]
+        assert other.get(path).status_code == 200
+        assert exporting.get(path).status_code == 404
+    finally:
+        other.thread.close()
+    with pytest.raises(httpx.ConnectError):
+        other.get()
+
+
+def test_with_a_key_who_does_not_carry_it_sees_nothing() -> None:
+    guarded = Exporting(key="secret")
+    try:
+        guarded.telemetry.count(metrics.PREEMPTIONS)
+        for given in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic secret"}):
+            answer = guarded.get(**given)
+            assert (answer.status_code, "tandem_" in answer.text) == (401, False)
+        assert guarded.get(Authorization="Bearer secret").status_code == 200
+        assert guarded.get(Authorization="bearer  secret").status_code == 200
+    finally:
+        guarded.thread.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01" + b"\0" * 64, b"a" * (2 * MAX_HEAD_BYTES)],
+    ids=["nothing", "no path", "TLS", "too long"],
+)
+def test_who_speaks_no_http_is_let_go_and_others_are_answered(
+    exporting: Exporting, sent: bytes
+) -> None:
+    with exporting.connect() as strange:
+        strange.sendall(sent)
+        strange.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):  # what it has sent was not all read
+            assert strange.recv(1) == b""
+    assert exporting.get().status_code == 200
+
+
+def test_a_method_that_changes_things_is_refused(exporting: Exporting) -> None:
+    host = exporting.address.partition("/")[0]
+    connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)
+    connection.request("DELETE", "/metrics")
+    assert connection.getresponse().status == 405
+    connection.close()
+
+
+def test_slow_scrapers_that_hold_every_slot_are_let_go_and_the_next_one_is_answered(
+    monkeypatch: pytest.MonkeyPatch, exporting: Exporting
+) -> None:
+    monkeypatch.setattr(exporter, "HEAD_S", 0.2)
+    slow = [exporting.connect() for _ in range(MAX_CONNECTIONS)]
+    for connection in slow:
+        connection.sendall(b"GET /metrics HT")
+    assert exporting.get().status_code == 200
+    for connection in slow:
+        assert connection.recv(1) == b""
+        connection.close()
+
+
+def test_a_scraper_that_reads_nothing_holds_up_nobody(exporting: Exporting) -> None:
+    deaf = exporting.connect()
+    deaf.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+    assert exporting.get().status_code == 200
+    deaf.close()
+
+
+def test_a_port_that_cannot_be_had_is_told_and_costs_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    thread = ExporterThread(Telemetry(), key=None, name="expert-1")
+    with caplog.at_level(logging.WARNING, "tandem.metrics"):
+        assert thread.open("192.0.2.1") == ""  # of no machine
+    thread.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("exporter_failed name=expert-1 host=192.0.2.1 reason=")
