@@ -4,8 +4,9 @@
 `before` is the code as it was with contiguous experts alone, kept here to compare with. Beside it:
 contiguous experts, experts in any order, and a quarter more slots, in which replicas of the experts
 that are wanted most stand at random ranks. Routing of `--skew`: expert number n is wanted like
-1 / (n + 1) ** skew, in a random order of experts. Each sample times all four in turn (CPU time of
-the thread); the ratios are of one sample.
+1 / (n + 1) ** skew, in a random order of experts. Each sample times all four in turn, over
+eight different micro-batches (CPU time of the thread); the ratios are of one sample. `load`: pairs
+of the busiest rank over the mean, with replicas.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ TOKENS = (16, 256, 2048, 8192)
 TOP_K = (2, 6, 8)
 EXPERTS = (16, 64, 256)
 RANKS = (2, 4, 8)
+BATCHES = 8
 LIMITS = {"contiguous": 1.1, "placed": 1.1, "replicas": 1.3}
 
 
@@ -114,28 +116,43 @@ def routed(rng: np.random.Generator, hot: np.ndarray, tokens: int, top_k: int, s
     return np.ascontiguousarray(np.argsort(-keys, axis=1)[:, :top_k].astype(np.int64))
 
 
-def measure(options: argparse.Namespace, case: tuple[int, int, int, int]) -> dict[str, list[float]]:
+def measure(
+    options: argparse.Namespace, case: tuple[int, int, int, int]
+) -> tuple[dict[str, list[float]], float]:
+    """Times of a dispatch, and the load with replicas."""
     tokens, top_k, experts, ranks = case
     rng = np.random.default_rng(options.seed)
     hot = rng.permutation(experts)
-    ids_TK = routed(rng, hot, tokens, top_k, options.skew)
-    weights_TK = rng.random(ids_TK.shape, np.float32)
+    batches = [routed(rng, hot, tokens, top_k, options.skew) for _ in range(BATCHES)]
+    weights_TK = rng.random(batches[0].shape, np.float32)
     groups = token_group_bounds(tokens, options.r2)
     placed = layers(rng, hot, ranks)
     old = BeforeSlots(placed["contiguous"])
-    calls: dict[str, Callable[[], Any]]
-    _check(ids_TK, weights_TK, groups, old, placed["contiguous"])
-    calls = {"before": partial(before, ids_TK, weights_TK, groups, old)}
+    _check(batches[0], weights_TK, groups, old, placed["contiguous"])
+    calls: dict[str, Callable[[Any], Any]] = {
+        "before": lambda ids_TK: before(ids_TK, weights_TK, groups, old)
+    }
     for name, slots in placed.items():
-        calls[name] = partial(plan_dispatch, ids_TK, weights_TK, groups, slots)
-    repeats = max(1, 2048 // (tokens * top_k))
+        calls[name] = partial(_planned, weights_TK, groups, slots)
+    repeats = max(1, 512 // (tokens * top_k))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(options.count + 2):
         for name, call in calls.items():
-            time_us = _timed(call, repeats)
+            time_us = _timed(call, batches, repeats)
             if number > 1:  # warm
                 samples[name].append(time_us)
-    return samples
+    return samples, statistics.mean(_load(ids_TK, placed["replicas"]) for ids_TK in batches)
+
+
+def _planned(weights_TK: Any, groups: Any, placed: LayerSlots, ids_TK: Any) -> list[RankSlice]:
+    return plan_dispatch(ids_TK, weights_TK, groups, placed)
+
+
+def _load(ids_TK: Any, placed: LayerSlots) -> float:
+    lows = [low for low, _ in placed.bounds[1:]]
+    ranks_N = np.searchsorted(lows, placed.of_pairs(ids_TK).ravel(), "right")
+    pairs_R = np.bincount(ranks_N, minlength=len(placed.bounds))
+    return float(pairs_R.max() / pairs_R.mean())
 
 
 def _check(ids: Any, weights: Any, groups: Any, old: BeforeSlots, new: LayerSlots) -> None:
@@ -147,11 +164,12 @@ def _check(ids: Any, weights: Any, groups: Any, old: BeforeSlots, new: LayerSlot
                 raise SystemExit("the packets are no longer those of before")
 
 
-def _timed(call: Callable[[], Any], repeats: int) -> float:
+def _timed(call: Callable[[Any], Any], batches: Sequence[Any], repeats: int) -> float:
     start_s = time.thread_time()
     for _ in range(repeats):
-        call()
-    return round((time.thread_time() - start_s) / repeats * 1e6, 1)
+        for ids_TK in batches:
+            call(ids_TK)
+    return round((time.thread_time() - start_s) / repeats / len(batches) * 1e6, 1)
 
 
 def main() -> None:
@@ -167,8 +185,9 @@ def main() -> None:
     summary: dict[str, Any] = {"over": []}
     for case in itertools.product(options.tokens, TOP_K, EXPERTS, RANKS):
         name = "T={} K={} E={} R={}".format(*case)
-        samples[name] = found = measure(options, case)
-        row = {"before_us": statistics.median(found["before"])}
+        samples[name], load = measure(options, case)
+        found = samples[name]
+        row = {"before_us": statistics.median(found["before"]), "load": round(load, 3)}
         for variant, limit in LIMITS.items():
             ratios = [x / y for x, y in zip(found[variant], found["before"], strict=True)]
             row[variant] = round(statistics.median(ratios), 3)

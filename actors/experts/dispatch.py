@@ -45,16 +45,9 @@ class RankSlice(NamedTuple):
         return self.stop - self.start if self.rows_U is None else len(self.rows_U)
 
 
-class _Piece(NamedTuple):
-    """A packet to be cut. slots: of its rank, [first, last) of all token groups' slots; pairs:
-    [first, last) of the sorted ones."""
-
-    rank: int
-    token_group: int
-    start: int
-    stop: int
-    slots: slice
-    pairs: slice
+# A packet to be cut: rank, token group, its start and stop, its slots of all token groups' slots,
+# its pairs of the sorted ones.
+_Piece = tuple[int, int, int, int, slice, slice]
 
 
 def plan_dispatch(
@@ -77,14 +70,13 @@ def plan_dispatch(
     token_N = order_N // topk_ids_TK.shape[1]
     weights_N = topk_weights_TK.ravel()[order_N]
     narrow_S = counts_S.astype(np.int32)
-    found: list[Rows]
-    if len(placed.bounds) == 1:  # the only rank's pairs hold every token of a group
-        found = [(None, (token_N[p.pairs] - p.start).astype(np.int32)) for p in pieces]
-    else:
-        found = _rows(token_N, pieces, len(placed.bounds), len(topk_ids_TK))
+    only_one = len(placed.bounds) == 1  # its pairs hold every token of a group
+    found = _every_row(token_N, pieces) if only_one else _rows(token_N, pieces)
     return [
-        RankSlice(*piece[:4], rows_U, index_N, weights_N[piece.pairs], narrow_S[piece.slots])
-        for piece, (rows_U, index_N) in zip(pieces, found, strict=True)
+        RankSlice(rank, group, start, stop, rows_U, index_N, weights_N[pairs], narrow_S[slots])
+        for (rank, group, start, stop, slots, pairs), (rows_U, index_N) in zip(
+            pieces, found, strict=True
+        )
     ]
 
 
@@ -105,39 +97,40 @@ def _pieces(
     counts_S: NDArray[np.int64], token_groups: Sequence[tuple[int, int]], placed: LayerSlots
 ) -> list[_Piece]:
     ends = [0, *counts_S.cumsum().tolist()]
-    pieces = []
+    pieces, first = list[_Piece](), 0
     for group, (start, stop) in enumerate(token_groups):
-        first = group * placed.count
         for rank, (low, high) in enumerate(placed.bounds):
-            slots = slice(first + low, first + high)
-            pairs = slice(ends[slots.start], ends[slots.stop])
-            if pairs.start < pairs.stop:
-                pieces.append(_Piece(rank, group, start, stop, slots, pairs))
+            begin, end = ends[first + low], ends[first + high]
+            if begin < end:
+                slots = slice(first + low, first + high)
+                pieces.append((rank, group, start, stop, slots, slice(begin, end)))
+        first += placed.count
     return pieces
 
 
-def _rows(
-    token_N: NDArray[np.int64], pieces: Sequence[_Piece], ranks: int, tokens: int
-) -> list[Rows]:
-    """`rows_U` and `index_N` of each piece, from a line of all tokens for each rank:
+def _every_row(token_N: NDArray[np.int64], pieces: Sequence[_Piece]) -> list[Rows]:
+    return [(None, (token_N[p[5]] - p[2]).astype(np.int32)) for p in pieces]
 
-    tokens that go there   1 . 1 1 | . 1 1 .      rank 0 | rank 1
-    how many before        0 1 1 2   3 3 4 5      less those before the piece: positions
+
+def _rows(token_N: NDArray[np.int64], pieces: Sequence[_Piece]) -> list[Rows]:
+    """`rows_U` and `index_N` of each piece, from a line of its token group's tokens for each:
+
+    tokens that go there      1 . 1 1 | . 1 1 .      rank 0 | rank 1
+    how many up to each       1 1 2 3 | 0 1 2 2      less one: positions
     """
-    firsts = [piece.rank * tokens + piece.start for piece in pieces]
-    pairs = [piece.pairs.stop - piece.pairs.start for piece in pieces]
-    lines_N = np.repeat([piece.rank * tokens for piece in pieces], pairs)
-    first_N = lines_N if pieces[-1].token_group == 0 else np.repeat(firsts, pairs)
-    goes_N = np.zeros(ranks * tokens + 1, np.int32)
-    at_N = token_N + lines_N
-    goes_N[at_N + 1] = 1
-    before_N = goes_N.cumsum(dtype=np.int32)
-    index_N = before_N[at_N] - before_N[first_N]
-    rows_N = goes_N[1:].nonzero()[0]
-    found = []
-    for piece, first in zip(pieces, firsts, strict=True):
-        low, high = before_N[first], before_N[first + piece.stop - piece.start]
-        every = high - low == piece.stop - piece.start
-        rows_U = None if every else rows_N[low:high] - piece.rank * tokens
-        found.append((rows_U, index_N[piece.pairs]))
+    width = max(stop - start for _, _, start, stop, _, _ in pieces)
+    shifts = [line * width - piece[2] for line, piece in enumerate(pieces)]
+    pairs = [piece[5].stop - piece[5].start for piece in pieces]
+    at_N = token_N + np.array(shifts).repeat(pairs)
+    goes_PW = np.zeros((len(pieces), width), np.int32)
+    goes_PW.ravel()[at_N] = 1
+    upto_PW = goes_PW.cumsum(axis=1, dtype=np.int32)
+    index_N = upto_PW.ravel()[at_N] - 1
+    rows_N = goes_PW.ravel().nonzero()[0]
+    found, first = list[Rows](), 0
+    for piece, shift, rows in zip(pieces, shifts, upto_PW[:, -1].tolist(), strict=True):
+        every = rows == piece[3] - piece[2]
+        rows_U = None if every else rows_N[first : first + rows] - shift
+        found.append((rows_U, index_N[piece[5]]))
+        first += rows
     return found

@@ -26,6 +26,7 @@ _SAMPLER = ("tests/property/test_sampler.py", "tests/unit/actors/ranks/test_samp
 _EXECUTOR = ("tests/unit/actors/engine/test_executor.py",)
 _DISPATCH = ("tests/property/test_dispatch.py", "tests/unit/actors/engine/test_executor.py")
 _REPLICAS, _CHOSEN = "planner/placement/replicas.py", ("tests/property/test_replicas.py",)
+_LEVELS, _FEW_PAIRS = "planner/placement/levels.py", "planner/placement/few_pairs.py"
 _ROUTER = ("tests/property/test_router.py", "tests/unit/planner/routing/test_router.py")
 _PROMISES = ("tests/property/test_promises.py", "tests/property/test_router.py")
 _JOURNAL = ("tests/unit/actors/ranks/test_worker_log.py",)
@@ -222,15 +223,15 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "dispatch: rows count from the group's start",
         "actors/experts/dispatch.py",
-        "rows_N[low:high] - piece.rank * tokens",
-        "rows_N[low:high] - first",
+        "rows_N[first : first + rows] - shift",
+        "rows_N[first : first + rows] - first",
         _DISPATCH,
     ),
     Bug(
         "dispatch: positions among the distinct tokens are one too high",
         "actors/experts/dispatch.py",
-        "index_N = before_N[at_N] - before_N[first_N]",
-        "index_N = before_N[at_N + 1] - before_N[first_N]",
+        "index_N = upto_PW.ravel()[at_N] - 1",
+        "index_N = upto_PW.ravel()[at_N]",
         _DISPATCH,
     ),
     Bug(
@@ -243,8 +244,29 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "replicas: any rank that has something of what is left will do",
         _REPLICAS,
-        "self._packed(counts_UR == most_U[:, None])",
-        "self._packed(counts_UR > 0)",
+        "np.packbits(counts_UR == most_U[:, None]",
+        "np.packbits(counts_UR > 0",
+        _CHOSEN,
+    ),
+    Bug(
+        "replicas: any rank that has something of what is left will do, of few pairs",
+        _FEW_PAIRS,
+        "strict=True) if n == found)",
+        "strict=True) if n)",
+        _CHOSEN,
+    ),
+    Bug(
+        "replicas: of few pairs one may go to a rank that its token does not go to",
+        _FEW_PAIRS,
+        "ranks = members(sets_E[expert] & chosen)",
+        "ranks = members(sets_E[expert])",
+        _CHOSEN,
+    ),
+    Bug(
+        "replicas: of two ranks a token that either has may go to both",
+        "planner/placement/two_ranks.py",
+        "ranks_KT[:, tokens_U] = _OTHER",
+        "ranks_KT[1:, tokens_U] = _OTHER",
         _CHOSEN,
     ),
     Bug(
@@ -263,14 +285,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "replicas: of two ranks the busier gets more",
-        _REPLICAS,
-        "twice = items * pairs + load_R[other] - load_R[one] + pairs",
-        "twice = items * pairs + load_R[one] - load_R[other] + pairs",
+        _LEVELS,
+        "first = (items * pairs + load_R[other] - load_R[one] + pairs)",
+        "first = (items * pairs + load_R[one] - load_R[other] + pairs)",
         _CHOSEN,
     ),
     Bug(
         "replicas: ranks are filled as if none had anything yet",
-        _REPLICAS,
+        _LEVELS,
         "heights = [load_R[rank] for rank in ranks]",
         "heights = [0 for _ in ranks]",
         _CHOSEN,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from contracts.errors import ConfigError
 from contracts.placement import Placement
 from planner.placement.replicas import MAX_RANKS, Fewest, InTurn
+from planner.placement.two_ranks import FewestOfTwo
 
 Array = NDArray[np.int64]
 
@@ -34,12 +35,12 @@ class LayerSlots:
         self.slots_of_expert = tuple(map(tuple, slots))
         kind = np.int16 if self.count < 1 << 15 else np.int64  # narrow ones are sorted sooner
         self._first_E = np.array([each[0] for each in slots], kind)
-        self._choice: Fewest | InTurn | None = None
+        self._choice: FewestOfTwo | Fewest | InTurn | None = None
         if len(experts) > len(slots):
             slot_ER = np.full((len(slots), len(bounds)), -1, kind)
             for rank, (low, high) in enumerate(bounds):
                 slot_ER[self.expert_of_slot[low:high], rank] = range(low, high)
-            self._choice = (Fewest if len(bounds) <= MAX_RANKS else InTurn)(slot_ER)
+            self._choice = _choice(slot_ER)
 
     def held(self, num_experts: int) -> NDArray[np.bool_]:
         """[E, R] whether the rank has the expert."""
@@ -55,6 +56,13 @@ class LayerSlots:
         if self._choice is None:
             return self._first_E.take(topk_ids_TK)
         return self._choice.slots(topk_ids_TK, free_rank)
+
+
+def _choice(slot_ER: NDArray[Any]) -> FewestOfTwo | Fewest | InTurn:
+    ranks = slot_ER.shape[1]
+    if ranks == 2:
+        return FewestOfTwo(slot_ER)
+    return Fewest(slot_ER) if ranks <= MAX_RANKS else InTurn(slot_ER)
 
 
 class ExpertPlacement:
