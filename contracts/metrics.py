@@ -457,6 +457,45 @@ MODEL_FLOPS_UTILIZATION = _gauge(
     Panel("Model FLOPs utilization", "percentunit", ("rank",), board=Board.CAPACITY),
 )
 
+CAPACITY_USED = _gauge(
+    "tandem_capacity_used_fraction",
+    "What came in the last minute over what could come, by the planner's model of what is measured "
+    "(generation), or a worker's model of its batches (prefill).",
+    ("pipeline", "rank"),
+    Panel(
+        "Capacity used",
+        "percentunit",
+        ("pipeline", "rank"),
+        View.MAX,
+        board=Board.CAPACITY,
+        warn=0.75,
+        bad=0.95,
+    ),
+)
+CAPACITY_GAIN = _gauge(
+    "tandem_capacity_gain_fraction",
+    "Of what could come now, what one more rank of a kind would add.",
+    ("pipeline", "kind"),
+    Panel(
+        "One more rank would add, of what could come",
+        "percentunit",
+        ("kind",),
+        View.MAX,
+        board=Board.CAPACITY,
+    ),
+)
+CAPACITY_IN_USE = _gauge(
+    "tandem_capacity_in_use_fraction",
+    "Of the time at the knee, when a resource would be in use: attention, experts, a2e, e2a.",
+    ("resource",),
+    Panel("In use at the knee", "percentunit", ("resource",), View.MAX, board=Board.CAPACITY),
+)
+CAPACITY_RANKS = _gauge(
+    "tandem_capacity_recommended_ranks",
+    "Of as many ranks as now, how many in each group would do most of the traffic of late.",
+    ("group",),
+)
+
 ALL: tuple[Metric, ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, Metric)
 )

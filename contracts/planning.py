@@ -22,6 +22,7 @@ MAX_PLANNER_FRAME_BYTES = 8 << 20
 Position = Annotated[int, Meta(ge=0, le=1 << 40)]
 Ms = Annotated[float, Meta(ge=0, le=1e9)]
 PositiveMs = Annotated[float, Meta(gt=0, le=1e9)]
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Rows = Annotated[int, Meta(ge=1, le=1 << 40)]
 NewTokens = tuple[Position, Position]  # [start, stop) of a sequence; those before are cached
 Batch = Annotated[list[NewTokens], Meta(min_length=1, max_length=65_536)]
@@ -108,6 +109,21 @@ class ExpertReport(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     a2e: Annotated[list[RowsTime], Meta(max_length=4096)] = []
 
 
+class TrafficReport(msgspec.Struct, frozen=True, kw_only=True, tag="traffic"):
+    """All that an attention rank has run since its last one, `seconds` ago. decode_tokens: rows of
+    one new token; positions: where they stand, summed. prompts: pieces of prompts; prompt_tokens:
+    their new ones; starts: tokens before them, summed. pool_tokens: that its KV pool holds."""
+
+    rank: str
+    seconds: Annotated[float, Meta(gt=0, le=1e9)]
+    pool_tokens: Count
+    decode_tokens: Count = 0
+    positions: Count = 0
+    prompts: Count = 0
+    prompt_tokens: Count = 0
+    starts: Count = 0
+
+
 class RoutingReport(msgspec.Struct, frozen=True, kw_only=True, tag="routing"):
     """Where an attention rank's tokens went of late. Arrays are little-endian bytes.
 
@@ -158,6 +174,12 @@ class PlacementOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome")
 
 
 ToPlanner = (
-    PlanQuery | BatchReport | ExpertReport | RoutingReport | PlacementHeld | PlacementOutcome
+    PlanQuery
+    | BatchReport
+    | ExpertReport
+    | TrafficReport
+    | RoutingReport
+    | PlacementHeld
+    | PlacementOutcome
 )
 FromPlanner = PlanAnswer | ModelsChanged | PlacementProposal

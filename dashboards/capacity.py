@@ -34,7 +34,57 @@ _RESOURCES = busiest()
 _PREDICTED, _MEASURED = metrics.PLAN_PREDICTED.name, metrics.PLAN_MEASURED.name
 _OK = f'{metrics.REQUESTS.name}{{outcome="ok", {OF_CLUSTER}}}'
 
+_ANSWERED = f"sum by (pipeline) (rate({_OK}[1m]))"
+_USED = f"avg by (pipeline) ({metrics.CAPACITY_USED.name}{{{OF_CLUSTER}}} > 0)"
+HEADROOM = f"clamp_min({_ANSWERED} * on (pipeline) (1 / {_USED} - 1), 0)"
+ONE_MORE = (
+    f"max by (pipeline, kind) ({metrics.CAPACITY_GAIN.name}{{{OF_CLUSTER}}}) * on (pipeline) "
+    f"group_left () ({_ANSWERED} / on (pipeline) {_USED})"
+)
+
 ROWS = (
+    Row(
+        "How much more",
+        (
+            Drawn(
+                "Headroom",
+                "reqps",
+                "Requests per second that could come beyond those of now, if they are as those of "
+                "the last minute: by the planner's model of the measured stage times, at batches "
+                "as full as they may be.",
+                (Query(HEADROOM, "{{pipeline}}"),),
+                warn=1.0,
+                bad=0.1,
+                is_stat=True,
+            ),
+            Drawn(
+                "One more rank would add",
+                "reqps",
+                "Requests per second, by the kind of the rank: what the whole could then do, less "
+                "what it can now. The kind that adds most is the one to buy.",
+                (Query(ONE_MORE, "{{kind}}"),),
+                is_stat=True,
+            ),
+            Drawn(
+                "Recommended split",
+                "short",
+                "Of as many attention and expert ranks as now, how many of each would do most of "
+                "the traffic of late; and how many there are. Memory is not looked at.",
+                (
+                    Query(
+                        f"max by (group) ({metrics.CAPACITY_RANKS.name}{{{OF_CLUSTER}}})",
+                        "{{group}}, recommended",
+                    ),
+                    Query(
+                        f'count by (group) ({metrics.RANK_BUSY.name}{{group=~"attention|expert", '
+                        f"{OF_CLUSTER}}})",
+                        "{{group}}, now",
+                    ),
+                ),
+                is_stat=True,
+            ),
+        ),
+    ),
     Row(
         "At a glance",
         (

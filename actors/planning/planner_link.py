@@ -37,6 +37,7 @@ from contracts.planning import (
     PlanQuery,
     RoutingReport,
     ToPlanner,
+    TrafficReport,
 )
 from planner.online.buckets import Bucket, bucket_of
 
@@ -49,7 +50,8 @@ MAX_OUTSTANDING = 2  # questions; while so many wait, the latest as many more ar
 MAX_PLANS = 4096
 MAX_BUFFERED_BYTES = 1 << 20  # reports are dropped while this much has not left
 
-MakeReport = Callable[[], BatchReport | ExpertReport | RoutingReport | PlacementOutcome | None]
+Report = BatchReport | ExpertReport | TrafficReport | RoutingReport | PlacementOutcome
+MakeReport = Callable[[], Report | None]
 
 
 class Placing(NamedTuple):

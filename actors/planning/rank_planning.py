@@ -22,6 +22,7 @@ from actors.planning.stage_report import (
     micro_batch_times,
     transfer_times,
 )
+from actors.planning.traffic_count import TrafficCount
 from actors.telemetry.telemetry import Telemetry
 from actors.wire.client_server import FromClient
 from contracts import metrics
@@ -55,9 +56,10 @@ class RankPlanning(Observer):
         upcoming: Callable[[], Iterable[Batch]],
         clock: Clock,
         telemetry: Telemetry,
+        pool_tokens: int = 0,
     ) -> None:
         """`chunk_cost(start, stop)`: as the executor's, which cuts batches by it. upcoming: what
-        would come next, while a batch runs."""
+        would come next, while a batch runs. pool_tokens: that the rank's KV pool holds."""
         self.batches: Counter[str] = Counter()
         self.chosen: Counter[str] = Counter()
         self._spec = spec
@@ -73,6 +75,7 @@ class RankPlanning(Observer):
         self._running: dict[int, _Running] = {}  # by the batch's number
         self._recorded: int | None = None  # the batch that is
         self._said: str = Absence.OFF
+        self._traffic = TrafficCount(spec.name, pool_tokens, clock)
 
     @property
     def state(self) -> str:
@@ -146,6 +149,9 @@ class RankPlanning(Observer):
     def completed(self, batch: ScheduledBatch) -> None:
         """The batch has run: what was recorded of it is told, on the link's thread."""
         running = self._running.pop(batch.number, None)
+        traffic = self._traffic.add(batch)
+        if self._link is not None and traffic is not None:
+            self._link.report(lambda: traffic)
         if self._recorded != batch.number:
             return
         self._recorded, spans = None, self._recorder.end()

@@ -72,6 +72,7 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
         upcoming=lambda: scheduler.upcoming(_next_forms(config.priority, scheduler)),
         clock=monotonic_s,
         telemetry=telemetry,
+        pool_tokens=blocks.num_blocks * config.kv.block_tokens,
     )
     endpoint = rank_endpoint(spec, half.device, monotonic_s)
     spans = config.trace.spans

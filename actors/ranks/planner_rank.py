@@ -21,6 +21,7 @@ import msgspec
 from actors.channels.door import Door
 from actors.channels.handshake import Identity, Remote
 from actors.planning.model_shape import shape_of
+from actors.ranks.planner_capacity import PlannerCapacity
 from actors.ranks.planner_placement import PlannerPlacement
 from actors.ranks.rank import Rank
 from actors.telemetry.telemetry import Telemetry
@@ -44,6 +45,7 @@ from contracts.planning import (
     PlanQuery,
     RoutingReport,
     ToPlanner,
+    TrafficReport,
 )
 from contracts.worker import RankReady, WorkerSpec
 from models.spec.model import ModelSpec
@@ -94,7 +96,8 @@ class PlannerService:
             self.plan_metrics.telemetry,
             self._send,
         )
-        self._watching: asyncio.Task[None] | None = None
+        self._capacity = PlannerCapacity(spec, self._planner, self.plan_metrics.telemetry)
+        self._watching: list[asyncio.Task[None]] = []
         self._answered, self._told = 0, self._planner.version
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -145,12 +148,15 @@ class PlannerService:
 
     async def _listen(self) -> str:
         self._door = Door(self._identity, answer=_only_ranks, serve=self._serve)
-        self._watching = asyncio.create_task(self._placement.watch(self._loop))
+        self._watching = [
+            asyncio.create_task(self._placement.watch(self._loop)),
+            asyncio.create_task(self._capacity.watch()),
+        ]
         return self._door.open(self._spec.host)
 
     async def _close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
+        for watching in self._watching:
+            watching.cancel()
         await self._door.close(STOP_DEADLINE_S / 2)
 
     async def _serve(
@@ -174,6 +180,8 @@ class PlannerService:
         match message:
             case PlanQuery():
                 self._write(writer, self._answer(message))
+            case TrafficReport():
+                self._capacity.take(message)
             case RoutingReport():
                 self._placement.take_routing(message)
             case PlacementHeld():
@@ -193,6 +201,7 @@ class PlannerService:
         predicted_ms = self._planner.predict_ms(report.plan, batches)
         self.plan_metrics.show(report, predicted_ms)
         self._planner.observe_batch(report)
+        self._capacity.take_batch(report)
 
     def _tell_version(self) -> None:
         self._told = self._planner.version

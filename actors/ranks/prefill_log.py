@@ -6,10 +6,12 @@ from actors.batching.observer import Observer, Serving
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager
+from actors.ranks.batch_timing import BatchTiming
 from actors.ranks.worker_log import WorkerLog
 from actors.telemetry.rank_metrics import RankMetrics
 from actors.wire.client_server import FromClient, Joined
 from contracts import metrics
+from contracts.clock import monotonic_s
 from contracts.errors import RequestError
 from contracts.messages import Event, Submit
 from contracts.routing import Calibration, Prompt, RequestKey
@@ -39,6 +41,8 @@ class PrefillLog(Observer):
         self._saturation = saturation_of(spec.config.prefill, max_context_tokens)
         self._readers: set[int] = set()
         self._computed_flops = 0
+        self._timing = BatchTiming(spec, work, monotonic_s)
+        self._timing.show(telemetry)
         self._loop: Serving
 
     def calibrated(self, calibration: Calibration) -> None:
@@ -77,11 +81,16 @@ class PrefillLog(Observer):
         self._log.accepted(Prompt(key, sequence.prompt_tokens, hashes, sequence.submit.priority))
 
     def formed(self, batch: ScheduledBatch) -> None:
+        self._timing.formed(batch)
         for chunk in batch.chunks:
             self._computed_flops += self._work(chunk.start, chunk.stop)
             self._advance(chunk.sequence, chunk.start, chunk.stop)
 
+    def dropped(self, batch: ScheduledBatch) -> None:
+        self._timing.dropped(batch)
+
     def completed(self, batch: ScheduledBatch) -> None:
+        self._timing.completed(batch)
         for chunk in batch.chunks:
             self._advance(chunk.sequence, chunk.stop)
         stored, evicted = self._blocks.take_changes()

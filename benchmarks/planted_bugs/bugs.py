@@ -19,6 +19,7 @@ class Bug(NamedTuple):
         return self.name.partition(":")[0]
 
 
+_CAPACITY = ("tests/property/test_capacity.py",)
 _KEYS = ("tests/unit/cluster/api/test_keys_file.py",)
 _SCHEDULER = ("tests/unit/actors/batching/test_scheduler.py",)
 _BOOKS = ("tests/property/test_block_manager.py", "tests/property/test_block_contents.py")
@@ -1017,5 +1018,33 @@ BUGS: tuple[Bug, ...] = (
         "    if unknown is None:\n        ours",
         "    if True:\n        ours",
         _KEYS,
+    ),
+    Bug(
+        "capacity: another expert rank leaves the others their experts",
+        "planner/costs/resized.py",
+        "stages.expert.beta_ms * pairs",
+        "stages.expert.beta_ms",
+        _CAPACITY,
+    ),
+    Bug(
+        "capacity: launches are shared by no more tokens than now",
+        "planner/online/capacity.py",
+        "rows = max(1, math.floor(most))",
+        "rows = 1",
+        _CAPACITY,
+    ),
+    Bug(
+        "capacity: idle ranks do not count",
+        "planner/online/capacity.py",
+        "share = inside_s / report.seconds / window_s / attention_ranks",
+        "share = inside_s / report.seconds / window_s",
+        _CAPACITY,
+    ),
+    Bug(
+        "counts: a rank that has gone is not missed",
+        "dashboards/rules.py",
+        "unless {per_rank} ({busy})",
+        "unless {per_rank} (last_over_time({busy}[{ten}]))",
+        ("tests/unit/dashboards/test_rules.py",),
     ),
 )

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from contracts.hardware import AttentionCost, Hardware
@@ -25,6 +26,7 @@ from planner.costs.model_shape import (
     layer_mean_work,
 )
 from planner.costs.refit import LEAST_MS, OnlineLinear
+from planner.costs.resized import resized
 from planner.costs.routing_shape import Spread, uniform_spread
 from planner.costs.stages import Linear, PlanSpec, StageModels
 from planner.findep.batch_plan import ChunkTime
@@ -263,6 +265,24 @@ class OnlineModels:
             max_samples=setup.max_batch_tokens,
             max_r2=MAX_TOKEN_GROUPS,
             has_shared=setup.shape.num_shared_experts > 0,
+        )
+
+    def spec_of(self, attention_ranks: int, expert_ranks: int) -> PlanSpec | None:
+        """The same for a group of another size; None while a stage is cold, or where there are more
+        expert ranks than experts."""
+        spec, shape = self.spec(), self._setup.shape
+        if spec is None or not 1 <= expert_ranks <= shape.num_experts or attention_ranks < 1:
+            return None
+        then = Deployment(
+            attention_ranks=attention_ranks, expert_ranks=expert_ranks, sequence_tokens=1
+        )
+        tokens = tokens_per_expert(shape, then)
+        if tokens * spec.max_samples < 1:  # not one token for each expert, whatever is batched
+            return None
+        return msgspec.structs.replace(
+            spec,
+            stages=resized(spec.stages, shape, _one_token(self._setup), then),
+            tokens_per_expert_per_sample=tokens,
         )
 
     def _add(self, stage: SizedStage, times: Iterable[RowsTime], senders: float) -> None:

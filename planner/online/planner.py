@@ -26,6 +26,7 @@ from planner.findep.recurrence import makespan_ms
 from planner.findep.schedule import Piece, schedule_of_pieces
 from planner.findep.solver import PlannedBatch
 from planner.online.buckets import Bucket, bucket_of
+from planner.online.capacity import Group, others
 from planner.online.models import Chunks, OnlineModels, OnlineSetup
 from planner.online.trial import Trial
 
@@ -61,6 +62,7 @@ class OnlinePlanner:
         self._known: OrderedDict[Bucket, PlannedBatch] = OrderedDict()
         self._reference = _reference_times(self._models)
         self._reports = 0
+        self._alone = OnlineLinear(Linear(0.0, 1.0), _EVEN)
 
     @property
     def believes_file(self) -> bool:
@@ -149,6 +151,24 @@ class OnlinePlanner:
         """As `OnlineModels.unit_ms`, of the models that are believed."""
         return self._models.unit_ms()
 
+    def group(self) -> Group:
+        """For `capacity`: by the models that are believed."""
+        ag, eg, models = self._setup.attention_ranks, self._setup.expert_ranks, self._models
+        specs = {ranks: models.spec_of(*ranks) for ranks in [(ag, eg), *others(ag, eg)]}
+        known = {ranks: spec for ranks, spec in specs.items() if spec is not None}
+        line = self._alone.model
+        return Group(ag, eg, known, models.attention.chunk_time(), lambda ms: max(0.0, line.at(ms)))
+
+    def observe_alone(self, report: BatchReport) -> None:
+        """Takes a batch that ran while other ranks left the experts to it: what no stage model has
+        (logits, sampling) is learned from it for `group`. Of other batches it would be learned
+        together with the others' work, which the models of a full group have already."""
+        spec = self._models.spec_of(1, self._setup.expert_ranks)
+        batches = [times.batch for times in report.micro_batches]
+        alone_ms = _replayed_ms(self._models, report.plan, batches, spec)
+        if alone_ms is not None:
+            self._alone.update(alone_ms, report.measured_ms)
+
     def _count_report(self) -> None:
         self._reports += 1
         self._look_at_drift(least_reports=REPORTS_BETWEEN)
@@ -178,9 +198,15 @@ class _View(NamedTuple):
             self.line.update(replayed_ms, measured_ms)
 
 
-def _replayed_ms(models: OnlineModels, plan: Plan, micro_batches: Sequence[Chunks]) -> float | None:
-    """The makespan of a plan on these micro-batches; None while a stage is cold."""
-    spec = models.spec()
+def _replayed_ms(
+    models: OnlineModels,
+    plan: Plan,
+    micro_batches: Sequence[Chunks],
+    spec: PlanSpec | None = None,
+) -> float | None:
+    """The makespan of a plan on these micro-batches; None while a stage is cold. spec: None: that
+    of the group as it is."""
+    spec = spec or models.spec()
     if spec is None:
         return None
     chunk_ms = models.attention.chunk_time()

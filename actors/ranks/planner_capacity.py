@@ -1,0 +1,69 @@
+"""What the planner says of a group's capacity: how much of it is used, what limits it, and what
+another rank would add. docs/design/planner.md has the model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from actors.telemetry.telemetry import Telemetry
+from contracts import metrics
+from contracts.clock import monotonic_s
+from contracts.logs import event
+from contracts.metrics import Pipeline
+from contracts.planning import BatchReport, TrafficReport
+from contracts.worker import Group, WorkerSpec
+from planner.online.capacity import Traffic, capacity
+from planner.online.planner import OnlinePlanner
+
+log = logging.getLogger("tandem.planner")
+
+PERIOD_S = 15.0  # a large group is priced in a third of a second
+ALONE = 0.5  # used up to here, a batch mostly has the experts to itself
+
+
+class PlannerCapacity:
+    """Owned by the planner's service thread; what takes long is computed in another."""
+
+    def __init__(self, spec: WorkerSpec, planner: OnlinePlanner, telemetry: Telemetry) -> None:
+        self._spec, self._planner, self._telemetry = spec, planner, telemetry
+        self._traffic = Traffic(spec.config.schedule.max_batch_sequences)
+        self._used_fraction = 0.0
+
+    def take(self, report: TrafficReport) -> None:
+        self._traffic.add(report, monotonic_s())
+
+    def take_batch(self, report: BatchReport) -> None:
+        if self._spec.attention_ranks == 1 or self._used_fraction < ALONE:
+            self._planner.observe_alone(report)
+
+    async def watch(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            await self.show(monotonic_s())
+
+    async def show(self, now_s: float) -> None:
+        """As the last minute was. While nothing comes nothing is used, and the rest stays."""
+        telemetry = self._telemetry
+        mix = self._traffic.mix(now_s, self._spec.attention_ranks)
+        if mix.is_empty:
+            telemetry.set(metrics.CAPACITY_USED, Pipeline.GENERATION, self._spec.name, to=0.0)
+            return
+        try:
+            found = await asyncio.to_thread(capacity, self._planner.group(), mix)
+        except ValueError as error:  # a rank has said what cannot be
+            event(log, "capacity_unknown", logging.WARNING, reason=error)
+            return
+        if found is None:
+            return
+        self._used_fraction = found.used_fraction
+        telemetry.set(
+            metrics.CAPACITY_USED, Pipeline.GENERATION, self._spec.name, to=found.used_fraction
+        )
+        for kind, gain in found.gains.items():
+            telemetry.set(metrics.CAPACITY_GAIN, Pipeline.GENERATION, kind, to=gain)
+        for resource, in_use in found.in_use.items():
+            telemetry.set(metrics.CAPACITY_IN_USE, resource, to=in_use)
+        for group, ranks in zip((Group.ATTENTION, Group.EXPERT), found.best, strict=True):
+            telemetry.set(metrics.CAPACITY_RANKS, group, to=ranks)

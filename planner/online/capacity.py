@@ -1,0 +1,229 @@
+"""How much more of the traffic of late a running group would do, and what another rank would add:
+by its own stage models, as measured.
+
+    traffic of the last minute -> mix of a second of one attention rank
+    mix -> the fullest batch of it -> its makespan under the best plan -> seconds of mix per second
+
+At the knee a batch is as full as memory and limits let it be, so that launches are shared by more
+tokens than now: a busy fraction does not tell it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from contracts.planning import TrafficReport
+from planner.costs.stages import PlanSpec
+from planner.findep.batch_plan import ChunkTime, NewTokens, plan_batch
+from planner.findep.solver import PlannedBatch
+
+WINDOW_S = 60.0
+MAX_DEVICES = 16  # of which all splits are looked at; of more, those near the present one
+_NEAR = 4
+
+
+class Mix(NamedTuple):
+    """Of one attention rank, a second. positions: sum of where decoded tokens stand. prompts:
+    chunks of prompts; starts: sum of the tokens before them. sequences: most that run at once."""
+
+    decode_tokens: float
+    positions: float
+    prompts: float
+    prompt_tokens: float
+    starts: float
+    sequences: int
+
+    @property
+    def is_empty(self) -> bool:
+        return self.decode_tokens <= 0 and self.prompts <= 0
+
+
+class Capacity(NamedTuple):
+    """used: what comes over what could come, of the same mix. gains: by kind, what one more rank
+    would add, as a fraction of what could come now. in_use: at the knee, by resource. best: of the
+    same devices, (attention ranks, expert ranks)."""
+
+    used_fraction: float
+    gains: Mapping[str, float]
+    in_use: Mapping[str, float]
+    best: tuple[int, int]
+
+
+class Traffic:
+    """What attention ranks have run in the last WINDOW_S, as they report it."""
+
+    def __init__(self, max_sequences: int) -> None:
+        """max_sequences: of a batch."""
+        self._max_sequences = max_sequences
+        self._reports: dict[str, deque[tuple[float, TrafficReport]]] = {}
+
+    def add(self, report: TrafficReport, now_s: float) -> None:
+        self._reports.setdefault(report.rank, deque(maxlen=1024)).append((now_s, report))
+
+    def mix(self, now_s: float, attention_ranks: int) -> Mix:
+        """The mean over all attention ranks, those that are idle too."""
+        sums = [0.0] * 5
+        pool_tokens = 0
+        for reports in self._reports.values():
+            while reports and reports[0][0] <= now_s - WINDOW_S:
+                reports.popleft()
+            if not reports:
+                continue
+            ended_s, first = reports[0]
+            window_s = min(WINDOW_S, now_s - (ended_s - first.seconds))
+            for end_s, report in reports:
+                inside_s = min(report.seconds, end_s - (now_s - window_s))
+                share = inside_s / report.seconds / window_s / attention_ranks
+                for index, amount in enumerate(_amounts(report)):
+                    sums[index] += share * amount
+            pool_tokens = reports[-1][1].pool_tokens
+        decode_tokens, positions, prompts, prompt_tokens, starts = sums
+        context = max(1.0, positions / decode_tokens if decode_tokens else 1.0)
+        sequences = min(self._max_sequences, max(1, math.floor(pool_tokens / context)))
+        return Mix(decode_tokens, positions, prompts, prompt_tokens, starts, sequences)
+
+
+def _amounts(report: TrafficReport) -> tuple[int, ...]:
+    return (
+        report.decode_tokens,
+        report.positions,
+        report.prompts,
+        report.prompt_tokens,
+        report.starts,
+    )
+
+
+class Group(NamedTuple):
+    """A running group as the planner knows it, frozen: another thread may work on it. specs: by
+    (attention ranks, expert ranks), one token a sample, as far as that can be said. expected_ms: of
+    a makespan by these models, what it turns out to be."""
+
+    attention_ranks: int
+    expert_ranks: int
+    specs: Mapping[tuple[int, int], PlanSpec]
+    chunk_ms: ChunkTime
+    expected_ms: Callable[[float], float]
+
+
+def capacity(group: Group, mix: Mix) -> Capacity | None:
+    """None while a stage is cold, or nothing has come. Raises ValueError for a mix that no stage
+    model can price."""
+    ag, eg = group.attention_ranks, group.expert_ranks
+    now = _knee(group, mix, ag, eg)
+    if now is None:
+        return None
+    gains = {}
+    for kind, more in (("attention", (ag + 1, eg)), ("expert", (ag, eg + 1))):
+        then = _knee(group, mix, *more)
+        if then is not None:
+            gains[kind] = _whole(then, more[0]) / _whole(now, ag) - 1
+    splits = {(ag, eg): _whole(now, ag)}
+    for ranks in _splits(ag, eg):
+        other = _knee(group, mix, *ranks)
+        if other is not None:
+            splits[ranks] = _whole(other, ranks[0])
+    best = max(splits, key=lambda ranks: splits[ranks])
+    return Capacity(1 / now.mix_s_per_s, gains, now.in_use, best)
+
+
+class _Knee(NamedTuple):
+    mix_s_per_s: float  # seconds of the mix of one attention rank that each does in one
+    in_use: dict[str, float]
+
+
+def _whole(knee: _Knee, attention_ranks: int) -> float:
+    return knee.mix_s_per_s * attention_ranks
+
+
+def others(ag: int, eg: int) -> list[tuple[int, int]]:
+    """Sizes of group that `capacity` looks at beside the present one."""
+    return [(ag + 1, eg), (ag, eg + 1), *_splits(ag, eg)]
+
+
+def _splits(ag: int, eg: int) -> list[tuple[int, int]]:
+    devices = ag + eg
+    ranks = range(1, devices)
+    if devices > MAX_DEVICES:
+        ranks = range(max(1, ag - _NEAR), min(devices, ag + _NEAR + 1))
+    return [(each, devices - each) for each in ranks if each != ag]
+
+
+def _knee(group: Group, mix: Mix, ag: int, eg: int) -> _Knee | None:
+    spec = group.specs.get((ag, eg))
+    if spec is None or mix.is_empty:
+        return None
+    rows, prompts, mix_s = _fullest(mix, spec.max_samples)
+    whole, part = math.floor(prompts), prompts - math.floor(prompts)
+    less = _batch(group, spec, mix, rows, whole)
+    more = _batch(group, spec, mix, rows, whole + 1) if part > 0 else less
+    if less is None and more is None:
+        return None
+    idle = PlannedBatchTime(0.0, {})
+    ms = (1 - part) * (less or idle).ms + part * (more or idle).ms
+    return _Knee(1e3 * mix_s / ms, (more or less or idle).in_use)
+
+
+def _fullest(mix: Mix, max_tokens: int) -> tuple[int, float, float]:
+    """Of the fullest batch of the mix: rows that decode, chunks of prompts, seconds of the mix."""
+    if mix.decode_tokens > 0:
+        tokens_per_row = 1 + mix.prompt_tokens / mix.decode_tokens
+        sequences_per_row = 1 + mix.prompts / mix.decode_tokens
+        most = min(mix.sequences / sequences_per_row, max_tokens / tokens_per_row)
+        rows = max(1, math.floor(most))
+        mix_s = rows / mix.decode_tokens
+        return rows, mix_s * mix.prompts, mix_s
+    tokens_per_chunk = max(1.0, mix.prompt_tokens / mix.prompts)
+    chunks = min(mix.sequences, max(1, math.floor(max_tokens / tokens_per_chunk)))
+    return 0, float(chunks), chunks / mix.prompts
+
+
+class PlannedBatchTime(NamedTuple):
+    """in_use: parts of its time in which a resource is."""
+
+    ms: float
+    in_use: dict[str, float]
+
+
+def _batch(
+    group: Group, spec: PlanSpec, mix: Mix, rows: int, prompts: int
+) -> PlannedBatchTime | None:
+    """Under its best plan; None for an empty batch."""
+    batch = [NewTokens(at, at + 1) for at in [_mean(mix.positions, mix.decode_tokens)] * rows]
+    start, new = _mean(mix.starts, mix.prompts), max(1, _mean(mix.prompt_tokens, mix.prompts))
+    room = spec.max_samples - rows
+    batch += [NewTokens(start, start + new)] * min(prompts, room // new)
+    if prompts and room // new < prompts and room > 0:  # rounding, or a chunk as large as a batch
+        batch.append(NewTokens(start, start + max(1, min(new, room % new))))
+    if not batch:
+        return None
+    planned = plan_batch(spec, batch, group.chunk_ms)
+    ms = group.expected_ms(planned.makespan_ms)
+    return PlannedBatchTime(ms, _in_use(group, spec, batch, planned))
+
+
+def _in_use(
+    group: Group, spec: PlanSpec, batch: list[NewTokens], planned: PlannedBatch
+) -> dict[str, float]:
+    tokens = sum(stop - start for start, stop in batch)
+    plan, stages = planned.plan, spec.stages
+    calls, me = plan.r1 * plan.r2, spec.me(tokens, 1)
+    layer_ms = planned.makespan_ms / spec.num_layers
+    attention_ms = plan.r1 * stages.attention.alpha_ms
+    attention_ms += sum(group.chunk_ms(start, stop) for start, stop in batch)
+    attention_ms += plan.r1 * spec.shared.alpha_ms + spec.shared.beta_ms * tokens
+    busy_ms = {"attention": attention_ms} | {
+        name: calls * stage.alpha_ms + stage.beta_ms * me
+        for name, stage in (
+            ("experts", stages.expert),
+            ("a2e", stages.a2e),
+            ("e2a", stages.e2a),
+        )
+    }
+    return {name: min(1.0, ms / layer_ms) for name, ms in busy_ms.items()}
+
+
+def _mean(total: float, count: float) -> int:
+    return round(total / count) if count > 0 else 0

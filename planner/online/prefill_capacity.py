@@ -1,0 +1,67 @@
+"""How much more of the work of late a prefill worker would do, by its own batches' times.
+
+A batch takes alpha + beta * FLOPs: alpha is launches, and what transfers no computation hides. At
+the knee a batch is as full as it may be, so that its FLOPs per second are more than now.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from planner.costs.refit import OnlineLinear
+from planner.costs.stages import Linear
+
+WINDOW_S = 60.0
+COLD_BATCHES = 8
+_UNIT = 1e9  # FLOPs, so that neither coefficient is tiny
+
+
+class Batch(NamedTuple):
+    """One that ran by itself, or not (ms None: what it took is not its own)."""
+
+    ended_s: float
+    flops: float
+    tokens: int
+    sequences: int
+    ms: float | None
+
+
+class PrefillCapacity:
+    """Of one worker; owned by one thread, but for `used_fraction`, which any may call."""
+
+    def __init__(self, *, max_tokens: int, max_sequences: int, started_s: float) -> None:
+        """Of a batch."""
+        self._max_tokens, self._max_sequences = max_tokens, max_sequences
+        self._started_s = started_s
+        self._batches: deque[Batch] = deque(maxlen=16_384)
+        self._model: OnlineLinear | None = None
+        self._timed: list[tuple[float, float]] = []
+
+    def add(self, batch: Batch) -> None:
+        self._batches.append(batch)
+        if batch.ms is None or batch.ms <= 0:
+            return
+        x = batch.flops / _UNIT
+        if self._model is not None:
+            self._model.update(x, batch.ms)
+            return
+        self._timed.append((x, batch.ms))
+        if len(self._timed) == COLD_BATCHES:
+            mean_x = sum(x for x, _ in self._timed) / COLD_BATCHES
+            mean_ms = sum(ms for _, ms in self._timed) / COLD_BATCHES
+            self._model = OnlineLinear(Linear(0.0, mean_ms / mean_x), mean_x, prior_samples=1)
+            for x, ms in self._timed:
+                self._model.update(x, ms)
+
+    def used_fraction(self, now_s: float) -> float:
+        """What came in the last minute over what could; 0 while that is not known."""
+        window_s = min(WINDOW_S, now_s - self._started_s)
+        late = [batch for batch in list(self._batches) if batch.ended_s > now_s - window_s]
+        if not late or self._model is None or window_s <= 0:
+            return 0.0
+        flops, tokens = sum(b.flops for b in late), sum(b.tokens for b in late)
+        sequences = sum(b.sequences for b in late)
+        full = min(self._max_tokens / tokens, self._max_sequences / sequences)  # of all that came
+        full_ms = self._model.model.at(full * flops / _UNIT)
+        return full_ms / full / (1e3 * window_s)

@@ -1,0 +1,163 @@
+"""What the planner says of a group's capacity, from light traffic, against groups that serve all
+they can (simulated): how much would go, and what one more rank adds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from contracts.hardware import ExpertCost, Hardware
+from contracts.planning import BatchReport, ExpertReport, TrafficReport
+from planner.costs.cost_model import Deployment
+from planner.costs.resized import resized
+from planner.costs.stages import Linear, StageModels
+from planner.online import capacity as capacities
+from planner.online.capacity import Capacity, capacity
+from planner.online.planner import OnlinePlanner
+from planner.online.prefill_capacity import Batch, PrefillCapacity
+from tests.support.model_shapes import QWEN3_235B, shape
+from tests.support.simulated_group import hardware, setup_of
+from tests.support.simulated_serving import Report, SimulatedServing, Traffic
+
+SHAPE = shape(QWEN3_235B, hidden_size=512, num_hidden_layers=4, num_experts=16)
+MAX_SEQUENCES = 24
+WITHIN = 0.15
+LIGHT = 0.4  # of what would go
+
+
+def machine(expert_slower: float) -> Hardware:
+    """Three times as slow as `hardware()`, its experts even slower: which group limits."""
+    costs = ExpertCost(call_ms=0.3, expert_ms=0.06, ms_per_flop=6e-9 * expert_slower)
+    return msgspec.structs.replace(hardware(slower=3.0), expert=costs)
+
+
+class Case(NamedTuple):
+    ranks: tuple[int, int]
+    expert_slower: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+CASES = {
+    "experts limit": Case((2, 1), 3.0, 32, 16),
+    "attention limits": Case((1, 2), 0.5, 64, 16),
+    "prompts mostly": Case((1, 1), 1.0, 128, 4),
+    "both": Case((2, 2), 2.0, 24, 12),
+}
+
+SLOW = {"attention limits", "both"}
+
+
+def at_most_per_s(case: Case, ranks: tuple[int, int]) -> float:
+    """Under whichever of some plans does most."""
+    return max(_under(case, ranks, micro_batches) for micro_batches in (1, 2, 4))
+
+
+def _under(case: Case, ranks: tuple[int, int], micro_batches: int) -> float:
+    world = SimulatedServing(
+        SHAPE,
+        machine(case.expert_slower),
+        ranks,
+        Traffic(case.prompt_tokens, case.output_tokens, None),
+        max_sequences=MAX_SEQUENCES,
+        most_micro_batches=micro_batches,
+    )
+    world.run(15.0)
+    return world.run(30.0)
+
+
+def said_of_light_traffic(case: Case, per_s: float) -> Capacity:
+    ag, eg = case.ranks
+    planner = OnlinePlanner(setup_of(SHAPE, None, attention_ranks=ag, expert_ranks=eg))
+    seen = capacities.Traffic(MAX_SEQUENCES)
+
+    def report(what: Report, now_s: float) -> None:
+        if isinstance(what, TrafficReport):
+            seen.add(what, now_s)
+        elif isinstance(what, ExpertReport):
+            planner.observe_experts(what)
+        elif isinstance(what, BatchReport):
+            planner.observe_batch(what)
+            planner.observe_alone(what)
+
+    traffic = Traffic(case.prompt_tokens, case.output_tokens, per_s)
+    world = SimulatedServing(
+        SHAPE,
+        machine(case.expert_slower),
+        case.ranks,
+        traffic,
+        max_sequences=MAX_SEQUENCES,
+        report=report,
+    )
+    world.run(20.0)
+    found = capacity(planner.group(), seen.mix(world.now_ms / 1e3, ag))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES],
+)
+def test_headroom_and_what_one_more_rank_adds_are_true(name: str) -> None:
+    case = CASES[name]
+    ag, eg = case.ranks
+    now = at_most_per_s(case, case.ranks)
+    per_s = LIGHT * now
+    found = said_of_light_traffic(case, per_s)
+    assert per_s / found.used_fraction == pytest.approx(now, rel=WITHIN)
+    for kind, ranks in (("attention", (ag + 1, eg)), ("expert", (ag, eg + 1))):
+        then = at_most_per_s(case, ranks)
+        assert now * (1 + found.gains[kind]) == pytest.approx(then, rel=WITHIN)
+
+
+def test_a_group_of_its_own_size_is_as_it_is_and_a_larger_one_has_less_to_do_each() -> None:
+    model = StageModels(
+        attention=Linear(1.0, 2.0),
+        expert=Linear(0.5, 4.0),
+        a2e=Linear(0.1, 1.0),
+        e2a=Linear(0.1, 1.0),
+    )
+    now = Deployment(attention_ranks=2, expert_ranks=2, sequence_tokens=1)
+    assert resized(model, SHAPE, now, now) == model
+    more = Deployment(attention_ranks=2, expert_ranks=4, sequence_tokens=1)
+    then = resized(model, SHAPE, now, more)
+    assert then.expert == Linear(0.25, 2.0)
+    assert then.attention == model.attention
+
+
+def test_a_rank_that_is_idle_counts_and_what_is_over_a_minute_old_does_not() -> None:
+    seen = capacities.Traffic(64)
+    told = TrafficReport(
+        rank="attention-0", seconds=10.0, pool_tokens=1000, decode_tokens=100, positions=10_000
+    )
+    seen.add(told, 10.0)
+    mix = seen.mix(10.0, attention_ranks=2)
+    assert mix.decode_tokens == pytest.approx(5.0)
+    assert mix.sequences == 10  # of 100 tokens each
+    assert seen.mix(40.0, attention_ranks=2).decode_tokens == pytest.approx(1.25)
+    assert seen.mix(71.0, attention_ranks=2).is_empty
+
+
+def test_what_a_rank_cannot_have_run_is_an_error_and_no_division_by_zero() -> None:
+    planner = OnlinePlanner(setup_of(SHAPE, hardware()))
+    seen = capacities.Traffic(64)
+    seen.add(TrafficReport(rank="a", seconds=1.0, pool_tokens=0, prompts=5), 1.0)
+    assert capacity(planner.group(), seen.mix(1.0, 1)) is not None
+
+
+def test_a_prefill_worker_foretells_full_batches_from_small_ones() -> None:
+    def ms(flops: float) -> float:
+        return 20.0 + 10.0 * flops / 1e9
+
+    worker = PrefillCapacity(max_tokens=4096, max_sequences=256, started_s=0.0)
+    for number in range(1, 61):  # one a second, of one to three prompts of 128 tokens, 1 GFLOP each
+        prompts = number % 3 + 1
+        worker.add(Batch(float(number), prompts * 1e9, 128 * prompts, prompts, ms(prompts * 1e9)))
+    prompts_per_s = 2.0
+    full = 4096 / 128
+    at_most_per_s = 1e3 * full / ms(full * 1e9)
+    assert worker.used_fraction(60.0) == pytest.approx(prompts_per_s / at_most_per_s, rel=0.05)
+    assert worker.used_fraction(121.0) == 0.0
