@@ -40,7 +40,7 @@ from tests.support.tiny_models import prompts
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 Checkpoints = Callable[..., Path]
 EXPERTS = ("expert-0", "expert-1")
-FAST, SLOW = 1e9, 1e5  # bytes a second: at once; some seconds
+FAST, SLOW = 1e9, 3e5  # bytes a second: at once; two seconds
 PROMPTS = prompts(5, [20, 31, 9])
 
 
@@ -119,7 +119,7 @@ def own(spec: ModelSpec, generation: int, rank: int) -> int:
 def test_a_load_that_takes_too_long_ends_at_its_deadline_everywhere(
     deep: Path, right: list[list[int]]
 ) -> None:
-    with threads(deep, **config(SLOW / 100, deadline_s=0.5)) as (planner, group):
+    with threads(deep, **config(SLOW / 300, deadline_s=0.5)) as (planner, group):
         before = [placed(rank.status()) for rank in group.experts]
         with group.client(0) as first, group.client(1) as second:
             planner.propose(another(read_spec(deep), 1))
@@ -277,7 +277,7 @@ def test_a_planner_that_proposes_again_and_again_is_told_what_is_under_way(
     deep: Path, right: list[list[int]]
 ) -> None:
     spec = read_spec(deep)
-    with threads(deep, **config(SLOW * 20)) as (planner, group), group.client() as client:
+    with threads(deep, **config(7 * SLOW)) as (planner, group), group.client() as client:
         for generation in range(1, 30):
             planner.propose(another(spec, generation), EXPERTS[generation % 2])
             planner.propose(another(spec, generation), EXPERTS[1 - generation % 2])
@@ -348,7 +348,7 @@ class Moves:
         self._spec = read_spec(folder)
 
     def round(self, moves: int) -> None:
-        with processes(self._folder, **config(SLOW * 50, deadline_s=20.0)) as (planner, group):
+        with processes(self._folder, **config(17 * SLOW, deadline_s=20.0)) as (planner, group):
             clients = clients_of(group)
             for generation in range(1, moves + 1):
                 asked = [self._ask(client) for client in clients]

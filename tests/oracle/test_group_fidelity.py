@@ -286,9 +286,12 @@ def test_log_probabilities_of_prompt_tokens_equal_the_single_process_path(
             assert found == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"]
+    ("family", "backend"),
+    [
+        *(("qwen3_moe", "shm"), ("mixtral", "tcp"), ("deepseek_v2", "shm")),
+        *(("deepseek_v3", "tcp"), ("gpt_oss", "shm")),  # the channel has no part in what is kept
+    ],
 )
 def test_expert_ranks_that_keep_few_experts_give_the_bits_of_those_that_keep_all(
     tiny_checkpoint: Checkpoints, tmp_path: Path, family: str, backend: str

@@ -29,6 +29,9 @@ from tests.support.bulk_support import (
 
 IN_FLIGHT = 4
 ANSWERABLE = 28  # of `some_records`, those that go to the router
+TORN = st.fixed_dictionaries(
+    {name: st.booleans() for name in ("journal", "ledger.jsonl", "rejected.jsonl")}
+)
 
 
 def some_records() -> list[Record]:
@@ -144,18 +147,20 @@ def test_a_run_killed_at_any_step_on_the_disk_is_completed_by_the_next() -> None
 
 
 @settings(max_examples=25)
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40)), max_size=4), st.data())
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40), TORN), max_size=4))
 def test_runs_killed_and_torn_again_and_again_end_with_the_same_files(
-    kills: list[tuple[int, int]], data: st.DataObject
+    kills: list[tuple[int, int, dict[str, bool]]],
 ) -> None:
+    """What is torn is drawn before anything runs: which journals a kill leaves is a matter of
+    time."""
     records = some_records()
     with temporary() as folder:
         expected = whole_run(folder, records)
     with temporary() as folder:
-        for row, torn_bytes in kills:
+        for row, torn_bytes, torn in kills:
             run_killed(folder, records, row=row)
             for path in sorted(folder.glob("*.jsonl")):
-                if not path.name.startswith("part-") and data.draw(st.booleans()):
+                if torn.get(path.name.partition("-")[0], False):
                     size = path.stat().st_size
                     if path.name == "rejected.jsonl":
                         _append(path, b"x" * torn_bytes)  # more than the ledger knows of
