@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.linear import Linear, Product, rounded_up
-from kernels.steps import Steps, at_once
+from kernels.steps import Steps, at_once, zeroed
 
 RUN_PAIRS = 512  # of some experts, to be computed at once
 
@@ -49,7 +49,7 @@ def expert_steps(
     gate_up_e: D -> 2F, down_e: F -> D. Pairs are sorted by expert: the first counts_e[0] belong to
     expert 0, and so on. Sums are float32, added in that order.
     """
-    out_UD = torch.zeros(x_UD.shape, dtype=torch.float32, device=x_UD.device)
+    out_UD = yield from zeroed(torch.empty_like(x_UD, dtype=torch.float32))
     first = 0
     for experts, counts in _runs_of(counts_e, cut=x_UD.device.type == "cpu"):
         last = first + sum(counts)

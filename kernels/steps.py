@@ -66,3 +66,21 @@ def tile_by_tile(
             yield
     assert out is not None
     return out
+
+
+def added(total_TD: Tensor, part_TD: Tensor) -> Steps[None]:
+    """total += part, tile by tile: where dtypes differ torch makes temporaries, and in memory that
+    is touched for the first time those of a whole batch cost more than a layer's products."""
+    for tile in row_tiles(total_TD):
+        total_TD[tile] += part_TD[tile]
+        if tile.stop < total_TD.shape[0]:
+            yield
+
+
+def zeroed(total_TD: Tensor) -> Steps[Tensor]:
+    """total, zero, tile by tile: touched for the first time a page costs a microsecond or two."""
+    for tile in row_tiles(total_TD):
+        total_TD[tile].zero_()
+        if tile.stop < total_TD.shape[0]:
+            yield
+    return total_TD

@@ -21,7 +21,7 @@ from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
 from kernels.experts import ClampedGate
 from kernels.routing import group_by_expert, local_index
-from kernels.steps import Steps
+from kernels.steps import Steps, added
 from models.decoder.decoder import AttentionHalf
 from models.experts.cached_sum import CachedSum
 from models.experts.expert_cache import ExpertCache
@@ -130,10 +130,10 @@ class CachedPlane:
             if not pending.sum.go_on(self._cache, pending.want):
                 self._wait(_LOOK_S)
             yield
-        hidden_TD.add_(pending.sum.out_UD)
-        self._pending.remove(pending)
+        yield from added(hidden_TD, pending.sum.out_UD)
         if shared_TD is not None:
-            hidden_TD.add_(shared_TD)
+            yield from added(hidden_TD, shared_TD)
+        self._pending.remove(pending)
         if self._ahead is not None:
             self._ahead.ended(pending.key, hidden_TD)
 

@@ -37,7 +37,7 @@ from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
-from kernels.steps import Steps
+from kernels.steps import Steps, added, row_tiles, zeroed
 from models.experts.expert_wants import Guess
 from models.experts.router import Routed
 from models.foresight.foresight import Foresight
@@ -297,21 +297,25 @@ class RemotePlane:
         self._away_s += self._clock() - pending.sent_s - pending.guessed_s
         total_TD = hidden_TD
         if self._placement.ranks > 1 or shared_TD is not None:
-            total_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
+            total_TD = yield from zeroed(torch.empty_like(hidden_TD, dtype=torch.float32))
         for piece in pending.slices:
-            packet = pending.replies.pop((piece.token_group, piece.rank))
+            reply = piece.token_group, piece.rank
+            packet = pending.replies[reply]
             (y_UD,) = packet.tensors
             if piece.rows_U is None:
-                total_TD[piece.start : piece.stop] += y_UD
+                yield from added(total_TD[piece.start : piece.stop], y_UD)
             else:
                 rows_U = _to(piece.rows_U, hidden_TD.device)
-                total_TD.index_add_(0, rows_U, y_UD.to(total_TD.dtype))
+                for tile in row_tiles(y_UD):
+                    total_TD.index_add_(0, rows_U[tile], y_UD[tile].to(total_TD.dtype))
+                    yield
+            del pending.replies[reply]  # not before: what is dropped meanwhile is released
             packet.release()
             yield
         if shared_TD is not None:
-            total_TD += shared_TD
+            yield from added(total_TD, shared_TD)
         if total_TD is not hidden_TD:
-            hidden_TD += total_TD.to(hidden_TD.dtype)
+            yield from _rounded(hidden_TD, total_TD)
         self._forget(pending)
         if self._ahead is not None:
             self._ahead.ended(pending.key, hidden_TD)
@@ -327,6 +331,14 @@ class RemotePlane:
         del self._pending[pending.key.owner]
         if self._following is not None:
             self._following.ended(pending.generation)
+
+
+def _rounded(hidden_TD: Tensor, total_TD: Tensor) -> Steps[None]:
+    """hidden += total, of which the sum is rounded first."""
+    for tile in row_tiles(hidden_TD):
+        hidden_TD[tile] += total_TD[tile].to(hidden_TD.dtype)
+        if tile.stop < hidden_TD.shape[0]:
+            yield
 
 
 def _to(rows_U: np.ndarray, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
 from kernels.device import Pace
 from kernels.routing import local_index
-from kernels.steps import Steps
+from kernels.steps import Steps, added
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_store import ExpertStore
 from models.experts.moe import expert_sum_steps
@@ -106,12 +106,12 @@ class StoredPlane:
         held = self._store.fetch(layer)
         self._note_exposed(pending, start_s)
         sums_TD = yield from expert_sum_steps(pending.routed, held, self._local_of_E)
-        hidden_TD.add_(sums_TD)
+        yield from added(hidden_TD, sums_TD)
+        if shared_TD is not None:
+            yield from added(hidden_TD, shared_TD)
         self._pending.remove(pending)
         if not any(other.key.layer == layer for other in self._pending):
             self._store.release()
-        if shared_TD is not None:
-            hidden_TD.add_(shared_TD)
         self._pace.step()
 
     def drop(self, pending: StoredPending) -> None:

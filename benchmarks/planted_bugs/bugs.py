@@ -614,6 +614,20 @@ BUGS: tuple[Bug, ...] = (
         _YIELDS,
     ),
     Bug(
+        "steps: all pairs of an expert that is kept in a cache are one step",
+        "models/experts/cached_sum.py",
+        "counts[0] = min(RUN_PAIRS, left)",
+        "counts[0] = left",
+        _SUMS,
+    ),
+    Bug(
+        "steps: an expert of which pairs are left is done with",
+        "models/experts/cached_sum.py",
+        "cache.put_back(want, taken)",
+        "cache.done(want, taken)",
+        _SUMS,
+    ),
+    Bug(
         "steps: the output product is one step, however long the batch",
         "models/decoder/attention.py",
         "        for tile in row_tiles(attended_TD):\n",

@@ -1,11 +1,12 @@
-"""How much sooner the LS requests of the paper's run could have their first token at all: modelled
-with pass times that are measured on the ranks.
+"""How much sooner the LS requests of the paper's run could have their first token, and all of
+their answer, whatever the policy: modelled with pass times that are measured on the ranks.
 
 A pass over d decodes and n tokens of prompts is taken to last base + d a + n c. With it the same
-arrivals are played through run to completion, iteration FCFS and iteration priority; and through
-nobody's policy, in which each prompt of LS has the whole machine to itself when it comes: no policy
-is faster, so no ratio can be above that of a baseline to it. Short: as long as a
-measured round. Long: until queues have had their time to grow.
+arrivals are played through run to completion, iteration FCFS and iteration priority; through
+"LS alone", strict priority whose preemption costs nothing: LS batches as if no BE were there; and
+through nobody's policy, "at once", in which each LS request has the whole machine to itself from
+when it comes: no policy is faster, so no ratio can be above that of a baseline to it. Short: as
+long as a measured round. Long: until queues have had their time to grow.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ PROMPTS = (16, 64, 75, 128, 256, 512)
 DECODES = (1, 4, 8, 16, 32)
 OUTPUT, REPEATS = 24, 5
 RATES = (0.3, 0.45, 0.6, 0.8, 0.9, 0.95, 1.0, 1.2)  # of iteration FCFS's capacity
+OF_WHOLE = 0.9  # of run to completion's, the paper's point
 SHORT_S, LONG_S, SEEDS = 40.0, 1200.0, 8
 
 
@@ -46,19 +48,30 @@ class PassTimes(NamedTuple):
         return self.base + self.of_decode * decodes + self.of_token * tokens
 
 
+class Waits(NamedTuple):
+    """Of a request, from its arrival: to its first token, and to its last. Seconds."""
+
+    ttft_s: float
+    turnaround_s: float
+
+
 class Job:
     """tokens: of its prompt, and what it has generated, if that is to be computed again."""
 
-    __slots__ = ("arrival", "first_s", "left", "tokens")
+    __slots__ = ("arrival", "end_s", "first_s", "left", "tokens")
 
     def __init__(self, arrival: Arrival) -> None:
         self.arrival = arrival
         self.tokens, self.left = arrival.lengths
-        self.first_s = -1.0
+        self.first_s = self.end_s = -1.0
 
     @property
     def is_ls(self) -> bool:
         return self.arrival.priority is Priority.LS
+
+    @property
+    def waits(self) -> Waits:
+        return Waits(self.first_s - self.arrival.at_s, self.end_s - self.arrival.at_s)
 
 
 class Machine:
@@ -96,6 +109,7 @@ class Machine:
             if job.first_s < 0:
                 job.first_s = self._now_s
             job.left -= 1
+            job.end_s = self._now_s
         self._running = [job for job in self._running if job.left > 0]
 
     def _admitted(self) -> Iterator[Job]:
@@ -125,15 +139,16 @@ class Machine:
         return True
 
 
-def at_once(times: PassTimes, arrivals: list[Arrival]) -> list[float]:
-    """Seconds to LS's first tokens, if each prompt had the machine to itself when it came."""
-    return [
-        times.pass_s(0, arrival.lengths.prompt)
-        for arrival in arrivals
-        if arrival.priority is Priority.LS
-    ]
+def at_once(times: PassTimes, arrivals: list[Arrival]) -> list[Waits]:
+    """LS's, if each request had the machine to itself from when it came."""
+    found = []
+    for prompt, output in (a.lengths for a in arrivals if a.priority is Priority.LS):
+        first_s = times.pass_s(0, prompt)
+        found.append(Waits(first_s, first_s + (output - 1) * times.pass_s(1, 0)))
+    return found
 
 
+ALONE, AT_ONCE = "LS alone", "at once"
 POLICIES = {
     "run to completion": {"whole": True, "classes": False},
     "iteration FCFS": {"whole": False, "classes": False},
@@ -169,6 +184,9 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     ):
         seeds = SEEDS if length == "short" else 1
         samples[f"{part} | {length}"] = _at(times, part * rate, seconds, seeds)
+    rate = OF_WHOLE * samples["capacities"]["run to completion"]
+    samples[f"{OF_WHOLE} of run to completion | short"] = _at(times, rate, SHORT_S, SEEDS)
+    samples[f"{OF_WHOLE} of run to completion | long"] = _at(times, rate, LONG_S, 1)
     return samples
 
 
@@ -198,24 +216,37 @@ def fitted(points: dict[tuple[int, int], float]) -> PassTimes:
 
 
 def _at(times: PassTimes, rate: float, seconds: float, seeds: int) -> dict[str, Any]:
-    """LS's first tokens in ms at so many jobs per second."""
-    ttfts_s: dict[str, list[float]] = {name: [] for name in (*POLICIES, "at once")}
+    """Of LS, in ms, at so many jobs per second: first tokens by policy, and whole answers."""
+    waits: dict[str, list[Waits]] = {name: [] for name in (*POLICIES, ALONE, AT_ONCE)}
     for seed in range(seeds):
         arrivals = poisson(rate, seconds, like_chats(MOST), LS_PART, random.Random(seed))
-        ttfts_s["at once"] += at_once(times, arrivals)
+        waits[AT_ONCE] += at_once(times, arrivals)
         for name, policy in POLICIES.items():
             jobs = Machine(times, **policy).play(arrivals)
-            ttfts_s[name] += [job.first_s - job.arrival.at_s for job in jobs if job.is_ls]
-    return {"rate": rate} | {name: 1e3 * mean(values) for name, values in ttfts_s.items()}
+            waits[name] += [job.waits for job in jobs if job.is_ls]
+        of_ls = [arrival for arrival in arrivals if arrival.priority is Priority.LS]
+        jobs = Machine(times, **POLICIES["iteration FCFS"]).play(of_ls)
+        waits[ALONE] += [job.waits for job in jobs]
+    found = {"rate": rate}
+    for name, each in waits.items():
+        found[name] = 1e3 * mean([wait.ttft_s for wait in each])
+        found[f"{name}, turnaround"] = 1e3 * mean([wait.turnaround_s for wait in each])
+    return found
 
 
 def summary(samples: dict[str, Any]) -> dict[str, Any]:
-    """TTFT in ms; best_over: the highest ratio to that baseline that there can be."""
+    """ms. best_over: of LS's TTFT, the highest ratio to that baseline that there can be; and of
+    its turnaround: over each request by itself, and over strict priority at no cost."""
     found: dict[str, Any] = {"capacities": samples["capacities"], "times": samples["times"]}
     for name, row in samples.items():
         if " | " in name:
             found[name] = {key: round(value, 1) for key, value in row.items()}
             found[name]["best_over"] = {
-                policy: round(row[policy] / row["at once"], 1) for policy in POLICIES
+                policy: round(row[policy] / row[AT_ONCE], 1) for policy in POLICIES
             }
+            for key, best in (("turnaround", AT_ONCE), ("turnaround_strict", ALONE)):
+                found[name][f"best_over_{key}"] = {
+                    policy: round(row[f"{policy}, turnaround"] / row[f"{best}, turnaround"], 1)
+                    for policy in POLICIES
+                }
     return found

@@ -39,19 +39,28 @@ class CachedSum:
             first += count
         self._came: dict[int, Tensor] = {}  # by first pair: what cannot be added yet
         self._added = 0  # pairs
+        self._ended: dict[int, int] = {}  # pairs of experts that have more than a run may
 
     def go_on(self, cache: ExpertCache, want: Want) -> bool:
-        """Computes with a run of experts that are there. Returns whether any was. Raises
-        ChannelError if one cannot be had."""
+        """Computes with a run of experts that are there, or with some pairs of one that has many.
+        Returns whether any was. Raises ChannelError if one cannot be had."""
         taken = cache.take(want, self.pairs, RUN_PAIRS)
         if not taken:
             return False
-        self._run(cache, taken)
-        cache.done(want, taken)
+        expert, counts = taken[0].expert, [self.pairs[each] for each, _ in taken]
+        ended = self._ended.get(expert, 0)
+        left = counts[0] - ended
+        if len(taken) == 1:
+            counts[0] = min(RUN_PAIRS, left)
+        self._run(cache, taken, self._first_of[expert] + ended, counts)
+        if counts[0] < left:
+            self._ended[expert] = ended + counts[0]
+            cache.put_back(want, taken)
+        else:
+            cache.done(want, taken)
         return True
 
-    def _run(self, cache: ExpertCache, taken: list[Taken]) -> None:
-        first, counts = self._first_of[taken[0].expert], [self.pairs[e] for e, _ in taken]
+    def _run(self, cache: ExpertCache, taken: list[Taken], first: int, counts: list[int]) -> None:
         pairs = slice(first, first + sum(counts))
         products = [cache.products(slot) for _, slot in taken]
         self._came[first] = weighted_run(

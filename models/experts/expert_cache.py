@@ -197,6 +197,11 @@ class ExpertCache:
         self._is_settled = self._is_settled and not self._lacks_slots
         self._advance()
 
+    def put_back(self, want: Want, taken: Sequence[Taken]) -> None:
+        """They are wanted still. What is more urgent may have their slots meanwhile."""
+        self._pinned.difference_update(ExpertKey(want.layer, expert) for expert, _ in taken)
+        self._is_settled = self._is_settled and not self._lacks_slots
+
     def drop(self, want: Want) -> None:
         """Nothing of it is wanted any more."""
         for expert in list(want.left):

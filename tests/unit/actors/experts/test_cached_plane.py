@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,10 +22,12 @@ from contracts.clock import monotonic_s
 from contracts.errors import CheckpointError
 from contracts.plan import Plan
 from contracts.requests import Priority
+from kernels import experts
 from kernels.routing import local_index
 from kernels.steps import run_through
 from models.decoder.decoder import AttentionHalf
 from models.decoder.local import LocalModel
+from models.experts import cached_sum
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_file import open_expert_file
 from models.experts.expert_form import AsComputed, AsStored, ExpertForm
@@ -219,6 +222,7 @@ def test_an_expert_that_is_stored_otherwise_than_the_first_is_an_error(
     kind=st.sampled_from(["lru", "lfu", "walk"]),
     seed=st.integers(0, 1000),
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    run_pairs=st.sampled_from([2, 5, 512]),
 )
 def test_micro_batches_of_both_classes_in_any_turns_have_the_same_bits(
     tiny_checkpoint: Checkpoints,
@@ -227,14 +231,16 @@ def test_micro_batches_of_both_classes_in_any_turns_have_the_same_bits(
     kind: Kind,
     seed: int,
     sizes: list[int],
+    run_pairs: int,
 ) -> None:
-    """Each goes through all layers at its own pace; one is dropped on its way, perhaps."""
+    """Each goes through all layers at its own pace; one is dropped on its way, perhaps. run_pairs:
+    experts with more are computed in several steps, and may lose their slots in between."""
     rig = Rig(tiny_checkpoint("qwen3_moe"), tmp_path_factory.getbasetemp())
     plane, dice = rig.plane(slots, kind=kind, seed=seed), random.Random(seed)
     layers = rig.spec.moe_layers
     at = dict.fromkeys(range(len(sizes)), 0)  # by micro-batch: how many layers it has gone through
     running = {}
-    with torch.inference_mode():
+    with torch.inference_mode(), patch.object(cached_sum, "RUN_PAIRS", run_pairs):
         while at:
             number = dice.choice(list(at))
             layer = layers[at[number]]
@@ -259,6 +265,28 @@ def test_micro_batches_of_both_classes_in_any_turns_have_the_same_bits(
                     del at[number]
             plane._cache.check()
     plane._cache.close()
+
+
+def test_no_step_has_more_pairs_than_a_run_and_all_are_computed(
+    opened: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, ran = opened(), list[int]()
+
+    def weighted_run(x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
+        ran.append(len(x_ND))
+        return experts.weighted_run(x_ND, *rest)
+
+    monkeypatch.setattr(cached_sum, "RUN_PAIRS", 4)
+    monkeypatch.setattr(cached_sum, "weighted_run", weighted_run)
+    layer = rig.spec.moe_layers[0]
+    routed = rig.routed(40, 1)
+    hidden_TD = torch.zeros_like(routed.x_TD)
+    with torch.inference_mode():
+        plane = rig.plane(12)
+        run_through(plane.steps(hidden_TD, rig.begin(plane, layer, routed, 0), None))
+    assert sum(ran) == routed.topk_ids_TK.numel()
+    assert max(ran) == 4
+    assert torch.equal(hidden_TD, rig.expected(layer, routed))
 
 
 def test_it_is_complete_while_something_can_be_computed(opened: Callable[..., Rig]) -> None:
