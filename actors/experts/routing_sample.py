@@ -113,6 +113,8 @@ def _ids(rows: Sequence[int], chunks: Sequence[Chunk]) -> NDArray[np.int32]:
 
 
 def _report(rank: str, tokens: int, ended: Sequence[_Noted]) -> RoutingReport:
+    """tokens: that began since the last one; of slow micro-batches more may have ended."""
     ids = np.concatenate([noted.ids for noted in ended]).astype("<i4")
     paths = np.concatenate([noted.paths for noted in ended]).astype("<i2")
+    tokens = max(tokens, len(ids))
     return RoutingReport(rank=rank, tokens=tokens, ids=ids.tobytes(), paths=paths.tobytes())

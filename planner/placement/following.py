@@ -6,9 +6,11 @@
 A layer is moved if it takes less time afterwards, by `least_gain` on the newer half of the window,
 no more on the older, and if within `placement.pays_after_s` that saves more than the copying costs.
 Against thrashing: traffic in turns faster than the window is one mixture; after a whole change a
-layer rests until the window is of traffic since, twice as long each time that it takes back most of
-the change before; and each move of a layer doubles the gain that its next one needs, which is
-forgotten at the rate of one in pays_after_s. Pure: the caller has clock and thread.
+layer rests until as much traffic has come as it was made by, twice as long each time that it takes
+back most of the change before; and each move of a layer doubles the gain that its next one needs,
+which is forgotten at the rate of one in pays_after_s. While traffic turns to another kind nothing
+moves; once it has turned, no layer rests any more that moved by what was before. Pure: the caller
+has clock and thread.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from planner.placement.lines import Line, layer_slots, moved
 from planner.placement.objective import Objective, PlacementCosts
 from planner.placement.routing import LayerRouting, measure
 from planner.placement.solve import solve_layer
-from planner.placement.window import WINDOW_S, Routing
+from planner.placement.window import SETTLED_S, WINDOW_S, Routing
 
 LEAST_TOKENS = 1024  # sampled: grouping 16 experts by so many is within 1 % of by all of them
 LEAST_GAIN = 0.03  # of a layer's time, of one that has not moved of late
@@ -202,16 +204,26 @@ def _within(layers: Sequence[_Layer], most: int) -> list[_Layer]:
 
 
 class _Moved(NamedTuple):
-    """Of a layer: when it moved last, how long it rests, how often it moved of late (which fades),
-    and what its ranks dropped."""
+    """Of a layer: when it moved last, and by what was seen until when; how long it rests, how often
+    it moved of late (which fades), and what its ranks dropped."""
 
     at_s: float
+    seen_s: float
     rest_s: float = 0.0
     times: float = 0.0
     dropped: Held = frozenset()
 
     def times_of_late(self, now_s: float, fades_s: float) -> float:
         return max(0.0, self.times - (now_s - self.at_s) / fades_s)
+
+
+class _Proposed(NamedTuple):
+    """since_s: of the traffic that it was made by. retired: ranks that have nothing older left."""
+
+    placement: Placement
+    at_s: float
+    since_s: float
+    retired: set[str]
 
 
 class Follower:
@@ -223,7 +235,8 @@ class Follower:
         self.pending: Placement | None = None
         self._config = config
         self._until_s = 0.0  # by when an outcome is due
-        self._proposed: deque[tuple[Placement, set[str]]] = deque(maxlen=_REMEMBERED)
+        self._turned_s = -math.inf
+        self._proposed: deque[_Proposed] = deque(maxlen=_REMEMBERED)
         self._moved: dict[int, _Moved] = {}
         self._not_before_s = -math.inf
         self._failures = 0
@@ -234,7 +247,8 @@ class Follower:
         """Whether to look for a step now."""
         if self.pending is not None and now_s > self._until_s:
             self._fail(now_s)
-        waits = self.pending is not None or now_s < self._not_before_s
+        self._turned_s = routing.turned_s
+        waits = self.pending is not None or now_s < self._not_before_s or routing.is_turning
         return not self._is_over and not waits and routing.sampled >= LEAST_TOKENS
 
     def least_gains(self, now_s: float) -> dict[int, float]:
@@ -242,14 +256,16 @@ class Follower:
         return {layer: self._least_gain(moved, now_s) for layer, moved in self._moved.items()}
 
     def _least_gain(self, moved: _Moved, now_s: float) -> float:
-        if now_s < moved.at_s + moved.rest_s:
+        is_of_before = moved.seen_s < self._turned_s + SETTLED_S
+        if now_s < moved.at_s + moved.rest_s and not is_of_before:
             return 1.0
         return LEAST_GAIN * math.exp2(moved.times_of_late(now_s, self._config.pays_after_s))
 
     def proposed(self, step: Step, now_s: float) -> None:
         """Takes a step that is sent out, of a generation above `newest`."""
         self.pending, self._is_whole = step.placement, step.is_whole
-        self._proposed.append((step.placement, set()))
+        since_s = max(self._turned_s, now_s - WINDOW_S)
+        self._proposed.append(_Proposed(step.placement, now_s, since_s, set()))
         self.newest = step.placement.generation
         self._until_s = now_s + 2 * self._config.deadline_s
 
@@ -266,35 +282,37 @@ class Follower:
 
     def retired(self, rank: str, generation: int, now_s: float) -> None:
         """That rank has nothing older than `generation` left, which may come after its time."""
-        for placement, ranks in self._proposed:
-            if placement.generation == generation:
-                ranks.add(rank)
-                if len(ranks) == placement.ranks and generation > self.current.generation:
-                    self._has_moved(placement, now_s)
+        for proposed in self._proposed:
+            if proposed.placement.generation == generation:
+                proposed.retired.add(rank)
+                is_everywhere = len(proposed.retired) == proposed.placement.ranks
+                if is_everywhere and generation > self.current.generation:
+                    self._has_moved(proposed, now_s)
                 return
 
     def failed(self, generation: int, now_s: float) -> None:
         if self.pending is not None and generation == self.pending.generation:
             self._fail(now_s)
 
-    def _has_moved(self, placement: Placement, now_s: float) -> None:
+    def _has_moved(self, proposed: _Proposed, now_s: float) -> None:
+        placement = proposed.placement
         for layer, line in enumerate(placement.expert_of_slot):
             if self._is_whole and line != self.current.expert_of_slot[layer]:
-                self._moved[layer] = self._move(layer, placement, now_s)
+                self._moved[layer] = self._move(layer, proposed, now_s)
         self.current, self._failures = placement, 0
         self._not_before_s = now_s + LOOK_S
         if self.pending is placement:
             self.pending = None
             self._is_over = self._config.follow == "once" and self._is_whole
 
-    def _move(self, layer: int, placement: Placement, now_s: float) -> _Moved:
-        before, after = _held(self.current, layer), _held(placement, layer)
-        loaded, rest_s = after - before, WINDOW_S
-        last = self._moved.get(layer, _Moved(now_s))
+    def _move(self, layer: int, proposed: _Proposed, now_s: float) -> _Moved:
+        before, after = _held(self.current, layer), _held(proposed.placement, layer)
+        loaded, rest_s = after - before, proposed.at_s - proposed.since_s
+        last = self._moved.get(layer, _Moved(now_s, now_s))
         if len(loaded & last.dropped) > len(loaded) / 2:
             rest_s = min(2 * last.rest_s, MOST_REST_S)
         times = 1 + last.times_of_late(now_s, self._config.pays_after_s)
-        return _Moved(now_s, rest_s, times, before - after)
+        return _Moved(now_s, proposed.at_s, rest_s, times, before - after)
 
     def _fail(self, now_s: float) -> None:
         self.pending = None

@@ -35,6 +35,7 @@ from planner.placement.sums import Floats, Ints, totals
 from planner.placement.token_ranks import local_share, token_ranks
 
 WORK = 100_000_000  # of the search among layouts, about two seconds; with replicas a fourth of it
+FOLLOW_WORK = WORK // 20  # of a search that begins where experts are
 BEST = 2  # of the starts are searched on from
 NEARLY = 0.9  # where nothing is known, a load may be over even by so much of what it is in order
 LOCAL = 0.2  # of a layer's price, if all pairs were on the ranks that their token ids belong to
@@ -136,7 +137,9 @@ def _followed(
     homes = Homes(held(start, slots_per_rank, sample.experts), price, most)
     layout = Layout(sample, experts_S, ranks_S, homes)
     descend(layout, 20 * len(start))
-    return layout
+    if layout.loads().max() <= sample.objective.costs.load_limit * layout.loads().mean():
+        return layout
+    return improved(layout, FOLLOW_WORK, np.random.default_rng(0))[0]
 
 
 def _together(sample: Sample) -> Floats:

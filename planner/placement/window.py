@@ -1,11 +1,14 @@
 """The routing of late: sampled tokens of all attention ranks, for as long as they say what is
-coming. Pure: the caller has the clock.
+coming. Once traffic has turned to another kind (`turn.py`), and stays so, what was before the turn
+is forgotten. Pure: the caller has the clock.
 
-Shapes: P sampled tokens, L layers with experts, K experts of each.
+Shapes: P sampled tokens, L layers with experts, K experts of each, E experts, B runs of a second.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -13,29 +16,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.placement.routing import LayerRouting, TokenCounts
+from planner.placement.turn import turn_of
 
 WINDOW_S = 16.0
 """Kinds of traffic that come in turns faster than that are one kind: their mixture."""
+SETTLED_S = 8.0
+"""For so long must a new kind of traffic last. Kinds in quicker turns are no turn but a mixture."""
 MOST_TOKENS = 8192
+RUN_S = 1.0
+_RUN_TOKENS = 32  # sampled: of fewer, shares of experts say nothing
 
 
 class Sample(NamedTuple):
     """ids_P: token ids. paths_PLK: their experts. tokens: that the sample stands for. at_s: when it
-    came."""
+    came. pairs_N: of each layer and expert."""
 
     at_s: float
     tokens: int
     ids_P: NDArray[np.int32]
     paths_PLK: NDArray[np.int16]
+    pairs_N: NDArray[np.int32]
 
 
 class Routing(NamedTuple):
-    """What a window holds at one time, oldest token first. tokens_per_s: that ran, of all ranks."""
+    """What a window holds at one time, oldest token first. tokens_per_s: that ran, of all ranks.
+    turned_s: when traffic turned last. is_turning: it has, but not for long: what is held is of
+    both kinds."""
 
     num_experts: int
     tokens_per_s: float
     ids_P: NDArray[np.int32]
     paths_PLK: NDArray[np.int16]
+    turned_s: float = -math.inf
+    is_turning: bool = False
 
     @property
     def sampled(self) -> int:
@@ -63,6 +76,7 @@ class RoutingWindow:
         self._shape = (layers, top_k)
         self._samples: deque[Sample] = deque()
         self._held = 0
+        self._turned_s = -math.inf
 
     def add(
         self, now_s: float, tokens: int, ids: bytes, paths: bytes
@@ -73,13 +87,19 @@ class RoutingWindow:
         if len(ids_P2) > tokens:
             raise ValueError(f"routing report: {len(ids_P2)} tokens are sampled of {tokens}")
         kept = slice(max(0, len(ids_P2) - MOST_TOKENS), None)
-        self._samples.append(Sample(now_s, tokens, ids_P2[kept, 0], paths_PLK[kept]))
+        pairs_N = self._pairs(paths_PLK[kept])
+        self._samples.append(Sample(now_s, tokens, ids_P2[kept, 0], paths_PLK[kept], pairs_N))
         self._held += len(ids_P2[kept])
-        self._forget(now_s)
+        self._forget(now_s - WINDOW_S)
         return ids_P2, paths_PLK
 
     def routing(self, now_s: float) -> Routing:
-        self._forget(now_s)
+        self._forget(now_s - WINDOW_S)
+        turned_s = self._turn_s()
+        if turned_s is not None and now_s - turned_s >= SETTLED_S:
+            self._turned_s = turned_s
+            self._forget(turned_s)
+        is_turning = turned_s is not None and turned_s > self._turned_s
         layers, top_k = self._shape
         ids = [np.zeros(0, np.int32), *(each.ids_P for each in self._samples)]
         paths = [np.zeros((0, layers, top_k), np.int16), *(e.paths_PLK for e in self._samples)]
@@ -89,17 +109,39 @@ class RoutingWindow:
         per_s = 0.0
         if first is not None and now_s - first.at_s > 0:
             per_s = (ran - first.tokens) / (now_s - first.at_s)
-        return Routing(self._num_experts, per_s, np.concatenate(ids), np.concatenate(paths))
+        return Routing(
+            self._num_experts,
+            per_s,
+            np.concatenate(ids),
+            np.concatenate(paths),
+            self._turned_s,
+            is_turning,
+        )
 
     def clear(self) -> None:
         self._samples.clear()
         self._held = 0
 
-    def _forget(self, now_s: float) -> None:
-        while self._samples and (
-            self._held > MOST_TOKENS or self._samples[0].at_s < now_s - WINDOW_S
-        ):
+    def _forget(self, before_s: float) -> None:
+        while self._samples and (self._held > MOST_TOKENS or self._samples[0].at_s < before_s):
             self._held -= len(self._samples.popleft().ids_P)
+
+    def _pairs(self, paths_PLK: NDArray[np.int16]) -> NDArray[np.int32]:
+        layers, _ = self._shape
+        at_PLK = paths_PLK + (np.arange(layers) * self._num_experts)[:, None]
+        pairs_N = np.bincount(at_PLK.ravel(), minlength=layers * self._num_experts)
+        return pairs_N.astype(np.int32)
+
+    def _turn_s(self) -> float | None:
+        """When traffic turned, if it did so once in what is held."""
+        starts_B, runs = list[float](), list[NDArray[np.int32]]()
+        for second, samples in itertools.groupby(self._samples, lambda s: s.at_s // RUN_S):
+            pairs_N = np.sum([each.pairs_N for each in samples], 0)
+            if pairs_N.sum() >= _RUN_TOKENS * math.prod(self._shape):
+                starts_B.append(second * RUN_S)
+                runs.append(pairs_N)
+        found = turn_of(np.array(runs, np.float64)) if runs else None
+        return None if found is None else starts_B[found]
 
     def _arrays(self, ids: bytes, paths: bytes) -> tuple[NDArray[np.int32], NDArray[np.int16]]:
         layers, top_k = self._shape

@@ -113,3 +113,16 @@ def test_what_has_not_ended_is_not_reported_and_dropped_batches_are_forgotten() 
     rank.sample.starts((-1, 0), [_chunk(0, 0, 1)])
     assert not rank.made
     assert rank.sample.under_way <= MOST_UNDER_WAY
+
+
+def test_a_report_stands_for_no_fewer_tokens_than_it_has() -> None:
+    """A micro-batch begins before one report and ends before the next, when few others began: a
+    planner would take it for a stranger's."""
+    rank = _Rank()
+    rank.run([(1, 0, 400)], to_layer=0)
+    rank.clock.now_s += PERIOD_S
+    rank.run([(2, 0, 1)], to_layer=0)
+    for layer in range(LAYERS):
+        rank.sample.routed((0, 0), _experts([(1, p) for p in range(400)], layer))
+    report = rank.report()
+    assert report.tokens == len(_decoded(report)[0]) > 1

@@ -14,6 +14,7 @@ from contracts.config import PlacementConfig
 from contracts.placement import Placement
 from planner.placement.following import (
     LEAST_TOKENS,
+    LOOK_S,
     Follower,
     MoveCosts,
     Step,
@@ -21,14 +22,26 @@ from planner.placement.following import (
 )
 from planner.placement.lines import layer_slots
 from planner.placement.routing import measure
-from planner.placement.window import MOST_TOKENS, WINDOW_S, Routing, RoutingWindow
+from planner.placement.window import (
+    MOST_TOKENS,
+    SETTLED_S,
+    WINDOW_S,
+    Routing,
+    RoutingWindow,
+)
 
 E, LAYERS, K = 8, 3, 2
 COSTS = MoveCosts(expert_bytes=1000, pair_ms=0.005, copy_ms=0.02)
 CONFIG = PlacementConfig(follow="follow")
 # Of two kinds of text: experts that go together, which contiguous halves tear apart. Together they
 # are one ring of eight: no two halves suit both.
-PAIRS = {"one": [(0, 4), (1, 5), (2, 6), (3, 7)], "other": [(4, 1), (5, 2), (6, 3), (7, 0)]}
+PAIRS = {
+    "one": [(0, 4), (1, 5), (2, 6), (3, 7)],
+    "other": [(4, 1), (5, 2), (6, 3), (7, 0)],
+    # of two more, some experts are much hotter
+    "front": [(0, 4), (1, 5), (0, 4), (1, 5)],
+    "back": [(4, 1), (7, 0), (7, 0), (7, 0)],
+}
 
 
 def paths_of(kind: str, tokens: int, seed: int) -> NDArray[np.int16]:
@@ -315,6 +328,36 @@ def test_one_rank_alone_has_not_moved_the_group() -> None:
     assert group.follower.current == placement()
     group.follower.retired("expert-1", step.generation, group.now_s)
     assert group.follower.current == step
+
+
+def test_a_turn_of_the_traffic_is_followed_as_soon_as_it_has_lasted() -> None:
+    """And from no traffic but what came since."""
+    group = Clockwork()
+    group.run("front", 24)
+    group.run("back", 12)
+    turned = [at_s for at_s, _ in group.steps if at_s > 24]
+    assert 24 + SETTLED_S <= turned[0] <= 24 + SETTLED_S + LOOK_S
+    assert copies("back", group.follower.current) == 1.0
+    assert group.window.routing(group.now_s).turned_s == pytest.approx(24, abs=1)
+
+
+def test_what_moved_by_traffic_of_before_a_turn_does_not_rest() -> None:
+    group = Clockwork()
+    group.run("front", 6)
+    moved_s = group.steps[-1][0]
+    group.run("back", SETTLED_S - 1)
+    assert group.steps[-1][0] == moved_s
+    group.run("back", 1 + LOOK_S)
+    assert moved_s < group.steps[-1][0] < moved_s + WINDOW_S
+
+
+@pytest.mark.parametrize("turn_s", [1, 2, 3, 5])
+def test_kinds_in_quick_turns_are_no_turn(turn_s: int) -> None:
+    group = Clockwork()
+    for kind in ("front", "back") * (24 // turn_s):
+        group.run(kind, turn_s)
+    assert group.window.routing(group.now_s).turned_s < WINDOW_S  # while it fills, it may seem so
+    assert len(group.steps) <= LAYERS
 
 
 # --- the window
