@@ -45,9 +45,11 @@ def test_several_turns_are_a_mixture(kinds: str) -> None:
     assert turn_of(runs(kinds)) is None
 
 
-@pytest.mark.parametrize("at", [0, 1, 8, 15])
-def test_one_run_of_another_kind_is_no_turn(at: int) -> None:
-    assert turn_of(runs("A" * at + "B" + "A" * (15 - at))) is None
+@pytest.mark.parametrize(
+    "kinds", ["BAAAAAAAAAAAAAAA", "AAAAAAAABAAAAAAA", "BABAAAAAAAAAAAAA", "AAAAAAAAAAAAABAB"]
+)
+def test_single_runs_of_another_kind_are_no_turn(kinds: str) -> None:
+    assert turn_of(runs(kinds)) is None
 
 
 def test_runs_that_do_not_differ_at_all_have_no_turn() -> None:
