@@ -21,13 +21,14 @@ from actors.experts.rank_experts import AllThere
 from actors.weights.expert_exchange import gives_way
 from contracts.clock import Clock, monotonic_s
 from contracts.config import PlacementConfig
-from contracts.errors import ChannelError, ConfigError, ResourceError, TandemError
+from contracts.errors import ChannelError, CheckpointError, ConfigError, ResourceError, TandemError
 from contracts.logs import event
 from contracts.machine import available_bytes
 from contracts.placement import Placement
 from contracts.worker import WorkerSpec
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import ExpertLayer, read_apart
+from models.experts.host_experts import fingerprint
 from models.experts.moe import ExpertHalf
 from models.experts.moved import Key, PackedExpert, lacking, with_experts
 from models.spec.model import ModelSpec
@@ -120,9 +121,12 @@ class ResidentBringer:
         layout: ExpertLayout,
         store: AllThere,
         peers: Peers | None,
+        loaded: str,
         clock: Clock = monotonic_s,
     ) -> None:
+        """loaded: fingerprint of the checkpoint's files when this rank began to read them."""
         self._spec, self._layout, self._store, self._peers = spec, layout, store, peers
+        self._loaded = loaded
         self._config: PlacementConfig = spec.config.placement
         self._placement = spec.placement
         self._clock = clock
@@ -186,7 +190,7 @@ class _Bringing:
         self._peers, self._clock = parts._peers, parts._clock
         self._half = parts._store.half(present.generation)
         self._placement, self._present = placement, present
-        self._stopped = stopped
+        self._stopped, self._loaded = stopped, parts._loaded
         self._lost: set[int] = set()  # peers that gave nothing
         self._checkpoint: Checkpoint | None = None
 
@@ -219,6 +223,8 @@ class _Bringing:
                 "memory: lower placement.move_bytes"
             )
         brought = {key: self._one(key, pace) for key in keys}
+        if self._checkpoint is not None:
+            self._check_same()  # nor was it replaced meanwhile
         return with_experts(self._half, ids_of, brought)
 
     def _one(self, key: Key, pace: Pace) -> ExpertLayer:
@@ -227,11 +233,22 @@ class _Bringing:
             return given
         if self._checkpoint is None:
             self._checkpoint = Checkpoint(Path(self._spec.model_folder))
+            self._check_same()
         loader = PacedLoader(self._checkpoint, self._layout.dtype, self._layout.device, pace)
         layer, expert = key
         read = read_apart(self._checkpoint, self._layout.spec, layer, [expert], loader)
         self._checkpoint.release()
         return read
+
+    def _check_same(self) -> None:
+        """Raises CheckpointError where the files are no longer those that this rank loaded: experts
+        of two models would be one layer."""
+        folder = Path(self._spec.model_folder)
+        if fingerprint(folder) != self._loaded:
+            raise CheckpointError(
+                f"{folder}: the checkpoint was replaced since {self._spec.name} loaded it: put the "
+                "files back (as they were, times too), or start the group anew"
+            )
 
     def _from_peer(self, key: Key, pace: Pace) -> ExpertLayer | None:
         """The first that has it and gives it. One that fails is not asked again in this move."""

@@ -33,6 +33,7 @@ from contracts.planning import Outcome, PlacementHeld, PlacementOutcome
 from contracts.worker import RankReady, WorkerSpec
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import clamped_gate
+from models.experts.host_experts import fingerprint
 from models.experts.moe import ExpertHalf
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
@@ -130,7 +131,9 @@ def _held(
         some = SomeThere(cache, own, clamped_gate(model), generation)
         return Held(some, moving(some, CachedBringer(spec, model)))
     moves = spec.config.placement.follow != "off"
-    progress, checkpoint = progress_line(spec.name, sys.stderr), Checkpoint(Path(spec.model_folder))
+    folder, progress = Path(spec.model_folder), progress_line(spec.name, sys.stderr)
+    checkpoint = Checkpoint(folder)
+    loaded = fingerprint(folder)
     half = ExpertHalf.load(
         checkpoint, model, own, dtype=dtype, device=device, progress=progress, apart=moves
     )
@@ -139,7 +142,9 @@ def _held(
         return Held(every, moving(every, CachedBringer(spec, model)))
     layout = ExpertLayout(model, dtype, device)
     exchange = ExpertExchange(spec, layout, every.memory_of) if layout.packed else None
-    return Held(every, moving(every, ResidentBringer(spec, layout, every, exchange)), exchange)
+    return Held(
+        every, moving(every, ResidentBringer(spec, layout, every, exchange, loaded)), exchange
+    )
 
 
 def _show(moving: Moving[Any], name: str, telemetry: RankMetrics) -> None:

@@ -271,6 +271,20 @@ BUGS: tuple[Bug, ...] = (
         _CHOSEN,
     ),
     Bug(
+        "replicas: what leaves a rank is counted as if no rank had any for itself",
+        "planner/findep/placed_routing.py",
+        "placed.of_pairs(mine[start : start + BATCH_TOKENS], home)",
+        "placed.of_pairs(mine[start : start + BATCH_TOKENS])",
+        ("tests/unit/planner/findep/test_placed_routing.py",),
+    ),
+    Bug(
+        "replicas: experts are loaded from whatever checkpoint is there now",
+        "actors/experts/bringing.py",
+        "if fingerprint(folder) != self._loaded:",
+        "if not folder.exists():",
+        ("tests/faults/test_moving_experts.py",),
+    ),
+    Bug(
         "replicas: a noted token has the path of another",
         "actors/experts/routing_sample.py",
         "topk_ids_TK[noted.rows]",

@@ -26,7 +26,7 @@ class RankShare(NamedTuple):
 class Spread(NamedTuple):
     """slots: of the fullest rank, spare ones too. at_home: where each rank attends and holds
     experts, how many times 1 / R of the copies stay on the rank that the token lives on; 1: tokens
-    live anywhere."""
+    live anywhere, and no expert is there twice."""
 
     ranks: int
     slots: int

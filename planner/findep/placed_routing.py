@@ -7,12 +7,16 @@ batch is late for all, whatever other batches bring it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.costs.routing_shape import RankShare, RoutingShape, Spread
 from planner.placement.routing import BATCH_TOKENS, LayerRouting
 from planner.placement.slots import LayerSlots
+
+Array = NDArray[Any]
 
 
 def routing_shape(layers: Sequence[tuple[LayerRouting, LayerSlots]]) -> RoutingShape:
@@ -42,4 +46,32 @@ def spread_of(routing: LayerRouting, placed: LayerSlots) -> Spread:
     )
     mean = RankShare(copies / len(routing.sets_PK) / ranks, experts / ranks)
     slots = max(high - low for low, high in placed.bounds)
-    return Spread(ranks, slots, mean, busiest)
+    return Spread(ranks, slots, mean, busiest, _at_home(routing, placed, mean.rows * ranks))
+
+
+def _at_home(routing: LayerRouting, placed: LayerSlots, copies: float) -> float:
+    """`Spread.at_home` where token t lives on rank t modulo their number, each rank with batches of
+    its own, and prefers the replicas that are there. 1 without replicas: tokens live anywhere."""
+    ranks = len(placed.bounds)
+    if placed.count == len(placed.slots_of_expert):
+        return 1.0
+    left = 0
+    for home, (low, high) in enumerate(placed.bounds):
+        mine = routing.sets_PK[home::ranks]
+        for start in range(0, len(mine), BATCH_TOKENS):
+            slots_TK = placed.of_pairs(mine[start : start + BATCH_TOKENS], home)
+            away_TK = (slots_TK < low) | (slots_TK >= high)
+            left += _distinct(_ranks_of(slots_TK, placed), away_TK)
+    return ranks * (1 - left / len(routing.sets_PK) / copies)
+
+
+def _ranks_of(slots_TK: Array, placed: LayerSlots) -> Array:
+    return np.searchsorted([low for low, _ in placed.bounds[1:]], slots_TK, "right")
+
+
+def _distinct(ranks_TK: Array, counted_TK: NDArray[np.bool_]) -> int:
+    """How many ranks the tokens have among the pairs that count, together."""
+    hits_TR = np.zeros((len(ranks_TK), int(ranks_TK.max(initial=0)) + 1), bool)
+    token_N, pair_N = counted_TK.nonzero()
+    hits_TR[token_N, ranks_TK[token_N, pair_N]] = True
+    return int(hits_TR.sum())

@@ -195,7 +195,7 @@ def test_experts_stay_where_they_are_unless_the_configuration_says_otherwise(dee
             assert "placement.follow=off" in planner.outcome(rank, 1).reason
 
 
-def test_a_checkpoint_that_is_gone_fails_a_move_only_where_no_peer_gives_the_expert(
+def test_a_checkpoint_that_is_gone_or_replaced_fails_a_move_only_where_no_peer_gives_the_expert(
     deep: Path, right: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(deep, tmp_path / "model")
@@ -214,8 +214,22 @@ def test_a_checkpoint_that_is_gone_fails_a_move_only_where_no_peer_gives_the_exp
         planner.propose(another(spec, 2))
         reasons = [planner.outcome(rank, 2).reason for rank in EXPERTS]
         assert any(f"{folder}: no such folder" in reason for reason in reasons)
+        shutil.copytree(deep, folder)
+        _replace_weights(folder)
+        planner.propose(another(spec, 3))
+        reasons = [planner.outcome(rank, 3).reason for rank in EXPERTS]
+        assert any("the checkpoint was replaced since expert-" in reason for reason in reasons)
         assert [placed(rank.status()) for rank in group.experts] == before
         assert answers(client) == right
+
+
+def _replace_weights(folder: Path) -> None:
+    """By others of the same shapes: the header stays."""
+    weights = next(folder.glob("*.safetensors"))
+    other = bytearray(weights.read_bytes())
+    other[-64:] = bytes(64)
+    weights.unlink()
+    weights.write_bytes(other)
 
 
 def test_the_checkpoint_gives_what_peers_do_not(

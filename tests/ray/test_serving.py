@@ -1,5 +1,6 @@
 """`tandem serve` whole: Ray actors, channels, HTTP, the bundled checkpoint, on a local cluster of
-the test's own. 16 experts on 3 ranks: 6, 5 and 5. The tests run in order: the last ones break and
+the test's own. 16 experts on 3 ranks, as a placement file has them: in any order, 7, 6 and 7 in
+each layer, four of them twice. The tests run in order: the last ones break and
 end the server."""
 
 from __future__ import annotations
@@ -22,11 +23,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.cli.demo_rows import TASKS
 from cluster.files.model_folder import resolve_model_folder
+from cluster.files.placement_file import write_placement
 from cluster.serving.front import free_port
 from cluster.serving.server import Served, serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
+from contracts.placement import Placement, PlacementFile
 from contracts.worker import RankStatus
+from models.foresight.profile_file import digest_of
+from models.spec.model import read_spec
+from models.text.tokenizer_files import tokenizer_digest
+from tests.support.placements import replicated
 
 pytestmark = pytest.mark.ray
 
@@ -50,6 +57,7 @@ class Server:
                 "groups.ready_timeout_s=100",  # sooner than pytest's, and says what is missing
                 f"http.port={free_port()}",
                 f"metrics.targets={targets}",
+                f"placement.file={_placement_file(targets)}",
             ],
         )
         before = set(psutil.Process().children(recursive=True))
@@ -91,6 +99,23 @@ class Server:
         )
 
 
+def _placement_file(folder: Path) -> Path:
+    model = resolve_model_folder(BUNDLED)
+    file = PlacementFile(
+        checkpoint=digest_of(model).hex(),
+        tokenizer=tokenizer_digest(model).hex(),
+        placement=_placed(),
+    )
+    write_placement(file, folder / "placement.json")
+    return folder / "placement.json"
+
+
+def _placed() -> Placement:
+    spec = read_spec(resolve_model_folder(BUNDLED))
+    layers, moe_layers = spec.num_layers, spec.moe_layers
+    return replicated(16, [1, 1, 2], num_layers=layers, moe_layers=moe_layers, seed=1)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     patch = pytest.MonkeyPatch()
@@ -100,6 +125,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with contextlib.ExitStack() as stack:
         stack.callback(patch.undo)
         yield Server(stack, tmp_path_factory.mktemp("targets"))
+
+
+def test_ranks_have_the_experts_that_the_placement_file_gives_them(server: Server) -> None:
+    ranks = [server.status()[f"expert-{rank}"] for rank in range(3)]
+    found = [status.sections["placement"]["experts"] for status in ranks]
+    placed = _placed()
+    assert found == [sum(map(len, placed.experts_of(rank).values())) for rank in range(3)]
 
 
 def test_health_and_models_tell_what_is_served(server: Server) -> None:

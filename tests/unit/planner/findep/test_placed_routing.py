@@ -54,6 +54,19 @@ def test_copies_and_load_are_those_that_placement_measures(
         assert spread.load == pytest.approx(measured.load)
 
 
+def test_what_stays_on_the_rank_that_a_token_lives_on() -> None:
+    """Expert 0 is on both ranks; tokens 0 and 2 live on the first, 1 and 3 on the second. One of
+    four copies leaves, that of the third token for expert 3, instead of half of them."""
+    routing = routing_of([[0, 1], [0, 2], [0, 3], [0, 2]], 4)
+    spread = spread_of(routing, LayerSlots([0, 1, 0, 2, 3], [(0, 2), (2, 5)]))
+    assert spread.copies == 4 / 4
+    assert spread.at_home == 2 * (1 - 1 / 4)
+    once = spread_of(routing, LayerSlots(range(4), [(0, 2), (2, 4)]))
+    assert once.at_home == 1
+    everywhere = spread_of(routing, LayerSlots([0, 1, 2, 3] * 2, [(0, 4), (4, 8)]))
+    assert everywhere.at_home == 2  # nothing leaves
+
+
 def test_a_sample_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="no tokens"):
         spread_of(routing_of([], 4), LayerSlots(range(4), [(0, 4)]))
