@@ -73,6 +73,9 @@ class PlannerPlacement:
     ) -> None:
         self._spec, self._model, self._planner = spec, model, planner
         self._telemetry, self._send = telemetry, send
+        if spec.config.placement.follow != "off":
+            telemetry.count(metrics.PLACEMENT_PROPOSALS, by=0)
+            telemetry.set(metrics.PLACEMENT_GAIN, to=0.0)
         config = spec.config.placement
         self._config = config
         self._window = RoutingWindow(

@@ -25,6 +25,7 @@ class Priorities:
         self.config = config
         self.user = UserPolicy() if config.policy is None else load_policy(config.policy)
         self._telemetry, self._rank = telemetry, rank
+        telemetry.count(metrics.POLICY_FALLBACKS, by=0)
         for objective, seconds in (
             ("ls_ttft", config.ls_ttft_s),
             ("ls_tbt", config.ls_tbt_s),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 
 import pytest
 
@@ -24,6 +25,7 @@ LABELS_OF_TARGETS = {
 }  # theirs alone: dashboards/prometheus.yml
 
 
+@functools.cache
 def _set_metrics() -> dict[str, set[str]]:
     """Name in the table -> methods that it is the first argument of, by code that serves."""
     found: dict[str, set[str]] = {}

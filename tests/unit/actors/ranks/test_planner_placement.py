@@ -146,6 +146,7 @@ def test_both_expert_ranks_are_proposed_a_placement_that_suits_the_traffic(
         text = group.planner.metrics()
     assert "tandem_placement_proposals_total 1.0" in text
     assert "tandem_placement_gain_fraction 0." in text
+    assert "tandem_placement_gain_fraction 0.0\n" not in text
 
 
 def test_nothing_is_proposed_until_every_expert_rank_has_said_what_it_holds(
@@ -164,7 +165,7 @@ def test_nothing_is_proposed_until_every_expert_rank_has_said_what_it_holds(
         for seed in range(6):
             group.report(seed)
             assert looks.acquire(timeout=DEADLINE_S)
-        assert "tandem_placement_proposals_total" not in group.planner.metrics()
+        assert "tandem_placement_proposals_total 0.0" in group.planner.metrics()
         group.experts[1].send(held(1, group.placement))
         assert group.proposals()[0].generation == 1
 

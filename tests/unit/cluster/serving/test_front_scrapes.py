@@ -147,3 +147,33 @@ def test_metrics_have_a_key_of_their_own(guarded: Api, path: str) -> None:
 def test_the_metrics_key_opens_nothing_else(guarded: Api) -> None:
     headers = {"Authorization": "Bearer prometheus"}
     assert guarded.http.get("/v1/models", headers=headers).status_code == 401
+
+
+def test_what_clients_send_makes_no_series(guarded: Api) -> None:
+    """At most 500 a process, whatever a stranger thinks of: names, tenants, classes, ids."""
+    watcher = {"Authorization": "Bearer prometheus"}
+
+    def series() -> set[str]:
+        lines = guarded.http.get("/metrics", headers=watcher).text.splitlines()
+        return {line.rpartition(" ")[0] for line in lines if not line.startswith("#")}
+
+    def send(number: int) -> None:
+        headers = {"Authorization": "Bearer client", "x-request-id": f"{number}-" + "x" * 120}
+        bodies = (
+            {"model": "tiny", "prompt": [65], "max_tokens": 1, "cache_salt": f"{number}"},
+            {"model": f"model-{number}", "prompt": "a", "user": f"user-{number}"},
+            {"model": "tiny", "prompt": "a", "priority": f"class-{number}"},
+            {"model": "tiny", "prompt": "a", "max_tokens": 1, "priority": number},
+        )
+        for body in bodies:
+            guarded.http.post("/v1/completions", headers=headers, json=body)
+        guarded.http.post("/v1/completions", headers={"Authorization": f"Bearer {number}"})
+        guarded.http.get(f"/v1/models/{number}", headers=headers)
+
+    for number in range(3):
+        send(number)
+    before = series()
+    for number in range(3, 10):
+        send(number)
+    assert series() == before
+    assert 0 < len(before) <= 500
