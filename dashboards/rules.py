@@ -123,11 +123,12 @@ def _of_ranks(pace: Pace) -> list[Alert]:
     return [
         Alert(
             "TandemRankDown",
-            f"{per_rank} (last_over_time({busy}[{ten}])) unless {per_rank} ({busy})",
+            f"{per_rank} (last_over_time({busy}[{ten}])) unless {per_rank} ({busy}) "
+            f"or {per_rank} ({metrics.RANK_UP.name}) == 0",
             30.0,
             "page",
             "A rank is down",
-            "{{ $labels.rank }} said something in the last ten minutes, and does no more",
+            "{{ $labels.rank }} is of no use, or was there in the last ten minutes",
         ),
         Alert(
             "TandemEpochFlaps",

@@ -1099,8 +1099,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "counts: a rank that has gone is not missed",
         "dashboards/rules.py",
-        "unless {per_rank} ({busy})",
-        "unless {per_rank} (last_over_time({busy}[{ten}]))",
+        'unless {per_rank} ({busy}) "',
+        'unless {per_rank} (last_over_time({busy}[{ten}])) "',
         ("tests/unit/dashboards/test_rules.py",),
     ),
 )

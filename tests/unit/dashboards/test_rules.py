@@ -139,6 +139,20 @@ def test_promtool_takes_the_rules() -> None:
 
 
 @needs_promtool
+def test_promtool_takes_the_committed_configuration() -> None:
+    done = _promtool("check", "config", ROOT / "dashboards" / "prometheus.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 rule files" in done.stdout + done.stderr
+
+
+@needs_promtool
+def test_a_rank_that_the_launcher_finds_of_no_use_is_down(tmp_path: Path) -> None:
+    _run_cases(
+        tmp_path, {"TandemRankDown": Case({f"tandem_rank_up{{{_RANK}}}": "1 0+0x10 1+0x20"}, 5, 15)}
+    )
+
+
+@needs_promtool
 def test_every_alert_fires_on_its_condition_and_resolves_after(tmp_path: Path) -> None:
     _run_cases(tmp_path, CASES)
 
