@@ -25,6 +25,7 @@ OutputFolder = Annotated[str, Meta(extra={"path": "output"})]
 
 BUNDLED = "bundled"
 SPIN_S = 0.005
+SCALABLE = ("resident", "streamed", "cached")  # prefill.experts of workers that stand alone
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -249,6 +250,33 @@ class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """ "stub" answers without computing: to measure everything around the engine."""
 
 
+class ScalingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """More prefill workers while those that there are are full, and fewer again: from
+    groups.prefill_ranks up to max_prefill_ranks. A worker's fill is the work of its open requests
+    over its saturation threshold (prefill.saturation)."""
+
+    max_prefill_ranks: Count | None = None
+    """Workers at most. null: always groups.prefill_ranks. Only where a worker has all experts by
+    itself: prefill.experts=resident, streamed or cached."""
+    up_fill: Annotated[float, Meta(gt=0, le=100)] = 0.8
+    """Mean fill from which on another worker is started."""
+    down_fill: Annotated[float, Meta(ge=0, le=100)] = 0.4
+    """Mean fill below which the others would have to stay for one worker to be ended. Below
+    up_fill."""
+    window_s: Seconds = 5.0
+    """Seconds over which the mean goes, and which nothing is decided for after a change."""
+    idle_s: Seconds = 60.0
+    """Seconds for which a worker must have been one too many before it is ended: it answers what it
+    has, and goes."""
+
+    def __post_init__(self) -> None:
+        if self.down_fill >= self.up_fill:
+            raise ValueError(
+                f"scaling.down_fill={self.down_fill:g} is not below up_fill={self.up_fill:g}: "
+                "workers would come and go at one load"
+            )
+
+
 class ExpertsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Experts that do not all fit into memory: on expert ranks where `slots` or `bytes` is given,
     and on prefill workers with prefill.experts=cached."""
@@ -441,6 +469,9 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     front "serve")."""
     write_timeout_s: Seconds = 60.0
     """Seconds over which a client may read less than 1 KiB/s of its answer before it is cut off."""
+    drain_s: Annotated[float, Meta(ge=0, le=86400)] = 20.0
+    """Seconds for which `tandem serve` that is told to end (SIGTERM, Ctrl-C) goes on answering the
+    requests that it has; new ones get 503. A second signal ends it at once."""
 
     @property
     def clients(self) -> list[ApiKey]:
@@ -544,6 +575,7 @@ class TandemConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     schedule: ScheduleConfig = ScheduleConfig()
     priority: PriorityConfig = PriorityConfig()
     prefill: PrefillConfig = PrefillConfig()
+    scaling: ScalingConfig = ScalingConfig()
     experts: ExpertsConfig = ExpertsConfig()
     placement: PlacementConfig = PlacementConfig()
     planner: PlannerConfig = PlannerConfig()
@@ -560,3 +592,24 @@ class TandemConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 "prefill.experts=cached: say how many experts a worker keeps, of all layers "
                 "together: experts.slots, or experts.bytes"
             )
+        self._check_scaling()
+
+    def _check_scaling(self) -> None:
+        most, least = self.scaling.max_prefill_ranks, self.groups.prefill_ranks
+        if most is None:
+            return
+        if not 1 <= least <= most:
+            raise ValueError(
+                f"scaling.max_prefill_ranks={most} with groups.prefill_ranks={least}: give 1 or "
+                f"more to begin with, and at most {most}"
+            )
+        if self.prefill.experts not in SCALABLE:
+            raise ValueError(
+                f"scaling.max_prefill_ranks with prefill.experts={self.prefill.experts}: its "
+                f"workers divide the experts among them; use {', '.join(SCALABLE)}"
+            )
+
+    @property
+    def prefill_slots(self) -> int:
+        """Prefill workers that there may be."""
+        return self.scaling.max_prefill_ranks or self.groups.prefill_ranks

@@ -64,7 +64,7 @@ class Telemetry:
 
     def read_each(self, metric: Metric, of: Callable[[], Totals]) -> None:
         """Asks `of` at each exposition for a counter's totals, or a gauge's values, by labels, of
-        which more may appear."""
+        which more may appear. A gauge has no others than these."""
         self._totals.append((metric, of))
 
     def exposition(self, *, open_metrics: bool = False) -> str:
@@ -82,14 +82,22 @@ class Telemetry:
                 child.inc(of())
             else:
                 child.set(of())
-        for metric, totals in self._totals:
-            for labels, total in totals().items():
+        for metric, read_totals in self._totals:
+            totals = read_totals()
+            if metric.kind is Kind.GAUGE:
+                self._forget_all_but(metric, totals)
+            for labels, total in totals.items():
                 if metric.kind is Kind.GAUGE:
                     self.set(metric, *labels, to=total)
                     continue
                 before = self._counted.get((metric.name, labels), 0.0)
                 self._counted[metric.name, labels] = total
                 self.count(metric, *labels, by=total - before)
+
+    def _forget_all_but(self, metric: Metric, known: Totals) -> None:
+        for key in [key for key in self._children if key[0] == metric.name and key[1] not in known]:
+            del self._children[key]
+            self._families[metric.name].remove(*key[1])
 
     def _child(self, metric: Metric, labels: tuple[str, ...]) -> Counter | Gauge | Histogram:
         """The object for these label values, found by one dictionary look-up after the first."""

@@ -135,6 +135,10 @@ class App(Starlette):
         self.access_log: AccessLog | None = None
         self.pipelines: dict[str, _Counted] = {}
 
+    async def drain(self, limit_s: float) -> int:
+        """As `Ending.drain`, of the requests under way."""
+        return await self.services.ending.drain(self.services.sessions, limit_s)
+
     def close(self) -> None:
         """Writes what is not yet in the access log."""
         if self.access_log is not None:
@@ -177,6 +181,7 @@ class _Counted:
         try:
             key = callers.check(request)
             session.caller = callers.caller(key)
+            services.ending.check()
             session.begin(callers.allowance(key))
             session.set_priority(callers.priority(key))
             session.is_priority_fixed = callers.has_fixed_priority(key)
@@ -212,6 +217,7 @@ def _simple(services: Services, endpoint: Plain) -> Callable[[Request], Awaitabl
 
 async def _health(services: Services, request: Request) -> Response:
     """200 once every rank serves. Open to all: load balancers ask without a key."""
+    services.ending.check()
     problems = services.backend.problems()
     if problems:
         raise NotReadyError("; ".join(problems))

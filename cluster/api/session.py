@@ -15,6 +15,7 @@ from actors.telemetry.telemetry import Telemetry
 from cluster.api.allowances import Allowance
 from cluster.api.callers import Callers
 from cluster.api.cost import TOKEN_BYTES, Bounds
+from cluster.api.ending import Ending
 from cluster.api.errors import BodyTimeoutError, error_body, outcome_of
 from cluster.api.open_requests import OpenRequests
 from cluster.api.request_log import REQUEST_ID
@@ -42,7 +43,8 @@ Watch = Callable[[Callable[[], None] | None], None]
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):
     """What every endpoint works with. extra: metrics of the ranks, in Prometheus text format.
-    ranks: what they say of themselves. sessions: of the requests under way."""
+    ranks: what they say of themselves. sessions: of the requests under way. ending: whether the
+    server is about to."""
 
     backend: Backend
     tokenizer: Tokenizer
@@ -57,6 +59,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     extra: ExtraMetrics | None
     ranks: AskRanks | None = None
     sessions: set[Session] = msgspec.field(default_factory=set)
+    ending: Ending = msgspec.field(default_factory=Ending)
 
 
 class _Cut:

@@ -13,9 +13,11 @@ from actors.telemetry.telemetry import Telemetry
 from cluster.fleet.codec import Directory
 from cluster.fleet.member import Member
 from cluster.fleet.rank_group import RankGroup, kill_all
+from cluster.fleet.scaler import Scaler
 from cluster.fleet.scraped import Scraped
 from cluster.fleet.supervisor import Supervisor
 from contracts import metrics
+from contracts.config import TandemConfig
 from contracts.events import TaskSpan
 from contracts.logs import event
 from contracts.plan import Plan
@@ -29,8 +31,13 @@ class Fleet:
     process that has metrics."""
 
     def __init__(
-        self, token: bytes, groups: Sequence[RankGroup], scraped: Scraped | None = None
+        self,
+        token: bytes,
+        groups: Sequence[RankGroup],
+        scraped: Scraped | None = None,
+        config: TandemConfig | None = None,
     ) -> None:
+        """config: where the number of prefill workers follows the load (section `scaling`)."""
         self._token = token
         self._all_groups = groups
         self._groups = [group for group in groups if group.kind is not Group.PLANNER]
@@ -41,6 +48,11 @@ class Fleet:
             scraped.open(self._telemetry)
         self._supervisor = Supervisor(groups, self._tell_scraped)
         self._supervisor.start()
+        self._scalers: list[Scaler] = []
+        if config is not None and config.scaling.max_prefill_ranks is not None:
+            self._scalers = [Scaler(group, config) for group in self._prefill]
+        for scaler in self._scalers:
+            scaler.start()
 
     @property
     def directory(self) -> Directory:
@@ -99,7 +111,10 @@ class Fleet:
             future.result(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Ends supervision, then the loops in order, then the actors; gives the resources back."""
+        """Ends scaling and supervision, then the loops in order, then the actors; gives the
+        resources back."""
+        for scaler in self._scalers:
+            scaler.close(timeout_s)
         self._supervisor.close(timeout_s)
         if self.scraped is not None:
             self.scraped.close()
@@ -110,20 +125,24 @@ class Fleet:
                 name = member.name
                 event(log, "rank_stop_failed", logging.WARNING, name=name, error=error)
             kill_all([member.handle])
-        for group in self._groups:  # the planner's place is one of the attention ranks'
-            group.placed.release()
+        places = [member.place.placed for group in self._all_groups for member in group.members]
+        for placed in {id(placed): placed for placed in places}.values():
+            placed.release()
 
     def _show(self) -> None:
         """What the launcher alone knows, read at each scrape."""
         read = self._telemetry.read
+        self._telemetry.read_each(metrics.RANK_UP, self._up)
         for group in self._all_groups:
-            for member in group.members:
-                up = partial(getattr, member, "is_up")
-                read(metrics.RANK_UP, member.spec.group, member.name, of=up)
             if group.kind in (Group.PREFILL, Group.PLANNER):  # whose ranks are replaced
                 restarts = growth(partial(getattr, group, "restarts"))
                 read(metrics.GROUP_EPOCH, group.kind, of=partial(getattr, group, "epoch"))
                 read(metrics.RANK_RESTARTS, group.kind, of=restarts)
+
+    def _up(self) -> dict[tuple[str, ...], float]:
+        """By group and rank, of those that there are now."""
+        members = [member for group in self._all_groups for member in group.members]
+        return {(member.spec.group, member.name): float(member.is_up) for member in members}
 
     def _tell_scraped(self) -> None:
         if self.scraped is not None:

@@ -18,11 +18,12 @@ from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
 from cluster.files.hardware import load_hardware
 from cluster.fleet.fleet import Fleet
-from cluster.fleet.member import Member
+from cluster.fleet.member import Member, Place
 from cluster.fleet.nodes import (
     Placed,
     check_resources,
     kv_ranks,
+    later_ranks,
     place_ranks,
     rank_requests,
     resolve_backend,
@@ -53,7 +54,7 @@ def launch(config: TandemConfig, model_folder: str) -> Fleet:
     backend = config.channel.backend
     formation = Formation(config, model_folder, token, FIRST_EPOCH, backend, None, placements)
     places = _place(config)
-    with_kv = kv_ranks(places)
+    with_kv = kv_ranks(places) + later_ranks(places, config)
     with ThreadPoolExecutor(len(places)) as threads:  # each loads for most of the time
         launched = [threads.submit(launch_pipeline, formation, one, with_kv) for one in places]
     errors = [future.exception() for future in launched]
@@ -65,7 +66,7 @@ def launch(config: TandemConfig, model_folder: str) -> Fleet:
     ]
     error = next((error for error in errors if error is not None), None)
     if error is None:
-        return Fleet(token, groups, scraped_of(config))
+        return Fleet(token, groups, scraped_of(config), config)
     if groups:
         Fleet(token, groups).close()
     raise error
@@ -115,10 +116,11 @@ def launch_pipeline(common: Formation, placed: Placed, with_kv: Counter[str]) ->
         event(log, "prefill_ready", epoch=epoch, backend=backend, workers=len(specs))
     else:
         event(log, "group_ready", epoch=epoch, backend=backend, ranks=len(specs))
-    members = [Member(*each) for each in zip(specs, range(len(specs)), handles, ready, strict=True)]
+    found = [Place(placed, bundle) for bundle in range(len(specs))]
+    members = [Member(*each) for each in zip(specs, found, handles, ready, strict=True)]
     planners = [member for member in members if member.spec.group is Group.PLANNER]
     ranks = [member for member in members if member.spec.group is not Group.PLANNER]
-    return [RankGroup(placed, some, formation) for some in (ranks, planners) if some]
+    return [RankGroup(some, formation) for some in (ranks, planners) if some]
 
 
 def _formation(common: Formation, placed: Placed) -> Formation:

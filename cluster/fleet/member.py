@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import ray
 
 from actors.channels.neighbour import end
 from actors.ranks.remote import RayRank
+from cluster.fleet.nodes import Node, Placed
 from contracts.logs import event
 from contracts.worker import RankReady, RankStatus, WorkerSpec
 
@@ -18,18 +20,39 @@ CHECK_PERIOD_S = 0.25
 HUNG_AFTER_S = 3.0  # without an answer to `status`, which nothing that the rank does holds up
 
 
-class Member:
-    """bundle: of the placement group, where its process runs. replaced_for: why whoever is in it is
-    being replaced; empty: he is not."""
+class Place(NamedTuple):
+    """A bundle of a placement group, where a rank's process runs."""
 
-    def __init__(self, spec: WorkerSpec, bundle: int, handle: RayRank, ready: RankReady) -> None:
-        self.bundle = bundle
+    placed: Placed
+    bundle: int
+
+    def start(self) -> RayRank:
+        """As `Placed.start`."""
+        return self.placed.start(self.bundle)
+
+    @property
+    def node(self) -> Node:
+        return self.placed.node(self.bundle)
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """Ray resources."""
+        return self.placed.requests[self.bundle].resources
+
+
+class Member:
+    """replaced_for: why whoever is in it is being replaced; empty: he is not. status: what he has
+    said of himself last, if he has said anything."""
+
+    def __init__(self, spec: WorkerSpec, place: Place, handle: RayRank, ready: RankReady) -> None:
+        self.place = place
         self.settle(spec, handle, ready)
 
     def settle(self, spec: WorkerSpec, handle: RayRank, ready: RankReady) -> None:
         """Puts another process in this place."""
         self.spec, self.handle, self.ready = spec, handle, ready
         self.replaced_for = ""
+        self.status: RankStatus | None = None
         self._problem = ""
         self._asked: Future[RankStatus] | None = None
         self._asked_s = 0.0
@@ -57,6 +80,8 @@ class Member:
         else:
             asked, self._asked = self._asked, None
             self._problem = _problem(asked)
+            if asked.exception() is None:
+                self.status = asked.result()
         return self._problem
 
     def kill(self) -> None:

@@ -223,6 +223,19 @@ def kv_ranks(placed: Sequence[Placed]) -> Counter[str]:
     )
 
 
+def later_ranks(placed: Sequence[Placed], config: TandemConfig) -> Counter[str]:
+    """As `kv_ranks`, the prefill workers that may be started later, wherever one is now: each finds
+    room on whichever node it comes to."""
+    later = config.prefill_slots - config.groups.prefill_ranks
+    nodes = {
+        node.id
+        for one in placed
+        for request, node in zip(one.requests, one.nodes, strict=True)
+        if request.group is Group.PREFILL
+    }
+    return Counter(dict.fromkeys(nodes, later))
+
+
 def seat_ranks(placed: Placed, with_kv: Counter[str]) -> list[Seat]:
     """Where each rank runs. with_kv: the ranks of all pipelines that share a node's memory, unless
     each has a GPU of its own."""

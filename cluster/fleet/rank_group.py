@@ -18,7 +18,7 @@ import ray
 from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import Formation, channel_addresses, form_group
 from cluster.fleet.member import Member
-from cluster.fleet.nodes import Node, Placed, resolve_backend
+from cluster.fleet.nodes import Node, resolve_backend
 from cluster.fleet.repair import GroupHealth, policy_of
 from contracts.errors import TandemError
 from contracts.logs import event
@@ -33,15 +33,14 @@ class RankGroup:
     """kind: of its first rank. beyond_repair: why it can serve no more; empty: it can, or may yet.
     Any thread may ask; the supervisor's changes it."""
 
-    def __init__(self, placed: Placed, members: Sequence[Member], formation: Formation) -> None:
-        self.members = members
+    def __init__(self, members: Sequence[Member], formation: Formation) -> None:
+        self.members = list(members)
         self.kind = members[0].spec.group
         self.policy = policy_of(self.kind, formation.config)
         self.backend = formation.backend
         self.epoch = formation.epoch
         self.restarts = 0
         self.beyond_repair = ""
-        self.placed = placed
         self._config = formation.config
         self._unhealthy_since_s: float | None = None
         self._suspects: dict[str, str] = {}  # what routers say: client address -> reason
@@ -78,14 +77,25 @@ class RankGroup:
         unhealthy_s = 0.0 if self._unhealthy_since_s is None else now_s - self._unhealthy_since_s
         return GroupHealth([member.name for member in self.members], problems, unhealthy_s)
 
+    def next_epoch(self) -> int:
+        with self._lock:
+            self.epoch += 1
+            return self.epoch
+
+    def join(self, member: Member) -> None:
+        """Another one that has started: checked and in the directory from now on."""
+        self.members = [*self.members, member]
+
+    def leave(self, member: Member) -> None:
+        """Out of the directory, and nobody takes its place. What becomes of it is the caller's
+        business."""
+        self.members = [one for one in self.members if one is not member]
+
     def start_again(self, lost: Sequence[Member], closing: threading.Event) -> None:
         """All under one new epoch, unless the fleet is closed meanwhile. Raises what keeps them
         from starting; their actors are gone then."""
-        with self._lock:
-            self.epoch += 1
-            epoch = self.epoch
-        timeout_s = self._config.groups.ready_timeout_s
-        handles = [self.placed.start(member.bundle) for member in lost]
+        epoch, timeout_s = self.next_epoch(), self._config.groups.ready_timeout_s
+        handles = [member.place.start() for member in lost]
         try:
             found = [
                 self._settled(member, handle, closing)
@@ -122,7 +132,7 @@ class RankGroup:
         that gather from each other serve those of other nodes too.)"""
         if len(lost) == len(self.members):
             hosts = [node.host for node in found]
-            self.backend = resolve_backend(self._config, self.placed.device, hosts)
+            self.backend = resolve_backend(self._config, lost[0].place.placed.device, hosts)
         return [
             msgspec.structs.replace(
                 member.spec, epoch=epoch, host=node.listen_host, backend=self.backend
@@ -147,13 +157,13 @@ class RankGroup:
         while not closing.is_set() and time.monotonic() < end_s:
             try:
                 started.result(PLACE_PERIOD_S)
-                return self.placed.node(member.bundle)
+                return member.place.node
             except TimeoutError:
-                if self.placed.is_complete:
+                if member.place.placed.is_complete:
                     continue
             end_s = time.monotonic() + timeout_s
             if not told:
-                told, needs = True, self.placed.requests[member.bundle].resources
+                told, needs = True, member.place.needs
                 event(log, "worker_has_no_node", logging.ERROR, name=member.name, needs=needs)
         raise TimeoutError
 

@@ -23,6 +23,7 @@ log = logging.getLogger("tandem.fleet")
 
 RETRY_S = 1.0  # before another try to replace a rank; doubled up to MAX_RETRY_S
 MAX_RETRY_S = 30.0
+SPARE_THREADS = 16  # for ranks that come later
 
 
 class Supervisor:
@@ -36,7 +37,7 @@ class Supervisor:
         self._each_round = each_round
         self._closing = threading.Event()
         ranks = sum(len(group.members) for group in groups)
-        self._threads = ThreadPoolExecutor(ranks, thread_name_prefix="replace")
+        self._threads = ThreadPoolExecutor(ranks + SPARE_THREADS, thread_name_prefix="replace")
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def start(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from cluster.routing.placer import RoutingConfig, problems
 from cluster.routing.prefill_peer import Find, Finder, PrefillPeer
@@ -32,8 +32,9 @@ ROUTER_BITS = 63
 class PrefillBacklog:
     """The `placer.Placer` of prefill workers, which are in the order of their ranks.
 
-    find: where the workers are now, asked while one of them is missing. number: of this router
-    among all; None: a random one.
+    clients: of all numbers that there may be; one without an address is none yet. find: where the
+    workers are now, asked while one of them is missing; follows: always, for they come and go.
+    number: of this router among all; None: a random one.
     """
 
     kind = "prefill worker"
@@ -47,6 +48,8 @@ class PrefillBacklog:
         work: RequestWork,
         find: Find | None = None,
         number: int | None = None,
+        *,
+        follows: bool = False,
     ) -> None:
         self.config = config
         self.number = secrets.randbits(ROUTER_BITS) if number is None else number
@@ -58,12 +61,13 @@ class PrefillBacklog:
         )
         self._router = Router(settings, work)
         self._backlog = Backlog(self._router, work)
-        self.peers = [
+        self._slots = [
             PrefillPeer(index, client, self._router, self._on_change, self._on_lost)
             for index, client in enumerate(clients)
         ]
         self._workers = {client: worker for worker, client in enumerate(clients)}
-        self._finder = Finder(self.peers, find)
+        self._finder = Finder(self._slots, find, self._found, follows=follows)
+        self._follows = follows
         self._numbers = itertools.count()
         self._keys: dict[Ticket, RequestKey] = {}
         self._held: dict[RequestKey, Ticket] = {}  # not sent yet
@@ -71,12 +75,20 @@ class PrefillBacklog:
         self._dispatching = False
         self._alone: asyncio.TimerHandle | None = None
 
+    @property
+    def peers(self) -> list[PrefillPeer]:
+        """Of the workers that there are."""
+        return [peer for peer in self._slots if peer.serves]
+
     def listen(self, on_present: Callable[[], None]) -> None:
         self._on_present = on_present
 
     async def close(self) -> None:
         await self._finder.close()
         self._stop_waiting_alone()
+        for peer in self._slots:
+            if not peer.serves:
+                await peer.client.close()
 
     def load(self, worker: int) -> int:
         """Work of the open requests there, as this router knows it."""
@@ -124,6 +136,7 @@ class PrefillBacklog:
 
     def _dispatch(self) -> None:
         self._dispatching = False
+        self._finder.follow()
         is_alone = not any(peer.present for peer in self.peers)
         if is_alone and len(self._backlog):
             self._wait_alone()
@@ -136,9 +149,17 @@ class PrefillBacklog:
         for prompt, decision in self._backlog.take():
             ticket = self._held.pop(prompt.key)
             try:
-                ticket.send(self.peers[decision.worker].client, prompt.key)
+                ticket.send(self._slots[decision.worker].client, prompt.key)
             except TooCostlyError as error:  # its own fault: the others go on
                 ticket.fail(error)
+
+    def _found(self, addresses: Mapping[str, str]) -> None:
+        """Where the workers are now. One that is not named stays where it was, or goes."""
+        for worker, peer in enumerate(self._slots):
+            kept = None if self._follows else peer.client.address
+            if peer.settle(addresses.get(peer.client.name, kept)):
+                self._backlog.lose(worker)  # what is held for it
+                self._on_change()
 
     def _on_lost(self, worker: int, *, for_good: bool) -> None:
         """Its requests hear of it themselves (`Ticket.lose`)."""

@@ -18,6 +18,7 @@ from planner.routing.worker_state import MissingReportsError
 log = logging.getLogger("tandem.prefill_router")
 
 FIND_PERIOD_S = 0.3
+FOLLOW_PERIOD_S = 1.0
 FIND_DEADLINE_S = 10.0
 
 Find = Callable[[dict[str, str]], Awaitable[Mapping[str, str]]]
@@ -34,6 +35,7 @@ class PrefillPeer:
 
     present: between its snapshot and its loss, while it says that it is healthy. After that it is
     absent until another connection brings another snapshot. contradiction: why it is given up.
+    serves: it is one of the workers that there are; else nothing new is sent to it.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class PrefillPeer:
     ) -> None:
         self.client = client
         self.present = False
+        self.serves = bool(client.address)
         self._worker = worker
         self._router = router
         self._on_change = on_change
@@ -53,7 +56,35 @@ class PrefillPeer:
         self._is_sick = False
         self.contradiction = ""
         router.lose(worker, for_good=False)  # until it is heard
+        if not self.serves:
+            router.retire(worker)
         client.listen(self)
+
+    def settle(self, address: str | None) -> bool:
+        """Where the worker is now; None: it is to go, when it has answered what it has. Whether it
+        takes nothing more from here on."""
+        if address is None:
+            return self._retire()
+        if self.serves:
+            self.client.move(address)
+            return False
+        self.serves = True
+        self._router.readmit(self._worker)
+        self.client.leave()  # one of this number that was there before
+        self.client.move(address)
+        self.client.start()
+        event(log, "worker_joined", name=self.client.name)
+        return False
+
+    def _retire(self) -> bool:
+        if self.serves:
+            self.serves = False
+            self._router.retire(self._worker)
+            event(log, "worker_leaves", name=self.client.name)
+            return True
+        if self.client.address and self.client.state is None:
+            self.client.leave()
+        return False
 
     @property
     def problem(self) -> str | None:
@@ -106,12 +137,30 @@ class PrefillPeer:
 
 
 class Finder:
-    """Asks where the workers are while one of them is missing."""
+    """Asks where the workers are while one of them is missing; if it `follows`, always: then they
+    come and go.
 
-    def __init__(self, peers: Sequence[PrefillPeer], find: Find | None) -> None:
+    peers: of all numbers that there may be. on_found: is told name -> address.
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[PrefillPeer],
+        find: Find | None,
+        on_found: Callable[[Mapping[str, str]], None],
+        *,
+        follows: bool = False,
+    ) -> None:
         self._peers = peers
         self._find = find
+        self._on_found = on_found
+        self._follows = follows
         self._task: asyncio.Task[None] | None = None
+
+    def follow(self) -> None:
+        """To be called once there is an event loop, as often as one likes."""
+        if self._follows:
+            self.look()
 
     def look(self) -> None:
         if self._find is not None and (self._task is None or self._task.done()):
@@ -123,17 +172,20 @@ class Finder:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
+    @property
+    def _is_missing(self) -> bool:
+        return not all(peer.present for peer in self._peers if peer.serves)
+
     def _suspects(self) -> dict[str, str]:
         return {p.client.address: p.contradiction for p in self._peers if p.contradiction}
 
     async def _look(self, find: Find) -> None:
-        while not all(peer.present for peer in self._peers):
+        while self._follows or self._is_missing:
             try:
                 async with asyncio.timeout(FIND_DEADLINE_S):
                     addresses = await find(self._suspects())
             except Exception as error:  # noqa: BLE001 - whatever it is, the next try may do better
                 event(log, "directory_not_found", logging.WARNING, error=error)
-                addresses = {}
-            for peer in self._peers:
-                peer.client.move(addresses.get(peer.client.name, peer.client.address))
-            await asyncio.sleep(FIND_PERIOD_S)
+            else:
+                self._on_found(addresses)
+            await asyncio.sleep(FIND_PERIOD_S if self._is_missing else FOLLOW_PERIOD_S)

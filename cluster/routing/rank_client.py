@@ -98,6 +98,14 @@ class RankClient:
             self._task = None
             self.start()
 
+    def leave(self) -> None:
+        """The rank has ended: no more attempts to reach it, until it has an address again."""
+        self.address = ""
+        if self._task is not None:
+            self._task.cancel()
+            self._drop_all(PeerDeadError(f"{self.name} has ended", self.name))
+            self._task = None
+
     def drop(self, reason: str) -> None:
         """Breaks the connection; the client then connects again."""
         if self._socket is not None:

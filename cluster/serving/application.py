@@ -43,6 +43,11 @@ def groups_of(name: str) -> DeploymentHandle:
     return serve.get_deployment_handle("Groups", name)
 
 
+def ingress_of(name: str) -> DeploymentHandle:
+    """As `groups_of`, of its Ingress."""
+    return serve.get_deployment_handle("Ingress", name)
+
+
 def check_absent(name: str) -> None:
     """Raises ResourceError if an application of this name is on the cluster, whoever's it is."""
     found = serve.status().applications.get(name)

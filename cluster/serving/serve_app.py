@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from actors.telemetry.telemetry import Telemetry
+from cluster.api.app import App
 from cluster.files.model_folder import resolve_model_folder
 from cluster.fleet.codec import (
     decode_config,
@@ -158,6 +159,7 @@ class Ingress:
         self._config = decode_config(config)
         self._groups = groups
         self._front: DirectFront | None = None
+        self._app: App | None = None
         set_up_logging("ingress", self._config.log)
         self._exported: Exported | None = None
         self._token = b""  # that its ranks were launched with, once it is connected
@@ -195,7 +197,7 @@ class Ingress:
     async def _build(self) -> ASGIApp:
         directory = decode_directory(await self._groups.directory.remote())
         telemetry = Telemetry()
-        app = await build_ingress_app(
+        app = self._app = await build_ingress_app(
             self._config,
             directory,
             AskGroups(self._rank_metrics, self._rank_status),
@@ -214,6 +216,11 @@ class Ingress:
 
     async def _tell_scraped(self, target: bytes) -> None:
         await self._groups.export.remote(target)
+
+    async def drain(self, limit_s: float) -> int:
+        """Lets nobody else in. How many requests are still under way after limit_s, if not 0
+        sooner."""
+        return 0 if self._app is None else await self._app.drain(limit_s)
 
     async def _prefill_addresses(self, suspects: dict[str, str]) -> dict[str, str]:
         """Where the prefill workers are now; `suspects` will be replaced."""

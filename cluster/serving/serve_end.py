@@ -1,4 +1,4 @@
-"""When a server that runs is over: its user ends it, or it can serve no more."""
+"""When a server that runs is over: its user ends it, or it can serve no more. And how it drains."""
 
 from __future__ import annotations
 
@@ -31,3 +31,19 @@ def wait_for_end(groups: Any, token: bytes, stop: threading.Event, give_up_s: fl
         if reason:
             return reason
     return ""
+
+
+def drain(ingress: Any, limit_s: float, hurry: threading.Event) -> None:
+    """Returns once the ingress has answered all that it has, or after limit_s, or when `hurry` is
+    set. It lets nobody in from the start. ingress: handle of the Ingress deployment."""
+    end_s = time.monotonic() + limit_s
+    asked = ingress.drain.remote(limit_s)
+    while not hurry.is_set() and time.monotonic() < end_s + ANSWER_S:
+        try:
+            if left := asked.result(timeout_s=LOOK_PERIOD_S):
+                event(log, "requests_cut_off", logging.WARNING, left=left, after_s=limit_s)
+        except TimeoutError:
+            continue
+        except Exception as error:  # noqa: BLE001 - an ingress that is gone has nothing to drain
+            event(log, "ingress_not_asked", logging.WARNING, error=str(error).partition("\n")[0])
+        return

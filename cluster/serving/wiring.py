@@ -34,7 +34,7 @@ from contracts.errors import NotReadyError
 from contracts.garbage import spare_what_lives_on
 from contracts.logs import event
 from contracts.messages import STATE_PERIOD_S
-from contracts.worker import RankStatus
+from contracts.worker import Group, RankStatus, rank_name
 from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
 from planner.routing.request_work import work_of
@@ -98,12 +98,15 @@ def pipelines(config: TandemConfig, directory: Directory, find: Find | None = No
     if directory.prefill_addresses:
         spec = check_checkpoint(resolve_model_folder(config.model.path))
         context_tokens = config.model.context_tokens(spec.max_context_tokens)
+        names = [rank_name(Group.PREFILL, rank) for rank in range(config.prefill_slots)]
+        there = {name: directory.prefill_addresses.get(name, "") for name in names}
         backlog = PrefillBacklog(
-            rank_clients(directory.prefill_addresses, directory.token, config.channel),
+            rank_clients(there, directory.token, config.channel),
             settings,
             saturation_of(config.prefill, context_tokens),
             work_of(shape_of(spec, resolve_dtype(spec, config.model.dtype))),
             find,
+            follows=config.scaling.max_prefill_ranks is not None,
         )
         prefilling = Admission(backlog)
     return Pipelines(generating, prefilling)
@@ -122,7 +125,7 @@ async def build_ingress_app(
     ask: AskGroups,
     find: Find,
     telemetry: Telemetry | None = None,
-) -> Starlette:
+) -> App:
     """The application, connected to every rank, or to those that are there: workers may be lost
     for a while when an ingress starts. It closes its connections when it shuts down."""
     model, tokenizer = await asyncio.to_thread(served_model, config)

@@ -62,7 +62,16 @@ class Router:
         self._thresholds = [threshold(config.saturation, work, None)] * config.workers
         self._committed = PrefixIndex(config.workers)
         self._pending = Promises()  # of all that is open, accepted or not
+        self._retired: set[int] = set()
         self._turn = 0
+
+    def retire(self, worker: int) -> None:
+        """It takes no more requests, but ends those that it has."""
+        self._retired.add(worker)
+
+    def readmit(self, worker: int) -> None:
+        """A worker of this number takes requests again, once it is present."""
+        self._retired.discard(worker)
 
     def load(self, worker: int, met_by: Priority = Priority.BE) -> int:
         """Work of its open requests and of those on their way that one of that class meets."""
@@ -113,16 +122,16 @@ class Router:
         return [
             self._candidate(worker, prompt.priority, matches[worker], added[matches[worker]], held)
             for worker, state in enumerate(self._states)
-            if state.present
+            if state.present and worker not in self._retired
         ]
 
     def is_present(self, worker: int) -> bool:
         return self._states[worker].present
 
     def is_open(self, worker: int, priority: Priority = Priority.BE) -> bool:
-        """Present, and below its threshold for that class."""
-        is_present = self._states[worker].present
-        return is_present and self.queued(worker, priority) < self._thresholds[worker]
+        """Takes requests, and is below its threshold for that class."""
+        takes = self._states[worker].present and worker not in self._retired
+        return takes and self.queued(worker, priority) < self._thresholds[worker]
 
     def added(self, prompt: Prompt, worker: int) -> int:
         """Work that the request would be to a worker."""

@@ -24,7 +24,8 @@ from tests.support.model_shapes import QWEN3_235B
 COMMANDS = documented()
 BIN = Path(sys.executable).parent
 PAGES = [(ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS]
-_SPEC = re.compile(r"^\$ cat spec.json\n(.*)$", re.MULTILINE)
+_SPEC = re.compile(r"^\$ cat (\w+.json)\n(.*)$", re.MULTILINE)
+_SIZED = re.compile(r"^\$ (tandem plan \w+s\.json)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _ANSWER = re.compile(r"^\$ tandem plan spec.json\n(.*)$", re.MULTILINE)
 
 
@@ -35,7 +36,7 @@ def texts(pattern: str) -> list[str]:
 
 def run(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """As a user's shell would, with the package's own folder of commands first."""
-    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "COLUMNS": "100"}
     return subprocess.run(
         ["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True
     )
@@ -48,8 +49,10 @@ def folder(tmp_path: Path) -> Path:
     model = tmp_path / "Qwen3-235B-A22B"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(QWEN3_235B), encoding="utf-8")
-    (spec,) = {spec for page in PAGES for spec in _SPEC.findall(page)}
-    (tmp_path / "spec.json").write_text(spec, encoding="utf-8")
+    specs = {found for page in PAGES for found in _SPEC.findall(page)}
+    assert len({name for name, _ in specs}) == len(specs) >= 3, "one file of a name"
+    for name, spec in specs:
+        (tmp_path / name).write_text(spec, encoding="utf-8")
     (config,) = (command.text for command in COMMANDS if command.language == "yaml")
     (tmp_path / "tandem.yaml").write_text(config, encoding="utf-8")
     return tmp_path
@@ -92,6 +95,10 @@ def test_plans_are_made_as_documented(folder: Path, text: str) -> None:
         shown = [line for page in PAGES for line in _ANSWER.findall(page)]
         assert shown
         assert all(line.startswith(first) for line in shown), shown
+    for asked, lines in (found for page in PAGES for found in _SIZED.findall(page)):
+        if asked == text:
+            told = {line.strip() for line in done.stdout.splitlines()}
+            assert {line.strip() for line in lines.splitlines()} <= told, done.stdout
     if text == "tandem plan --help":
         assert all(option in done.stdout for option in ("--json", "--beyond", "--picture"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import signal
 import socket
@@ -154,6 +155,31 @@ def test_servers_of_different_names_share_a_cluster_and_end_only_themselves(
     wait_until_none(cluster)
     assert not can_connect(first)
     assert can_connect(int(cluster.address.rpartition(":")[2])), "the cluster stays"
+
+
+@pytest.mark.slow
+def test_sigterm_lets_a_stream_end_and_nobody_else_in(cluster: RayHead) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    body = {"model": "bundled", "prompt": "The", "max_tokens": 400, "ignore_eos": True}
+    pool = ("--set", "kv.pool_tokens=4096")
+    with tandem(cluster.address, "serve", "--port", str(port), *pool) as server:
+        wait_until_ready(server)
+        with httpx.stream("POST", url, json={**body, "stream": True}, timeout=DEADLINE_S) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            end_s = time.monotonic() + DEADLINE_S
+            while httpx.post(url, json={**body, "max_tokens": 1}).status_code == 200:
+                assert time.monotonic() < end_s, "it lets others in"
+            chunks = [line for line in lines if line]
+        assert chunks[-1] == "data: [DONE]"
+        assert not any('"error"' in chunk for chunk in chunks)
+        told = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks[:-1]]
+        assert told[-1]["choices"][0]["finish_reason"] == "length", "to its last token"
+        out, err = server.communicate(timeout=DEADLINE_S)
+        assert (server.returncode, out.endswith("stopping\n")) == (0, True), err
+    wait_until_none(cluster)
 
 
 def test_what_only_the_cluster_can_refuse_is_one_line_and_leaves_nothing(

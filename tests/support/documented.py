@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "docs/usage.md", "docs/operations.md", "docs/kubernetes.md")
+DOCUMENTS = (
+    *("README.md", "docs/usage.md", "docs/operations.md", "docs/sizing.md", "docs/kubernetes.md"),
+)
 PROGRAMS = (
     *("tandem", "python", "pip", "curl", "ray", "serve", "make", "git", "export", "cat", "lm_eval"),
     *(

@@ -134,13 +134,18 @@ async def routing(
     *,
     tau: int = UNLIMITED,
     find: Find | None = None,
+    coming: Sequence[FakePrefill] | None = None,
     **limits: Any,
 ) -> AsyncIterator[PrefillAdmission]:
-    """A router in front of `workers`, which listen from now on."""
+    """A router in front of `workers`, which listen from now on. coming: those that `find` may name
+    later; None: nobody comes or goes."""
     clients = [RankClient(w.name, await w.listen(), ME, QUICK) for w in workers]
+    clients += [RankClient(w.name, "", ME, QUICK) for w in coming or ()]
     saturation = SaturationConfig(fallback_prompts=(1,), pinned=tau)
     config = RoutingConfig(block_tokens=BLOCK, **limits)
-    router = PrefillAdmission(PrefillBacklog(clients, config, saturation, token_work, find))
+    follows = coming is not None
+    backlog = PrefillBacklog(clients, config, saturation, token_work, find, follows=follows)
+    router = PrefillAdmission(backlog)
     router.start()
     try:
         await router.wait_ready()

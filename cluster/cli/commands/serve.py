@@ -48,13 +48,18 @@ def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> i
     config = with_key_of(config_of(options), environment)
     before_a_cluster_is_started(config, environment)
 
-    from cluster.serving.serve_end import wait_for_end
+    from cluster.serving.application import ingress_of
+    from cluster.serving.serve_end import drain, wait_for_end
     from cluster.serving.server import serving
 
-    stop = threading.Event()
+    stop, hurry = threading.Event(), threading.Event()
+
+    def end(*_: object) -> None:
+        (hurry if stop.is_set() else stop).set()
+
     with serving(config, show_rank_logs=True, say=_say) as served:
         for number in (signal.SIGINT, signal.SIGTERM):  # not earlier: ray.init sets its own
-            signal.signal(number, lambda *_: stop.set())
+            signal.signal(number, end)
         print(f"ready in {served.ready_s:.1f} s: {served.url}/v1", flush=True)
         for rank in served.directory.ranks:
             print(f"  {rank.name:<14} pid {rank.pid}", flush=True)
@@ -62,5 +67,7 @@ def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> i
         reason = wait_for_end(served.groups, served.directory.token, stop, give_up_s)
         if reason:
             print(f"tandem serve: can serve no more: {reason}", file=sys.stderr, flush=True)
+        elif config.http.drain_s > 0:
+            drain(ingress_of(config.serve.name), config.http.drain_s, hurry)
         print("stopping", flush=True)
     return EXIT_BEYOND_REPAIR if reason else 0

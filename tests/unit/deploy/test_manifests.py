@@ -155,6 +155,8 @@ def test_ranks_fit_into_the_pods_of_their_groups(overlay: str) -> None:
         assert wanted.torch_threads <= amount(limits["cpu"])
         assert int(limits.get("nvidia.com/gpu", 0)) == (overlay == "gpu")
     assert found["head"]["rayStartParams"]["num-cpus"] == "0"
+    assert found["prefill"]["maxReplicas"] == config(overlay).prefill_slots
+    assert service(overlay)["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"] is True
 
 
 @pytest.mark.parametrize("overlay", SERVICES)

@@ -9,10 +9,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import openai
 import pytest
 
+from cluster.api.app import App
 from contracts.api_keys import ApiKey
 from contracts.config import HttpConfig
 from contracts.messages import Submit
@@ -341,3 +343,23 @@ def test_outcomes_and_tokens_are_counted(api: Api, rank: FakeRank) -> None:
         'tandem_queue_depth{class="ls",pipeline="generation"} 0.0',
     ):
         assert line in text
+
+
+def test_a_server_that_ends_lets_nobody_in_and_waits_for_those_that_are(
+    api: Api, rank: FakeRank
+) -> None:
+    rank.hold_after = 2
+    body = {"model": MODEL, "prompt": "Hello", "stream": True, "max_tokens": 5}
+    with api.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()  # kept: it closes with the last reference
+        next(lines)
+        assert isinstance(api.app, App)
+        assert api.loop.run(api.app.drain(0.1)) == 1, "it is still under way"
+        with httpx.Client(base_url=api.url, timeout=TIMEOUT_S) as other:
+            assert other.get("/health").status_code == 503
+            refused = other.post("/v1/completions", json={**body, "stream": False})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+            assert "ending" in refused.json()["error"]["message"]
+            assert other.get("/load", timeout=TIMEOUT_S).json()["server_load"] == 1
+        waiting = api.loop.start(api.app.drain(TIMEOUT_S))
+    assert waiting.result(TIMEOUT_S) == 0, "as soon as it is over"

@@ -6,7 +6,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from actors.ranks.remote import RayRank
-from cluster.fleet.member import HUNG_AFTER_S, Member
+from cluster.fleet.member import HUNG_AFTER_S, Member, Place
+from cluster.fleet.nodes import Placed
 from contracts.errors import LaunchError
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
 
@@ -38,7 +39,7 @@ def member() -> tuple[Member, SilentRank]:
         backend="shm",
     )
     ready = RankReady(name="prefill-0", pid=1, channel_address="")
-    return Member(spec, 0, rank, ready), rank
+    return Member(spec, Place(Placed([], None, "cpu", []), 0), rank, ready), rank
 
 
 def test_a_worker_that_answers_is_asked_again_and_kept() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import Formation, Seat, make_specs
-from cluster.fleet.member import CHECK_PERIOD_S, Member
+from cluster.fleet.member import CHECK_PERIOD_S, Member, Place
 from cluster.fleet.nodes import Placed
 from cluster.fleet.rank_group import RankGroup
 from cluster.fleet.supervisor import Supervisor
@@ -47,10 +47,11 @@ class Rig:
         specs = make_specs(formation, seats, seats, seats)
         self.ranks = [FakeRank(spec.name) for spec in specs]
         told = [RankReady(name=spec.name, pid=1, channel_address="") for spec in specs]
-        members = [Member(*each) for each in zip(specs, range(3), self.ranks, told, strict=True)]
         placed = Placed([], None, "cpu", [])
-        self.group = RankGroup(placed, members[:2], formation)
-        planner = RankGroup(placed, members[2:], formation)
+        places = [Place(placed, bundle) for bundle in range(3)]
+        members = [Member(*each) for each in zip(specs, places, self.ranks, told, strict=True)]
+        self.group = RankGroup(members[:2], formation)
+        planner = RankGroup(members[2:], formation)
         self.supervisor = Supervisor([self.group, planner])
         self.now_s = 0.0
 

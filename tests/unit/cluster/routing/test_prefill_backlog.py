@@ -378,3 +378,67 @@ def test_a_worker_that_says_it_is_not_healthy_gets_nothing_until_it_is() -> None
             assert sick.taken
 
     run(body())
+
+
+def test_workers_come_and_go_while_requests_run_and_none_is_lost() -> None:
+    async def body() -> None:
+        workers = [FakePrefill(0), FakePrefill(1)]
+        at = {worker.name: await worker.listen() for worker in workers}
+        there = {workers[0].name: at[workers[0].name]}
+
+        async def find(_: dict[str, str]) -> dict[str, str]:
+            return dict(there)
+
+        async with routing(workers[:1], coming=workers[1:], tau=2 * BLOCK, find=find) as router:
+            workers[0].hold = workers[1].hold = True
+            assert [peer.name for peer in router.clients] == ["prefill-0"]
+            first = scores(router, 4)
+            await until(lambda: workers[0].held)
+            there.update(at)  # another one: what waits goes there
+            await until(lambda: workers[1].held)
+            assert not router.problems()
+            del there["prefill-1"]
+            await until(lambda: len(router.clients) == 1)
+            taken = len(workers[1].taken)
+            later = scores(router, 4)
+            for worker in reversed(workers):
+                worker.hold = False
+                worker.release()
+            await asyncio.gather(*first, *later)
+            assert len(workers[1].taken) == taken, "nothing new, and what it had is answered"
+            await workers[1].close()
+            assert router.serves
+            again = FakePrefill(1, epoch=7)
+            there["prefill-1"] = await again.listen()
+            await until(lambda: len(router.clients) == 2 and not router.problems())
+            workers[0].hold = again.hold = True
+            last = scores(router, 6)
+            await until(lambda: again.held)
+            for worker in (workers[0], again):
+                worker.hold = False
+                worker.release()
+            await asyncio.gather(*last)
+            await again.close()
+
+    run(body())
+
+
+def test_a_worker_that_ends_before_a_router_has_looked_loses_no_request() -> None:
+    async def body() -> None:
+        workers = [FakePrefill(0), FakePrefill(1)]
+        there = {worker.name: await worker.listen() for worker in workers}
+
+        async def find(_: dict[str, str]) -> dict[str, str]:
+            return dict(there)
+
+        async with routing(workers, coming=[], tau=2 * BLOCK, find=find) as router:
+            workers[1].hold = True
+            tasks = scores(router, 6)
+            await until(lambda: workers[1].held)
+            del there["prefill-1"]
+            await workers[1].close()
+            await asyncio.gather(*tasks)
+            await until(lambda: [client.name for client in router.clients] == ["prefill-0"])
+            assert not router.problems()
+
+    run(body())

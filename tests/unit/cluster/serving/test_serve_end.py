@@ -7,22 +7,22 @@ import threading
 import pytest
 
 from cluster.serving import serve_end
-from cluster.serving.serve_end import wait_for_end
+from cluster.serving.serve_end import drain, wait_for_end
 
 
 class FakeGroups:
     """answers: what each question is answered with, or raises; the last one for ever."""
 
-    def __init__(self, *answers: str | Exception) -> None:
+    def __init__(self, *answers: str | int | Exception) -> None:
         self.answers = list(answers)
-        self.asked: list[bytes] = []
-        self.problem = self
+        self.asked: list[object] = []
+        self.problem = self.drain = self
 
-    def remote(self, token: bytes) -> FakeGroups:
+    def remote(self, token: object) -> FakeGroups:
         self.asked.append(token)
         return self
 
-    def result(self, timeout_s: float) -> str:
+    def result(self, timeout_s: float) -> str | int:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -55,3 +55,24 @@ def test_a_user_who_ends_the_server_is_given_no_reason() -> None:
     stop = threading.Event()
     stop.set()
     assert wait_for_end(FakeGroups("never asked"), b"token", stop, 1.0) == ""
+
+
+def test_a_drain_lasts_as_long_as_the_ingress_needs() -> None:
+    ingress = FakeGroups(TimeoutError(), TimeoutError(), 0)
+    drain(ingress, 60.0, threading.Event())
+    assert ingress.asked == [60.0]
+    assert ingress.answers == [0]
+
+
+def test_a_second_signal_or_an_ingress_that_is_gone_ends_it_at_once() -> None:
+    hurry = threading.Event()
+    drain(FakeGroups(RuntimeError("the actor died")), 60.0, hurry)
+    hurry.set()
+    drain(FakeGroups(TimeoutError()), 60.0, hurry)
+
+
+def test_an_ingress_that_says_nothing_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serve_end, "ANSWER_S", 0.01)
+    drain(FakeGroups(TimeoutError()), 0.01, threading.Event())

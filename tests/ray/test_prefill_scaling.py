@@ -1,0 +1,134 @@
+"""`tandem serve` whose prefill workers follow the load: from one to three and back, and every
+request is answered, with the same probabilities, whoever comes or goes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from cluster.fleet.codec import decode_directory
+from cluster.serving.front import free_port
+from cluster.serving.server import Served, serving
+from contracts.loading import load_config
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+
+DEADLINE_S = 120.0
+CLIENTS = 4
+ROWS = 120
+LABELS = ["positive", "negative"]
+SETTINGS = (
+    *("groups.attention_ranks=0", "groups.expert_ranks=0", "groups.prefill_ranks=1"),
+    *(
+        "model.dtype=float32",
+        "kv.pool_tokens=16384",
+        "prefill.max_batch_tokens=512",
+        "kv.prefix_cache=false",
+    ),
+    *("scaling.max_prefill_ranks=3", "scaling.window_s=0.5", "scaling.idle_s=2"),
+    *("scaling.up_fill=0.6", "scaling.down_fill=0.3"),
+    "groups.ready_timeout_s=100",
+)
+
+
+class Load:
+    """Clients that ask one request after another until they are told to stop. failed: whatever was
+    not the expected answer."""
+
+    def __init__(self, url: str, expected: list[list[float]]) -> None:
+        self._url, self._expected = url, expected
+        self._stop = threading.Event()
+        self.rows_asked = ROWS
+        self.outcomes: Counter[str] = Counter()
+        self.failed: list[str] = []
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def ask(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=DEADLINE_S) as client:
+            while not self._stop.is_set():
+                self._ask(client, self.rows_asked)
+
+    def _ask(self, client: httpx.Client, rows: int) -> None:
+        answer = client.post("/v1/classify", json=body(rows))
+        self.outcomes[str(answer.status_code)] += 1
+        if answer.status_code != 200:
+            self.failed.append(answer.text)
+            return
+        for row, known in zip(answer.json()["data"], self._expected, strict=False):
+            if row["probs"] != pytest.approx(known, abs=1e-4):
+                self.failed.append(f"{row['probs']} instead of {known}")
+
+
+def body(rows: int) -> dict[str, Any]:
+    texts = [f"Row {row}: it is fine, and it has been so for {row} days." for row in range(rows)]
+    return {"model": "bundled", "input": texts, "labels": LABELS}
+
+
+def pids(served: Served) -> dict[str, int]:
+    found = served.groups.directory.remote().result(timeout_s=DEADLINE_S)
+    return {rank.name: rank.pid for rank in decode_directory(found).ranks}
+
+
+def wait_for(served: Served, workers: int) -> dict[str, int]:
+    end_s = time.monotonic() + DEADLINE_S
+    while len(found := pids(served)) != workers:
+        assert time.monotonic() < end_s, found
+        time.sleep(0.1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    patch = pytest.MonkeyPatch()
+    patch.delenv("RAY_ADDRESS", raising=False)
+    patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
+    with contextlib.ExitStack() as stack:
+        stack.callback(patch.undo)
+        config = load_config(None, [*SETTINGS, f"http.port={free_port()}"])
+        yield stack.enter_context(serving(config))
+
+
+def test_from_one_worker_to_three_and_back_without_a_failed_request(served: Served) -> None:
+    first = httpx.post(f"{served.url}/v1/classify", json=body(ROWS), timeout=DEADLINE_S)
+    load = Load(served.url, [row["probs"] for row in first.json()["data"]])
+    (start,) = pids(served).items()
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        asking = [threads.submit(load.ask) for _ in range(CLIENTS)]
+        try:
+            most = wait_for(served, 3)
+            at_most = load.outcomes.total()
+            end_s = time.monotonic() + DEADLINE_S
+            while load.outcomes.total() < at_most + 10 * CLIENTS:  # all three have work
+                assert time.monotonic() < end_s
+                time.sleep(0.05)
+            load.rows_asked = 1
+            least = wait_for(served, 1)
+            gone = set(most.values()) - set(least.values())
+            while any(psutil.pid_exists(pid) for pid in gone):
+                assert time.monotonic() < end_s + DEADLINE_S
+                time.sleep(0.1)
+        finally:
+            load.stop()
+        for future in asking:
+            future.result(DEADLINE_S)
+    assert not load.failed, load.failed[:3]
+    assert set(load.outcomes) == {"200"}
+    assert least.items() == {start}, "the first one stays"
+    assert len(gone) == 2
+    shown = httpx.get(f"{served.url}/metrics").text
+    asked = load.outcomes.total() + 1
+    assert f'outcome="ok",pipeline="prefill"}} {asked}.0' in shown
+    up = [line for line in shown.splitlines() if line.startswith("tandem_rank_up{")]
+    assert up == ['tandem_rank_up{group="prefill",rank="prefill-0"} 1.0']
+    assert httpx.get(f"{served.url}/health").status_code == 200
