@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.ranks.local_group import LocalGroup
-from actors.telemetry.timeline import write_chrome_trace
+from actors.telemetry.chrome_trace import write_chrome_trace
 from benchmarks.harness import record
 from benchmarks.pinned_batches import BatchRunner, bench_client, pin_to_core
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from actors.planning.model_shape import shape_of
-from actors.telemetry.timeline import write_chrome_trace
+from actors.telemetry.chrome_trace import write_chrome_trace
 from benchmarks.harness import RESULTS, Result, write_result
 from benchmarks.pinned_batches import BatchRunner, bench_client, pin_to_core
 from benchmarks.planned_points import Pictured, Point, PointRun, PointRunner

@@ -536,6 +536,14 @@ class LogConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """From which on events are written."""
+    format: Literal["text", "json"] = "text"
+    """ "text": a line of key=value for people and machines. "json": an object a line."""
+    prompts: bool = False
+    """Whether what clients send may be logged: each request's body (logger tandem.prompts), and
+    messages of errors that may quote it. false: never a word of it."""
+    stacks_after_s: Seconds = 10.0
+    """Seconds for which a loop of a process may be in one step before the stacks of its threads are
+    logged (`loop_held`), once each time."""
     folder: OutputFolder | None = None
     """Where each run gets a folder. null: with `tandem serve` $XDG_STATE_HOME/tandem/NAME,
     elsewhere standard error only."""

@@ -12,7 +12,7 @@ class Stage(enum.StrEnum):
     """Stages as the metrics name them (`tandem_stage_seconds{stage}`). SEND: a rank cuts and sends
     packets; FINISH: logits and sampling; WAIT: it has nothing to do; HELD: best-effort work is held
     back for a due time; GATHER, HOST_COPY: a layer's experts come from other workers, or from the
-    host's memory."""
+    host's memory; SOLVE: a planner answers a rank's question."""
 
     ATTENTION = "attention"
     SHARED = "shared"
@@ -25,6 +25,7 @@ class Stage(enum.StrEnum):
     HELD = "held"
     GATHER = "gather"
     HOST_COPY = "host_copy"
+    SOLVE = "solve"
 
 
 TRANSFERS = (Stage.A2E, Stage.E2A)
@@ -34,7 +35,8 @@ BUSY = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.SEND, Stage.FINISH)
 class TaskSpan(msgspec.Struct, frozen=True, array_like=True):
     """One task on one resource, from start_s to end_s (monotonic seconds).
 
-    `resource` is a rank ("attention-0") or a link ("attention-0>expert-1").
+    `resource` is a rank ("attention-0") or a link ("attention-0>expert-1"). of: what an expert rank
+    has merged in it: attention ranks, and the numbers of their batches.
     """
 
     resource: str
@@ -46,3 +48,4 @@ class TaskSpan(msgspec.Struct, frozen=True, array_like=True):
     micro_batch: int = 0
     token_group: int = 0
     tokens: int = 0
+    of: tuple[tuple[str, int], ...] = ()

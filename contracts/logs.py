@@ -1,6 +1,9 @@
-"""One way to log, in every process: a fixed event name and fields, one line a record.
+"""One way to log, in every process: a fixed event name and fields, one line a record, as text or as
+JSON (log.format):
 
     2026-01-31T12:00:00.123Z WARNING tandem.worker rank_lost rank=expert-1 reason="no heartbeat"
+    {"at": "2026-01-31T12:00:00.123Z", "level": "WARNING", "logger": "tandem.worker",
+     "process": "attention-0", "event": "rank_lost", "rank": "expert-1", …}
 
 Only loggers below "tandem" are set up: what libraries log is theirs. No colours, no blanks or line
 ends in a field without quotes, so that lines can be cut into fields by machines.
@@ -14,6 +17,7 @@ import logging
 import logging.handlers
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -22,7 +26,11 @@ from contracts.config import LogConfig
 
 TOP = "tandem"
 ACCESS = "tandem.access"
-_LINES = "lines"  # attribute of a record that is several
+# Attributes of a record: what it says, apart from its text; the lines of one that is several; an
+# exception whose message may hold what a client has sent.
+_SAID, _LINES, _PRIVATE = "said", "lines", "private"
+_Said = tuple[str, dict[str, object]]
+Line = tuple[float, str, dict[str, object]]  # when (since the epoch), the event, its fields
 _PLAIN = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f]+")
 
 
@@ -32,40 +40,83 @@ def event(
     /,
     level: int = logging.INFO,
     raised: BaseException | None = None,
+    is_private: bool = False,
     **fields: object,
 ) -> None:
     """Logs `name key=value …`. name: fixed, for people search for it; what varies is a field.
-    raised: with its traceback."""
+    raised: with its traceback. is_private: without its message, for that may quote a prompt, unless
+    log.prompts allows it."""
     if log.isEnabledFor(level):
-        text = " ".join([name, *(f"{k}={_shown(v)}" for k, v in fields.items())])
-        log.log(level, "%s", text, exc_info=raised)
+        extra: dict[str, object] = {_SAID: (name, fields)}
+        if is_private:
+            extra[_PRIVATE], raised = raised, None
+        log.log(level, "%s", _text(name, fields), exc_info=raised, extra=extra)
 
 
-def log_lines(log: logging.Logger, lines: Sequence[tuple[float, str]]) -> None:
-    """What was said at those times (since the epoch), as one record: it costs as much as one."""
-    text = "\n".join([line for _, line in lines])
-    log.info("%s", text, extra={_LINES: lines})
+def log_lines(log: logging.Logger, lines: Sequence[Line]) -> None:
+    """What was said at those times, as one record: it costs as much as one."""
+    if log.isEnabledFor(logging.INFO):
+        log.info("", extra={_LINES: lines})
+
+
+def _text(name: str, fields: dict[str, object]) -> str:
+    told = [f"{key}={_shown(value)}" for key, value in fields.items()]
+    return " ".join([name, *told] if name else told)
 
 
 class LineFormatter(logging.Formatter):
-    """One line a record, in UTC. has_traces: tracebacks, too; else another place has them."""
+    """One line a record, in UTC. has_traces: tracebacks, too; else another place has them.
+    has_prompts: messages of exceptions that may quote what a client has sent."""
 
-    def __init__(self, *, has_traces: bool) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
-        self._has_traces = has_traces
-
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
-        return _stamp(record.created)
+    def __init__(self, *, has_traces: bool, has_prompts: bool = False) -> None:
+        super().__init__()
+        self._has_traces, self._has_prompts = has_traces, has_prompts
 
     def format(self, record: logging.LogRecord) -> str:
-        if (lines := getattr(record, _LINES, None)) is not None:
-            name = f"{record.levelname} {record.name}"
-            return "\n".join([f"{_stamp(at_s)} {name} {line}" for at_s, line in lines])
-        line = super().format(record)
-        head, _, trace = line.partition("\n")
-        if not trace:
-            return head
-        return f"{head} trace={json.dumps(trace)}" if self._has_traces else head
+        lines: Sequence[Line] | None = getattr(record, _LINES, None)
+        if lines is None:
+            by_hand: _Said = (" ".join(record.getMessage().split()), {})
+            said: _Said = getattr(record, _SAID, by_hand)
+            name, fields = said
+            trace = self._trace(record)
+            lines = [(record.created, name, {**fields, "trace": trace} if trace else fields)]
+        return "\n".join([self.line(record, *line) for line in lines])
+
+    def line(
+        self, record: logging.LogRecord, at_s: float, name: str, fields: dict[str, object]
+    ) -> str:
+        return f"{_stamp(at_s)} {record.levelname} {record.name} {_text(name, fields)}"
+
+    def _trace(self, record: logging.LogRecord) -> str:
+        if not self._has_traces:
+            return ""
+        error: BaseException | None = getattr(record, _PRIVATE, None)
+        if error is not None and not self._has_prompts:
+            frames = "".join(traceback.format_tb(error.__traceback__))
+            return f"{frames}{type(error).__name__} (its message: log.prompts)"
+        if error is None and record.exc_info:
+            error = record.exc_info[1]
+        return "" if error is None else "".join(traceback.format_exception(error)).rstrip()
+
+
+class JsonFormatter(LineFormatter):
+    """An object a line. process: whose log it is."""
+
+    def __init__(self, process: str, *, has_traces: bool, has_prompts: bool = False) -> None:
+        super().__init__(has_traces=has_traces, has_prompts=has_prompts)
+        self._process = process
+
+    def line(
+        self, record: logging.LogRecord, at_s: float, name: str, fields: dict[str, object]
+    ) -> str:
+        own = {
+            "at": _stamp(at_s),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": self._process,
+            "event": name or "request",
+        }
+        return json.dumps({**fields, **own}, default=str, ensure_ascii=False)
 
 
 class _StreamHandler(logging.StreamHandler[TextIO]):
@@ -101,16 +152,22 @@ def set_up_logging(
     shown = _StreamHandler(sys.stderr)
     top.addHandler(shown)
     file = _file_handler(process, config)
-    shown.setFormatter(LineFormatter(has_traces=file is None))
+    shown.setFormatter(_formatter(process, config, has_traces=file is None))
     if stderr_level is not None:
         shown.setLevel(stderr_level)
     if file is None:
         return None
-    file.setFormatter(LineFormatter(has_traces=True))
+    file.setFormatter(_formatter(process, config, has_traces=True))
     top.addHandler(file)
     if stderr_level is None:
         shown.setLevel(max(level, logging.WARNING))
     return Path(file.baseFilename)
+
+
+def _formatter(process: str, config: LogConfig, *, has_traces: bool) -> LineFormatter:
+    if config.format == "json":
+        return JsonFormatter(process, has_traces=has_traces, has_prompts=config.prompts)
+    return LineFormatter(has_traces=has_traces, has_prompts=config.prompts)
 
 
 def _file_handler(process: str, config: LogConfig) -> _FileHandler | None:

@@ -68,11 +68,13 @@ class Caller(msgspec.Struct, frozen=True, array_like=True):
 
     tenant: names the API key, without telling it (b"": none, or a bulk job). request: the client
     request that it belongs to, unique at its ingress. salt: the parent of its first block's hash.
+    name: what the client calls the request (x-request-id), for logs and traces.
     """
 
     tenant: bytes = b""
     request: int = 0
     salt: bytes = b""
+    name: str = ""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

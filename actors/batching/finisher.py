@@ -96,7 +96,7 @@ class Finisher:
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         sequence.done, sequence.failure = True, error
-        failure = failed_by(sequence.submit.request_id, error, SamplingError)
+        failure = failed_by(sequence.submit, error, SamplingError)
         self.answers.append((sequence, failure))
 
     def _read(self, piece: list[_Wanted], hidden_TD: torch.Tensor) -> _Read:

@@ -11,7 +11,7 @@ import logging
 
 from contracts.errors import OverloadError, TandemError
 from contracts.logs import event
-from contracts.messages import Failed
+from contracts.messages import Failed, Submit
 
 log = logging.getLogger("tandem.worker")
 
@@ -22,17 +22,11 @@ def failed(request_id: int, error: TandemError) -> Failed:
     return Failed(request_id, error.code, error.message, error.status, again_s)
 
 
-def failed_by(request_id: int, error: Exception, kind: type[TandemError]) -> Failed:
+def failed_by(submit: Submit, error: Exception, kind: type[TandemError]) -> Failed:
     """As `failed`; what nobody foresaw goes to the log with its traceback, and its type alone to
     the client, under the code of `kind`."""
     if isinstance(error, TandemError):
-        return failed(request_id, error)
-    event(
-        log,
-        "sequence_failed",
-        logging.ERROR,
-        error,
-        request=request_id,
-        error=f"{type(error).__name__}: {error}",
-    )
-    return failed(request_id, kind(f"{type(error).__name__}: see the log of the rank"))
+        return failed(submit.request_id, error)
+    told = {"request_id": submit.caller.name, "error": type(error).__name__}
+    event(log, "sequence_failed", logging.ERROR, error, is_private=True, **told)
+    return failed(submit.request_id, kind(f"{type(error).__name__}: see the log of the rank"))

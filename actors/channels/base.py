@@ -225,6 +225,9 @@ class Endpoint(Protocol):
         """Why it sends no heartbeats any more: nobody has polled for channel.stuck_s. Empty: it
         does."""
 
+    def tell_stacks(self, after_s: float) -> None:
+        """In the log, when nobody has polled for so long."""
+
     def bytes_moved(self) -> tuple[int, int]:
         """Payload bytes sent and received so far."""
 

@@ -324,6 +324,9 @@ class BaseEndpoint(abc.ABC):
     def stuck(self) -> str:
         return self._watch.problem
 
+    def tell_stacks(self, after_s: float) -> None:
+        self._watch.stacks_after_s = after_s
+
     def bytes_moved(self) -> tuple[int, int]:
         links = tuple(self._links.values())  # any thread may ask while the owner's changes it
         return (

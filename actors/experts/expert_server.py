@@ -323,6 +323,7 @@ class ExpertServer:
                 first.micro_batch,
                 group,
                 tokens,
+                tuple((packet.peer, packet.header.batch) for packet in call.packets),
             )
         )
 

@@ -64,7 +64,7 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     scheduler = Scheduler(config.schedule, blocks)
     finisher = Finisher(half, max_context_tokens=served.max_context_tokens)
 
-    watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s)
+    watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s, config.log.stacks_after_s)
     telemetry = RankMetrics(spec, monotonic_s)
     planning = RankPlanning(
         spec,

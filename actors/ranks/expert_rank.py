@@ -55,6 +55,7 @@ def expert_rank(spec: WorkerSpec) -> Rank:
     telemetry = RankMetrics(spec, monotonic_s)
     reports = ExpertReports(spec)
     endpoint = rank_endpoint(spec, device, monotonic_s)
+    endpoint.tell_stacks(spec.config.log.stacks_after_s)
     held = _held(spec, model, endpoint, telemetry, reports)
     _show(held.moving, spec.name, telemetry)
     recorded = recording(telemetry, spec.config.trace.spans, reports.observe)

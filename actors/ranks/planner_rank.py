@@ -20,14 +20,17 @@ import msgspec
 
 from actors.channels.door import Door
 from actors.channels.handshake import Identity, Remote
+from actors.channels.loop_watch import EventLoopWatch
 from actors.planning.model_shape import shape_of
 from actors.ranks.planner_capacity import PlannerCapacity
 from actors.ranks.planner_placement import PlannerPlacement
 from actors.ranks.rank import Rank
 from actors.telemetry.telemetry import Telemetry
+from actors.telemetry.timeline import Timeline
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.errors import HandshakeError
+from contracts.events import Stage, TaskSpan
 from contracts.frames import BAD_FRAME, framed, read_frame
 from contracts.logs import event
 from contracts.plan import Order
@@ -70,7 +73,8 @@ def planner_rank(spec: WorkerSpec) -> Rank:
         channel_address=service.listen(),
         load_s=monotonic_s() - started_s,
     )
-    return Rank(spec, ready, service, service.plan_metrics.telemetry, None)
+    telemetry = service.plan_metrics.telemetry
+    return Rank(spec, ready, service, telemetry, None, timeline=service.timeline)
 
 
 class PlannerService:
@@ -98,8 +102,10 @@ class PlannerService:
         )
         self._capacity = PlannerCapacity(spec, self._planner, self.plan_metrics.telemetry)
         self._watching: list[asyncio.Task[None]] = []
+        self.timeline = Timeline(spec.config.trace.spans)
         self._answered, self._told = 0, self._planner.version
         self._loop = asyncio.new_event_loop()
+        self._watch = EventLoopWatch(spec.name, spec.config.log.stacks_after_s)
         self._thread = threading.Thread(
             target=self._loop.run_forever, name=f"{spec.name}-service", daemon=True
         )
@@ -107,6 +113,7 @@ class PlannerService:
     def listen(self) -> str:
         """Its channel address."""
         self._thread.start()
+        self._loop.call_soon_threadsafe(self._watch.start, self._loop)
         listening = asyncio.run_coroutine_threadsafe(self._listen(), self._loop)
         return listening.result(self._spec.config.channel.deadline_s)
 
@@ -129,6 +136,7 @@ class PlannerService:
     def close(self) -> None:
         if self._loop.is_closed():
             return
+        self._watch.close()
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(STOP_DEADLINE_S)
         self._placement.close(STOP_DEADLINE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -179,7 +187,10 @@ class PlannerService:
         """Raises ValueError for what no rank says."""
         match message:
             case PlanQuery():
+                started_s = monotonic_s()
                 self._write(writer, self._answer(message))
+                span = TaskSpan(self._spec.name, Stage.SOLVE, started_s, monotonic_s())
+                self.timeline.add(span)
             case TrafficReport():
                 self._capacity.take(message)
             case RoutingReport():

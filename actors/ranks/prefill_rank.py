@@ -70,7 +70,7 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) ->
     kv_free, schedule = config.prefill.kv_free, prefill_limits(config)
 
     telemetry = RankMetrics(spec, monotonic_s)
-    watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s)
+    watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s, config.log.stacks_after_s)
     recorded = recording(telemetry, config.trace.spans, lambda _: watch.moved())
     supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline, telemetry)
     recorded = recorded.following(supply.bytes_moved)

@@ -24,6 +24,7 @@ from contracts.errors import LaunchError, TandemError
 from contracts.events import TaskSpan
 from contracts.import_path import module_command
 from contracts.plan import Plan
+from contracts.traces import RankTrace
 from contracts.worker import RankReady, RankStatus, WorkerSpec
 
 log = logging.getLogger(f"tandem.{__name__}")
@@ -33,8 +34,14 @@ _ARGUMENTS: dict[str, Any] = {
     "connect": dict[str, str],
     "join_planner": str,
     "pin_plan": Plan | None,
+    "trace": float,
 }
-_RESULTS: dict[str, Any] = {"prepare": RankReady, "status": RankStatus, "spans": list[TaskSpan]}
+_RESULTS: dict[str, Any] = {
+    "prepare": RankReady,
+    "status": RankStatus,
+    "spans": list[TaskSpan],
+    "trace": RankTrace,
+}
 
 
 class _Call(msgspec.Struct):

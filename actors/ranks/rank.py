@@ -23,6 +23,7 @@ from contracts.clock import monotonic_s
 from contracts.events import TaskSpan
 from contracts.logs import event
 from contracts.plan import Plan
+from contracts.traces import RankTrace
 from contracts.worker import RankReady, RankStatus, WorkerSpec
 
 log = logging.getLogger("tandem.worker")
@@ -107,7 +108,7 @@ def recording(metrics: RankMetrics, capacity: int, *hear: Callable[[TaskSpan], N
 class Rank:
     """Made with its weights loaded and listening. Then: connect, start; status at any time; stop.
 
-    recording: None where there are no tasks.
+    recording: None where there are no tasks; then timeline has what there is instead.
     """
 
     def __init__(
@@ -118,12 +119,14 @@ class Rank:
         telemetry: Telemetry,
         recording: Recording | None,
         links: Links = _NOBODY_JOINS,
+        timeline: Timeline | None = None,
     ) -> None:
         self.spec = spec
         self.ready = ready
         self.loop = loop
         self.connect, self.join_planner, self.pin_plan = links
         self._recording = recording
+        self._timeline = timeline if recording is None else recording.timeline
         self._telemetry = telemetry
         self._exporter: ExporterThread | None = None
         self._failure = ""
@@ -180,6 +183,16 @@ class Rank:
     def spans(self) -> list[TaskSpan]:
         """The last recorded task spans."""
         return [] if self._recording is None else self._recording.timeline.spans()
+
+    def clock_s(self) -> float:
+        """What its clock shows now."""
+        return monotonic_s()
+
+    def trace(self, since_s: float) -> RankTrace:
+        """What it has done since then, on its clock, as far as it keeps that."""
+        if self._timeline is None:
+            return RankTrace(rank=self.spec.name)
+        return self._timeline.since(self.spec.name, since_s)
 
     def _run(self) -> None:
         """An error that nobody foresaw fails the rank by name instead of hanging it."""

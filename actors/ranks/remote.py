@@ -14,7 +14,7 @@ from contracts.errors import LaunchError, TandemError
 _STATUS, _LOOKS = "status", "looks"
 # What is answered whatever else runs in the actor, `connect` for example. The status has a thread
 # to itself: by it a supervisor tells whether the rank lives.
-_GROUP_OF = {"status": _STATUS, "metrics": _LOOKS, "spans": _LOOKS}
+_GROUP_OF = {"status": _STATUS} | dict.fromkeys(("metrics", "spans", "clock_s", "trace"), _LOOKS)
 
 
 def rank_class(name: str, shell: type[WorkerShell] = LoggedShell) -> Any:

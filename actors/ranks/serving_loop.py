@@ -195,7 +195,7 @@ class ServingLoop:
                 observer.accepted(sequence)
             self.scheduler.add(sequence)
         except Exception as error:  # noqa: BLE001 - of this sequence alone
-            self.send(client, [failed_by(submit.request_id, error, TandemError)])
+            self.send(client, [failed_by(submit, error, TandemError)])
 
     def send_answers(self) -> None:
         answers, self.finisher.answers = self.finisher.answers, []

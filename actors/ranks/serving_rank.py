@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from actors.batching.admission import Admission
+from actors.batching.batch_traces import BatchTraces
 from actors.batching.queue_drain import QueueDrain
 from actors.ranks.memory import bound_memory
 from actors.ranks.rank import Links, Rank, Recording
@@ -83,7 +84,8 @@ def serving_rank(
     """Begins to listen to clients. started_s: when its making began."""
     config, pool_blocks = spec.config, parts.scheduler.blocks.num_blocks
     drain = QueueDrain(parts.scheduler, monotonic_s)
-    parts = parts._replace(observers=[*parts.observers, drain])
+    traces = BatchTraces(spec.name, recording.timeline, monotonic_s)
+    parts = parts._replace(observers=[*parts.observers, drain, traces])
     clients = ClientServer(spec.name, token=spec.token, wake=parts.executor.wake, watch=parts.watch)
     admission = Admission(
         spec.name,

@@ -17,6 +17,8 @@ from contracts.events import TaskSpan
 from contracts.garbage import spare_what_lives_on
 from contracts.logs import set_up_logging
 from contracts.plan import Plan
+from contracts.stacks import watch_interpreter
+from contracts.traces import RankTrace
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
 
 MAKE: dict[Group, Callable[[WorkerSpec], Rank]] = {
@@ -57,6 +59,12 @@ class WorkerShell:
     def spans(self) -> list[TaskSpan]:
         return self._made.spans()
 
+    def clock_s(self) -> float:
+        return self._made.clock_s()
+
+    def trace(self, since_s: float) -> RankTrace:
+        return self._made.trace(since_s)
+
     def pin_plan(self, plan: Plan | None) -> None:
         """Attention ranks only: the plan of all batches from now on."""
         self._made.pin_plan(plan)
@@ -81,4 +89,5 @@ class LoggedShell(WorkerShell):
 
     def prepare(self, spec: WorkerSpec) -> RankReady:
         set_up_logging(spec.name, spec.config.log)
+        watch_interpreter(2 * spec.config.log.stacks_after_s)
         return super().prepare(spec)

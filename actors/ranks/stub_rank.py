@@ -36,7 +36,7 @@ def stub_rank(spec: WorkerSpec) -> Rank:
     work = work_of(shape_of(model, resolve_dtype(model, config.model.dtype)))
     telemetry = RankMetrics(spec, monotonic_s)
     prefill_log = PrefillLog(spec, work, blocks, context_tokens, telemetry)
-    watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s)
+    watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s, config.log.stacks_after_s)
     executor = StubExecutor(model.vocab_size)
     serving = ServingParts(
         Scheduler(prefill_limits(config), blocks, on_end=prefill_log.ended),

@@ -20,6 +20,7 @@ class Bug(NamedTuple):
 
 
 _CAPACITY = ("tests/property/test_capacity.py",)
+_TRACES = ("tests/unit/cluster/fleet/test_tracing.py",)
 _KEYS = ("tests/unit/cluster/api/test_keys_file.py",)
 _SCHEDULER = ("tests/unit/actors/batching/test_scheduler.py",)
 _BOOKS = ("tests/property/test_block_manager.py", "tests/property/test_block_contents.py")
@@ -1102,5 +1103,47 @@ BUGS: tuple[Bug, ...] = (
         'unless {per_rank} ({busy}) "',
         'unless {per_rank} (last_over_time({busy}[{ten}])) "',
         ("tests/unit/dashboards/test_rules.py",),
+    ),
+    Bug(
+        "traces: a clock is taken for ahead that is behind",
+        "cluster/fleet/tracing.py",
+        "    offset_s = shown_s - (asked_s + known_s) / 2\n",
+        "    offset_s = (asked_s + known_s) / 2 - shown_s\n",
+        _TRACES,
+    ),
+    Bug(
+        "traces: the slowest round trip is believed",
+        "cluster/fleet/tracing.py",
+        "= min(rounds, key",
+        "= max(rounds, key",
+        _TRACES,
+    ),
+    Bug(
+        "traces: what has been overwritten is not told",
+        "actors/telemetry/timeline.py",
+        "is_cut=is_full and bool(spans) and spans[0].end_s >= since_s,",
+        "is_cut=False,",
+        _TRACES,
+    ),
+    Bug(
+        "logs: what a bug says of a request is logged",
+        "cluster/api/app.py",
+        "error, is_private=True, ",
+        "error, ",
+        ("tests/unit/cluster/api/test_logged_text.py",),
+    ),
+    Bug(
+        "logs: the stacks of a held loop are told at each look",
+        "actors/channels/loop_watch.py",
+        "            self._has_told = True\n",
+        "",
+        ("tests/unit/actors/channels/test_loop_watch.py",),
+    ),
+    Bug(
+        "logs: a rank's sequences do not carry their request's id",
+        "cluster/api/callers.py",
+        "next(self._numbers), caller.salt, name)",
+        "next(self._numbers), caller.salt)",
+        ("tests/unit/cluster/api/test_logged_text.py",),
     ),
 )

@@ -26,9 +26,10 @@ from cluster.api.openapi import openapi_document
 from cluster.api.request_log import AccessLog, RequestLog
 from cluster.api.schemas import ServedModel
 from cluster.api.scoring import score
-from cluster.api.session import AskRanks, EventStream, ExtraMetrics, Services, Session
+from cluster.api.session import AskRanks, AskTrace, EventStream, ExtraMetrics, Services, Session
 from cluster.api.tokenizing import Tokenizing
 from cluster.api.tokens import detokenize, tokenize
+from cluster.api.traced import trace
 from cluster.api.watched import Plain, load, metrics_of, status_of
 from cluster.files.version import version
 from cluster.routing.backend import Backend
@@ -57,17 +58,18 @@ def build_app(
     telemetry: Telemetry | None = None,
     extra: ExtraMetrics | None = None,
     ranks: AskRanks | None = None,
+    tracing: AskTrace | None = None,
     share_between_keys: bool = False,
     limits: LimitsConfig = LimitsConfig(),  # noqa: B008  (frozen)
+    logs_prompts: bool = False,
     clock: Clock = monotonic_s,
 ) -> App:
     """The application in front of `backend`. extra: the ranks' metrics in Prometheus text format.
-    ranks: what they say of themselves. share_between_keys: as in `KvConfig`.
+    ranks: what they say of themselves; tracing: what they have done. logs_prompts: as log.prompts.
+    share_between_keys: as in `KvConfig`.
 
     Of http.keys_file nothing is read here: until its keys are taken nobody is let in
-    (cluster/api/keys_follower.py).
-
-    Starting and closing the backend is the caller's business.
+    (cluster/api/keys_follower.py). Starting and closing the backend is the caller's business.
     """
     services = Services(
         backend=backend,
@@ -92,6 +94,8 @@ def build_app(
         clock=clock,
         extra=extra,
         ranks=ranks,
+        trace=tracing,
+        logs_prompts=logs_prompts,
     )
     app = App(services)
     app.router.redirect_slashes = False
@@ -113,6 +117,7 @@ def build_app(
         ("/load", load),
         ("/metrics", metrics_of(services)),
         ("/status", status_of(services)),
+        ("/trace", trace),
         ("/openapi.json", _openapi),
         ("/version", _version),
         ("/v1/models", _models),
@@ -157,6 +162,10 @@ class App(Starlette):
         return RequestLog(app, monotonic_s, self.access_log)
 
 
+class AnswerBrokenError(Exception):
+    """An answer that has begun cannot be ended. The log says why."""
+
+
 class _Counted:
     """The endpoint with keys checked, errors mapped, and its outcome counted once. What its request
     holds is given back when the answer has gone out, or never will."""
@@ -172,15 +181,24 @@ class _Counted:
             response = await self._respond(session, request)
             response.headers.update(session.limits_left())
             await response(scope, receive, send)
+        except Exception as error:  # noqa: BLE001 - logged, with its traceback
+            self._tell("answer_failed", session, error)
+            raise AnswerBrokenError from None  # the front logs that, and cuts the client off
         finally:
             session.account.close()
+
+    def _tell(self, name: str, session: Session, error: Exception) -> None:
+        """A bug of ours. Its message may quote the request."""
+        kind = type(error).__name__
+        told = {"request_id": session.request_id, "error": kind}
+        event(log, name, logging.ERROR, error, is_private=True, **told)
 
     async def _respond(self, session: Session, request: Request) -> Response:
         services, callers = self._services, self._services.callers
         outcome = Outcome.ERROR
         try:
             key = callers.check(request)
-            session.caller = callers.caller(key)
+            session.caller = callers.caller(key, session.request_id)
             services.ending.check()
             session.begin(callers.allowance(key))
             session.set_priority(callers.priority(key))
@@ -194,7 +212,7 @@ class _Counted:
             outcome = Outcome.CLIENT_GONE
             raise
         except Exception as error:  # noqa: BLE001 - logged, with its traceback
-            event(log, "request_failed", logging.ERROR, error, request_id=session.request_id)
+            self._tell("request_failed", session, error)
             return await bug_response()
         finally:
             if outcome is not Outcome.OK:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import gc
+import logging
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -17,24 +20,42 @@ from cluster.api.schemas import NESTED
 from cluster.api.session import Services, Session
 from cluster.files.json_input import wrong_field
 from contracts.errors import ClientGoneError, RequestError
+from contracts.logs import event
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
+log = logging.getLogger("tandem.prompts")
+
 MAX_SHOWN_CHARACTERS = 64
+MAX_LOGGED_BYTES = 16 << 10
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?([^`]*)`)?", re.DOTALL)
 
 
 async def body_of(services: Services, session: Session, request: Request, kind: type[Body]) -> Body:
     """The request's body, if it comes in its time; charged to the session's account."""
     limit = services.http.max_body_bytes
-    return await session.read(read_body(request, kind, limit, session.account))
+    show = partial(_show, session.request_id) if services.logs_prompts else None
+    return await session.read(read_body(request, kind, limit, session.account, show))
 
 
-async def read_body(request: Request, kind: type[Body], max_bytes: int, account: Account) -> Body:
+def _show(request_id: str, data: bytearray) -> None:
+    """In the log, for log.prompts wants it."""
+    body = data[:MAX_LOGGED_BYTES].decode("utf-8", "replace")
+    event(log, "request_body", request_id=request_id, bytes=len(data), body=body)
+
+
+async def read_body(
+    request: Request,
+    kind: type[Body],
+    max_bytes: int,
+    account: Account,
+    show: Callable[[bytearray], None] | None = None,
+) -> Body:
     """The body as `kind`. Checked in this order: declared size, media type, actual size, JSON,
     types. Raises RequestError; a wrong field is named in `param`.
 
-    account: charged as the body grows; of that, what the decoded body holds stays charged.
+    account: charged as the body grows; of that, what the decoded body holds stays charged. show: is
+    given it as it came.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
@@ -51,6 +72,8 @@ async def read_body(request: Request, kind: type[Body], max_bytes: int, account:
             data += chunk
     except ClientDisconnect:
         raise ClientGoneError("the client left while sending its request") from None
+    if show is not None:
+        show(data)
     account.charge(decoded_bytes(data))
     body = decode_body(data, kind)
     account.give_back(len(data))

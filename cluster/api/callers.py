@@ -84,10 +84,11 @@ class Callers:
             needed = "the metrics key is needed (Authorization: Bearer KEY, http.metrics_key)"
             _check([self._metrics_key], request, needed)
 
-    def caller(self, key: str | None) -> Caller:
-        """Of a request that came with this valid key; None: keys are not configured."""
+    def caller(self, key: str | None, name: str = "") -> Caller:
+        """Of a request that came with this valid key; None: keys are not configured. name: what its
+        client calls it."""
         caller = Caller() if key is None else self._clients[key].caller
-        return Caller(caller.tenant, next(self._numbers), caller.salt)
+        return Caller(caller.tenant, next(self._numbers), caller.salt, name)
 
     def priority(self, key: str | None) -> Priority:
         """Of its requests that name none."""

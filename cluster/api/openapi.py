@@ -38,6 +38,7 @@ from cluster.api.openapi_bounds import (
 from cluster.api.schemas import ServedModel
 from contracts import errors
 from contracts.config import HttpConfig
+from contracts.traces import MAX_TRACE_S
 
 VERSION = "3.1.0"
 _JSON = "application/json"
@@ -174,7 +175,26 @@ def _server_paths(metrics_key: bool) -> Schema:
         "/load": {"get": _watched("What runs and waits", load, metrics_key)},
         "/status": {"get": _watched("What each rank says of itself", status, metrics_key)},
         "/metrics": {"get": _watched("Metrics", text, metrics_key)},
+        "/trace": {"get": _traced(metrics_key)},
     }
+
+
+def _traced(metrics_key: bool) -> Schema:
+    file = {
+        "description": "Chrome trace events, for Perfetto",
+        "content": {_JSON: {"schema": {"type": "object"}}},
+    }
+    seconds = {
+        "name": "seconds",
+        "in": "query",
+        "required": False,
+        "description": "0: how far clocks are apart, and nothing else.",
+        "schema": {"type": "number", "minimum": 0, "maximum": MAX_TRACE_S, "default": 5},
+    }
+    summary = "What every process does in the next seconds"
+    statuses = (400, 401, 429, 500, 503)
+    operation = _operation(summary, file, statuses, metrics_key, "metrics_key")
+    return {**operation, "parameters": [seconds]}
 
 
 def _watched(summary: str, answer: Schema, metrics_key: bool) -> Schema:

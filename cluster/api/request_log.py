@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from contracts.clock import Clock
-from contracts.logs import ACCESS, log_lines
+from contracts.logs import ACCESS, Line, log_lines
 
 log = logging.getLogger(ACCESS)
 
@@ -37,10 +37,10 @@ class AccessLog:
     take a twentieth of a small request's time. Of one event loop."""
 
     def __init__(self) -> None:
-        self._lines: list[tuple[float, str]] = []
+        self._lines: list[Line] = []
 
-    def add(self, line: str) -> None:
-        self._lines.append((time.time(), line))
+    def add(self, fields: dict[str, object]) -> None:
+        self._lines.append((time.time(), "", fields))
         if len(self._lines) == 1:
             asyncio.get_running_loop().call_later(WRITTEN_AFTER_S, self.write)
         elif len(self._lines) == WRITTEN_LINES:
@@ -87,8 +87,13 @@ class RequestLog:
             if self._access_log is not None and log.isEnabledFor(logging.INFO):
                 spent_ms = 1e3 * (self._clock() - arrived_s)
                 self._access_log.add(
-                    f"method={scope['method']} path={_path(scope)} status={status}"
-                    f" ms={spent_ms:.1f} request_id={request_id}"
+                    {
+                        "method": scope["method"],
+                        "path": _path(scope),
+                        "status": status,
+                        "ms": round(spent_ms, 1),
+                        "request_id": request_id,
+                    }
                 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -28,11 +29,13 @@ from contracts.config import HttpConfig
 from contracts.errors import ClientGoneError, ForbiddenError, RequestTimeoutError, TandemError
 from contracts.metrics import Outcome, Pipeline
 from contracts.requests import Caller, Priority, Usage
+from contracts.traces import ClockOffset, RequestSpan, TraceAnswer
 from contracts.worker import RankStatus
 from models.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 ExtraMetrics = Callable[[], Awaitable[str]]
+MAX_SEEN = 4096  # latest requests, for a trace
 AskRanks = Callable[[], Awaitable[list[RankStatus]]]
 
 # In scope["state"], from a front of our own: to be called with what to do once the client has left,
@@ -41,10 +44,18 @@ WATCH = "watch"
 Watch = Callable[[Callable[[], None] | None], None]
 
 
+class AskTrace(msgspec.Struct, frozen=True):
+    """Whoever owns the ranks. trace: theirs of the next seconds, on that one's clock. offset: by
+    how much ours is ahead of it."""
+
+    trace: Callable[[float], Awaitable[TraceAnswer]]
+    offset: Callable[[], Awaitable[ClockOffset]]
+
+
 class Services(msgspec.Struct, frozen=True, kw_only=True):
     """What every endpoint works with. extra: metrics of the ranks, in Prometheus text format.
-    ranks: what they say of themselves. sessions: of the requests under way. ending: whether the
-    server is about to."""
+    ranks: what they say of themselves. trace: what they have done. sessions: of the requests under
+    way. ending: whether the server is about to. seen: the latest that have ended."""
 
     backend: Backend
     tokenizer: Tokenizer
@@ -58,8 +69,11 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     clock: Clock
     extra: ExtraMetrics | None
     ranks: AskRanks | None = None
+    trace: AskTrace | None = None
+    logs_prompts: bool = False
     sessions: set[Session] = msgspec.field(default_factory=set)
     ending: Ending = msgspec.field(default_factory=Ending)
+    seen: deque[RequestSpan] = msgspec.field(default_factory=lambda: deque(maxlen=MAX_SEEN))
 
 
 class _Cut:
@@ -127,7 +141,7 @@ class Session:
         self._watching: asyncio.Task[None] | None = None
         self._allowance: Allowance | None = None
         self._is_let_in = False
-        self._has_token = False
+        self._first_s: float | None = None  # when its first token came
         self._finished = False
         self._counts = True
         services.sessions.add(self)
@@ -211,9 +225,9 @@ class Session:
 
     def on_token(self) -> None:
         """Call with every arrival; the first one counts as TTFT."""
-        if not self._has_token:
-            self._has_token = True
-            waited_s = self._clock() - self._arrived_s
+        if self._first_s is None:
+            self._first_s = self._clock()
+            waited_s = self._first_s - self._arrived_s
             self._observe(metrics.TTFT, *self._labels(), value=waited_s)
 
     def on_sequence_end(self, usage: Usage, first_s: float, last_s: float) -> None:
@@ -243,8 +257,11 @@ class Session:
         if not self._counts:
             return
         self._telemetry.count(metrics.REQUESTS, *self._labels(), outcome)
+        ended_s, first_s = self._clock(), self._first_s
+        told = self.request_id, *self._labels(), outcome.value
+        self._services.seen.append(RequestSpan(*told, self._arrived_s, first_s, ended_s))
         if outcome is Outcome.OK:
-            spent_s = self._clock() - self._arrived_s
+            spent_s = ended_s - self._arrived_s
             self._observe(metrics.TURNAROUND, *self._labels(), value=spent_s)
 
     def _observe(self, metric: metrics.Metric, *labels: str, value: float) -> None:

@@ -11,15 +11,14 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import msgspec
 import torch
-from rich.table import Table
 
 from cluster.capacity.disk_rate import disk_rate
-from cluster.capacity.gpu_experts import Level, gpu_experts, runs_on_gpu
+from cluster.capacity.gpu_experts import gpu_experts, runs_on_gpu
+from cluster.files.findings import Finding
 from cluster.files.hardware import load_hardware
+from cluster.files.keys_checked import keys_finding
 from cluster.files.model_folder import check_tokenizer, resolve_model_folder
-from cluster.files.terminal import Terminal
 from cluster.fleet.placements import check_placement_file
 from cluster.serving.front import bind
 from contracts import machine
@@ -44,15 +43,6 @@ NO_TOKENS = (
 GIB, MIB = 1 << 30, 1 << 20
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """One line. `advice`: what to change; empty when all is well."""
-
-    check: str
-    level: Level
-    found: str
-    advice: str = ""
-
-
 def examine(config: TandemConfig, environment: Mapping[str, str]) -> list[Finding]:
     """All checks, in order. None of them starts anything or waits for the network."""
     checks: list[Callable[[], Finding]] = [
@@ -71,23 +61,13 @@ def examine(config: TandemConfig, environment: Mapping[str, str]) -> list[Findin
         lambda: _experts(config),
         lambda: _placement(config),
         lambda: _port(config),
+        lambda: keys_finding(config),
         _descriptors,
         _niceness,
         lambda: _hardware(config),
         _current_folder,
     ]
     return [check() for check in checks]
-
-
-def print_findings(findings: list[Finding]) -> None:
-    colours = {"ok": "green", "warning": "yellow", "error": "red"}
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "check", "found", "advice"):
-        table.add_column(heading)
-    for finding in findings:
-        colour = colours[finding.level]
-        table.add_row(f"[{colour}]{finding.level}[/]", finding.check, finding.found, finding.advice)
-    Terminal().print(table)
 
 
 def _python() -> Finding:

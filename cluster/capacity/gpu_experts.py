@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from actors.experts.device_caching import check_device
+from cluster.files.findings import Level
 from contracts import machine
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError
@@ -16,7 +16,6 @@ from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import resolve_dtype
 
-Level = Literal["ok", "warning", "error"]
 _MIB = 1 << 20
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actors.telemetry.timeline import write_chrome_trace
+from actors.telemetry.chrome_trace import write_chrome_trace
 from cluster.capacity.gantt import draw_gantt
 from cluster.capacity.plan import Report
 from contracts.errors import ConfigError

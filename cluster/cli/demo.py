@@ -15,7 +15,7 @@ import msgspec
 import openai
 from rich.table import Table
 
-from actors.telemetry.timeline import write_chrome_trace
+from actors.telemetry.chrome_trace import write_chrome_trace
 from cluster.cli.demo_rows import CHATS, TASKS, DemoChat, DemoTask
 from cluster.files.model_folder import resolve_model_folder
 from cluster.files.terminal import Terminal

@@ -25,6 +25,7 @@ from cluster.cli.commands import (
     serve,
     status,
     stop,
+    trace,
 )
 from cluster.serving.ray_environment import before_ray_is_imported
 from contracts.config import LogConfig
@@ -55,6 +56,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="tandem", description="Serves Mixture-of-Experts language models on Ray.")
     parser.add_argument("--version", action="version", version=f"tandem {version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, demo, status, plan, place, profile, bulk, bench, doctor, config, stop):
+    for command in (
+        serve,
+        demo,
+        status,
+        trace,
+        plan,
+        place,
+        profile,
+        bulk,
+        bench,
+        doctor,
+        config,
+        stop,
+    ):
         command.add(commands)
     return parser

@@ -1,5 +1,5 @@
-"""Configuration and directory as bytes. Kept out of modules with Serve deployments: module-level
-msgspec codecs there cannot be pickled."""
+"""Configuration, directory and traces as bytes. Kept out of modules with Serve deployments:
+module-level msgspec codecs there cannot be pickled."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 import contracts.errors
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, TandemError
+from contracts.traces import TraceAnswer
 from contracts.worker import RankReady
 
 
@@ -69,6 +70,14 @@ def encode_failure(error: Exception) -> bytes:
 def decode_failure(body: bytes) -> TandemError:
     """The error, to be raised again."""
     return _error_of(msgspec.msgpack.decode(body, type=LaunchFailure))
+
+
+def encode_trace(answer: TraceAnswer) -> bytes:
+    return msgspec.json.encode(answer)
+
+
+def decode_trace(body: bytes) -> TraceAnswer:
+    return msgspec.json.decode(body, type=TraceAnswer)
 
 
 def decode_directory(body: bytes) -> Directory:

@@ -16,11 +16,14 @@ from cluster.fleet.rank_group import RankGroup, kill_all
 from cluster.fleet.scaler import Scaler
 from cluster.fleet.scraped import Scraped
 from cluster.fleet.supervisor import Supervisor
+from cluster.fleet.tracing import gather, trace_answer
 from contracts import metrics
+from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
 from contracts.events import TaskSpan
 from contracts.logs import event
 from contracts.plan import Plan
+from contracts.traces import TraceAnswer
 from contracts.worker import Group, RankStatus
 
 log = logging.getLogger("tandem.fleet")
@@ -104,6 +107,13 @@ class Fleet:
         asked = self._ask("spans", self._groups)
         spans = [span for _, future in asked for span in future.result(timeout_s)]
         return sorted(spans, key=lambda span: span.start_s)
+
+    def trace(self, seconds: float, since_s: float, first_pid: int) -> TraceAnswer:
+        """Of all ranks and the planner, since then. seconds: how long ago that is; 0: their clocks
+        alone."""
+        members = [member for group in self._all_groups for member in group.members]
+        found = gather(members, since_s, monotonic_s, spans=seconds > 0)
+        return trace_answer(found, seconds, first_pid)
 
     def pin_plan(self, plan: Plan | None, timeout_s: float) -> None:
         """The plan of all batches from now on; None: one is chosen for each."""

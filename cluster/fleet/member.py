@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 
@@ -65,6 +65,10 @@ class Member:
     def is_up(self) -> bool:
         """Whether it was of use when it was last checked."""
         return not self.replaced_for and not self._problem
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """Of whoever is in it now."""
+        return self.handle.call(method, *arguments)
 
     def check(self, now_s: float, stalled_s: float) -> str:
         """Why the rank is of no use, as far as is known; empty: it is of use. To be called every

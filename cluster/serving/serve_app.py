@@ -18,8 +18,10 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from actors.channels.loop_watch import EventLoopWatch
 from actors.telemetry.telemetry import Telemetry
 from cluster.api.app import App
+from cluster.api.traced import FIRST_RANK_PID
 from cluster.files.model_folder import resolve_model_folder
 from cluster.fleet.codec import (
     decode_config,
@@ -28,16 +30,21 @@ from cluster.fleet.codec import (
     encode_config,
     encode_directory,
     encode_failure,
+    encode_trace,
 )
 from cluster.fleet.exported import Exported
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.launch import launch
+from cluster.fleet.tracing import OneAtATime
 from cluster.serving.front import DirectFront
 from cluster.serving.wiring import AskGroups, build_ingress_app
+from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, TandemError
 from contracts.events import TaskSpan
 from contracts.logs import event, set_up_logging
+from contracts.stacks import watch_interpreter
+from contracts.traces import TraceAnswer, this_boot
 from contracts.worker import RankStatus
 
 log = logging.getLogger("tandem.serve")
@@ -59,6 +66,7 @@ class Groups:
         self._ingress_listens = False
         set_up_logging("groups", self._config.log)
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="groups")
+        self._tracing = OneAtATime(monotonic_s)
         self._launch = self._threads.submit(self._run)
 
     def _run(self) -> Fleet:
@@ -144,6 +152,21 @@ class Groups:
         fleet = await self._fleet()
         return await asyncio.to_thread(fleet.spans, SPANS_TIMEOUT_S)
 
+    async def trace(self, seconds: float, first_pid: int) -> bytes:
+        """Of all ranks in the next seconds, on the clock of this process; one at a time."""
+        fleet, since_s = await self._fleet(), monotonic_s()
+        if (refused_s := self._tracing.begin(seconds)) is not None:
+            return encode_trace(TraceAnswer(refused_s=refused_s))
+        try:
+            await asyncio.sleep(seconds)
+            return await asyncio.to_thread(_traced, fleet, seconds, since_s, first_pid)
+        finally:
+            self._tracing.end()
+
+    async def clock(self) -> tuple[float, str]:
+        """What the clock of this process shows, and whose it is."""
+        return monotonic_s(), this_boot()
+
     async def close(self) -> None:
         """Ends the ranks in order. Serve calls nothing before it ends a replica, so we do."""
         if self._launch.done() and self._launch.exception() is not None:
@@ -162,6 +185,7 @@ class Ingress:
         self._app: App | None = None
         set_up_logging("ingress", self._config.log)
         self._exported: Exported | None = None
+        watch_interpreter(2 * self._config.log.stacks_after_s)
         self._token = b""  # that its ranks were launched with, once it is connected
 
     async def check_health(self) -> None:
@@ -197,10 +221,12 @@ class Ingress:
     async def _build(self) -> ASGIApp:
         directory = decode_directory(await self._groups.directory.remote())
         telemetry = Telemetry()
+        watch = EventLoopWatch("ingress", self._config.log.stacks_after_s)
+        watch.start(asyncio.get_running_loop())
         app = self._app = await build_ingress_app(
             self._config,
             directory,
-            AskGroups(self._rank_metrics, self._rank_status),
+            AskGroups(self._rank_metrics, self._rank_status, self._rank_trace, self._clock),
             self._prefill_addresses,
             telemetry,
         )
@@ -233,6 +259,18 @@ class Ingress:
     async def _rank_status(self) -> list[RankStatus]:
         found: list[RankStatus] = await self._groups.status.remote()
         return found
+
+    async def _rank_trace(self, seconds: float) -> bytes:
+        body: bytes = await self._groups.trace.remote(seconds, FIRST_RANK_PID)
+        return body
+
+    async def _clock(self) -> tuple[float, str]:
+        shown: tuple[float, str] = await self._groups.clock.remote()
+        return shown
+
+
+def _traced(fleet: Fleet, seconds: float, since_s: float, first_pid: int) -> bytes:
+    return encode_trace(fleet.trace(seconds, since_s, first_pid))
 
 
 def _trace_of(error: Exception) -> str:

@@ -19,8 +19,10 @@ from actors.telemetry.telemetry import Telemetry, merge_expositions
 from cluster.api.app import App, build_app
 from cluster.api.keys_follower import KeysFollower
 from cluster.api.schemas import ServedModel
+from cluster.api.session import AskTrace
 from cluster.files.model_folder import resolve_model_folder
-from cluster.fleet.codec import Directory
+from cluster.fleet.codec import Directory, decode_trace
+from cluster.fleet.tracing import ROUNDS, offset_of
 from cluster.routing.admission import Admission
 from cluster.routing.least_work import LeastWork
 from cluster.routing.pipelines import Pipelines
@@ -29,11 +31,13 @@ from cluster.routing.prefill_backlog import PrefillBacklog
 from cluster.routing.prefill_peer import Find
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_socket import RankClientConfig
+from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig, HttpConfig, TandemConfig
 from contracts.errors import NotReadyError
 from contracts.garbage import spare_what_lives_on
 from contracts.logs import event
 from contracts.messages import STATE_PERIOD_S
+from contracts.traces import ClockOffset, TraceAnswer, this_boot
 from contracts.worker import Group, RankStatus, rank_name
 from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
@@ -117,6 +121,8 @@ class AskGroups(NamedTuple):
 
     metrics: Callable[[], Awaitable[list[str]]]
     status: Callable[[], Awaitable[list[RankStatus]]]
+    trace: Callable[[float], Awaitable[bytes]]
+    clock: Callable[[], Awaitable[tuple[float, str]]]
 
 
 async def build_ingress_app(
@@ -149,6 +155,13 @@ async def build_ingress_app(
             event(log, "rank_status_failed", logging.WARNING, error=error)
             raise NotReadyError("the launcher of the ranks does not answer") from None
 
+    async def trace(seconds: float) -> TraceAnswer:
+        try:
+            return decode_trace(await ask.trace(seconds))
+        except RayError as error:
+            event(log, "trace_failed", logging.WARNING, error=error)
+            raise NotReadyError("the launcher of the ranks does not answer") from None
+
     app = build_app(
         backend,
         tokenizer,
@@ -157,8 +170,10 @@ async def build_ingress_app(
         telemetry=telemetry,
         extra=extra,
         ranks=ranks,
+        tracing=AskTrace(trace, lambda: _clock_of(ask)),
         share_between_keys=config.kv.share_between_keys,
         limits=config.limits,
+        logs_prompts=config.log.prompts,
     )
 
     follow = await _follow_keys(app, config.http)
@@ -182,3 +197,17 @@ async def _follow_keys(app: App, http: HttpConfig) -> asyncio.Future[None]:
     follower = KeysFollower(http, app.services.callers, app.services.telemetry)
     await follower.begin()
     return asyncio.create_task(follower.follow())
+
+
+async def _clock_of(ask: AskGroups) -> ClockOffset:
+    """By how much our clock is ahead of the one of whoever owns the ranks. Raises NotReadyError."""
+    rounds, boot = [], ""
+    try:
+        for _ in range(ROUNDS):
+            asked_s = monotonic_s()
+            shown_s, boot = await ask.clock()
+            rounds.append((-monotonic_s(), -shown_s, -asked_s))  # ours, as seen from there
+    except RayError as error:
+        event(log, "trace_failed", logging.WARNING, error=error)
+        raise NotReadyError("the launcher of the ranks does not answer") from None
+    return offset_of(rounds, same_boot=bool(boot) and boot == this_boot())

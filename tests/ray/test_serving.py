@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.cli.demo_rows import TASKS
+from cluster.cli.main import main
 from cluster.files.model_folder import resolve_model_folder
 from cluster.files.placement_file import write_placement
 from cluster.serving.front import free_port
@@ -294,6 +296,50 @@ def test_the_planners_plans_are_run_and_shown(server: Server) -> None:
     for name in ("measured_seconds", "solve_seconds", 'info{order="asas"}', '{field="r1"}'):
         assert f"tandem_plan_{name}".replace("_{", "{") in text
     assert server.status()["attention-0"].sections["chosen_by"]["planner"] > 0
+
+
+def test_a_trace_has_spans_of_every_rank_under_the_requests_own_names(
+    server: Server, tmp_path: Path
+) -> None:
+    ended = threading.Event()
+
+    def ask_on() -> None:
+        body = {"model": "bundled", "messages": CHAT, "max_tokens": 8, "ignore_eos": True}
+        while not ended.is_set():
+            headers = {"x-request-id": "asked-for"}
+            server.http.post("/v1/chat/completions", json=body, headers=headers)
+
+    path = tmp_path / "trace.json"
+    asking = threading.Thread(target=ask_on)
+    asking.start()
+    try:
+        arguments = ["trace", "--url", server.served.url, "--seconds", "0.5"]
+        assert main([*arguments, "--output", str(path)]) == 0
+    finally:
+        ended.set()
+        asking.join(DEADLINE_S)
+    whole = json.loads(path.read_text())
+    told = whole["otherData"]["tandem"]
+    ranks = {"attention-0", *(f"expert-{number}" for number in range(3))}
+    assert set(told["ranks"]) == {"ingress", "planner-0", *ranks}
+    assert told["missing"] == {}
+    assert all(one["clock"]["is_shared"] for one in told["ranks"].values()), "one machine"
+    pids = {
+        event["args"]["name"]: event["pid"]
+        for event in whole["traceEvents"]
+        if event["name"] == "process_name"
+    }
+    named = {
+        event["pid"]
+        for event in whole["traceEvents"]
+        if "asked-for" in str(event.get("args", {}).get("requests"))
+    }
+    assert named == {pids[rank] for rank in ranks}
+    (begun, *_) = (e for e in whole["traceEvents"] if e["pid"] == pids["ingress"] and "ts" in e)
+    assert begun["args"]["request_id"] == "asked-for"
+    spans = [event for event in whole["traceEvents"] if event["ph"] == "X"]
+    first_us, last_us = (choose(event["ts"] for event in spans) for choose in (min, max))
+    assert last_us - first_us < 2e6, "all on one axis"
 
 
 def test_the_loss_of_the_planner_is_told_and_costs_no_request(server: Server) -> None:

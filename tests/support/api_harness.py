@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from actors.channels.handshake import Identity
 from cluster.api.app import build_app
 from cluster.api.schemas import ServedModel
-from cluster.api.session import AskRanks
+from cluster.api.session import AskRanks, AskTrace
 from cluster.routing.admission import Admission
 from cluster.routing.least_work import LeastWork
 from cluster.routing.placer import RoutingConfig
@@ -130,10 +130,12 @@ def serve_api(
     eos_text: str = EOS,
     config: LimitsConfig | None = None,
     ask: AskRanks | None = None,
+    tracing: AskTrace | None = None,
+    logs_prompts: bool = False,
     **limits: int,
 ) -> Iterator[Api]:
     """The API in front of `ranks`; config: its section `limits`; ask: what ranks say of themselves;
-    limits: fields of RoutingConfig."""
+    tracing, logs_prompts: as `build_app` takes them; limits: fields of RoutingConfig."""
     tokenizer = Tokenizer.load(folder)
     loop = Loop()
     settings = msgspec.structs.replace(http or HttpConfig(), port=0)
@@ -151,7 +153,14 @@ def serve_api(
             eos_token_ids=tuple(eos),
         )
         app = build_app(
-            admission, tokenizer, model, settings, limits=config or LimitsConfig(), ranks=ask
+            admission,
+            tokenizer,
+            model,
+            settings,
+            limits=config or LimitsConfig(),
+            ranks=ask,
+            tracing=tracing,
+            logs_prompts=logs_prompts,
         )
         front = DirectFront(app, settings)
         await front.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import MutableMapping
 
 from cluster.bulk.arguments import EXAMPLE, add_options, job_of
@@ -11,6 +12,7 @@ from cluster.cli.config_options import add_config_options, config_of, sizes_of
 from cluster.files.terminal import Terminal
 from cluster.serving.ray_environment import before_a_cluster_is_started
 from contracts.errors import ConfigError
+from contracts.logs import set_up_logging
 
 
 def add(commands: Commands) -> None:
@@ -30,6 +32,7 @@ def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> i
     if options.config is None and not any(sizes_of(options)):
         options.attention_ranks, options.expert_ranks, options.prefill_ranks = 0, 0, 1
     config = config_of(options)
+    set_up_logging("bulk", config.log, stderr_level=logging.WARNING)
     if options.address is None:
         before_a_cluster_is_started(config, environment)
 

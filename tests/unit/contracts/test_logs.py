@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -81,13 +82,50 @@ def test_without_a_folder_standard_error_has_everything(
 
 def test_lines_that_are_written_together_keep_their_times_and_their_order(tmp_path: Path) -> None:
     path = set_up_logging("ingress", LogConfig(folder=str(tmp_path)))
-    log_lines(logging.getLogger(ACCESS), [(0.0, "path=/a"), (1.25, "path=/b")])
+    log_lines(logging.getLogger(ACCESS), [(0.0, "", {"path": "/a"}), (1.25, "", {"path": "/b"})])
     event(log, "happened")
     assert in_file(path)[:2] == [
         "1970-01-01T00:00:00.000Z INFO tandem.access path=/a",
         "1970-01-01T00:00:01.250Z INFO tandem.access path=/b",
     ]
     assert in_file(path)[2].endswith("happened")
+
+
+def test_as_json_each_line_is_an_object_with_the_same_fields(tmp_path: Path) -> None:
+    path = set_up_logging("expert-1", LogConfig(folder=str(tmp_path), format="json"))
+    event(log, "rank_lost", logging.WARNING, rank="expert-0", after_s=1 / 3, at="not ours")
+    log_lines(logging.getLogger(ACCESS), [(0.0, "", {"path": "/é", "ms": 1.5}), (1.0, "b", {})])
+    log.info("by %s", "hand\nand more")
+    lost, request, b, by_hand = map(json.loads, in_file(path))
+    assert re.fullmatch(r"\d{4}-.*Z", lost.pop("at")), "a field of ours is not overwritten"
+    assert lost == {
+        "level": "WARNING",
+        "logger": "tandem.test",
+        "process": "expert-1",
+        "event": "rank_lost",
+        "rank": "expert-0",
+        "after_s": 1 / 3,
+    }
+    assert (request["at"], request["event"]) == ("1970-01-01T00:00:00.000Z", "request")
+    assert (request["path"], request["ms"], b["event"]) == ("/é", 1.5, "b")
+    assert by_hand["event"] == "by hand and more"
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_private_errors_message_is_there_only_where_prompts_are_allowed(
+    tmp_path: Path, form: Literal["text", "json"], prompts: bool
+) -> None:
+    config = LogConfig(folder=str(tmp_path), format=form, prompts=prompts)
+    path = set_up_logging("a", config)
+    try:
+        raise KeyError("a secret prompt")
+    except KeyError as error:
+        event(log, "request_failed", logging.ERROR, error, is_private=True, request_id="r")
+    (line,) = in_file(path)
+    assert ("a secret prompt'" in line) == prompts
+    assert "KeyError" in line
+    assert "test_logs.py" in line, "where it was raised is told in any case"
 
 
 @pytest.mark.parametrize("lines", [1, WRITTEN_LINES])
@@ -99,10 +137,10 @@ def test_the_access_log_is_written_soon_and_at_once_when_there_is_much(
     async def serve() -> list[str]:
         access_log = AccessLog()
         for number in range(lines):
-            access_log.add(f"path=/{number}")
+            access_log.add({"path": f"/{number}"})
         at_once = in_file(path)
         await asyncio.sleep(2 * WRITTEN_AFTER_S)
-        access_log.add("path=/last")
+        access_log.add({"path": "/last"})
         access_log.write()  # as at the end
         access_log.write()
         return at_once

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from actors.batching.scheduled_batch import ScheduledBatch
 from actors.engine.pseudo_answers import pseudo_answer
 from actors.ranks.prefill_rank import prefill_rank
 from actors.ranks.rank import Rank
+from actors.ranks.serving_loop import ServingLoop
 from actors.ranks.shell import WorkerShell
-from contracts.config import KvConfig, PrefillConfig, TandemConfig
+from contracts.config import KvConfig, LogConfig, PrefillConfig, TandemConfig
 from contracts.messages import Submit
-from contracts.requests import Priority
+from contracts.requests import Caller, Priority
 from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
 from contracts.worker import Group, WorkerSpec
 from planner.routing.request_work import token_work
@@ -25,11 +29,15 @@ BLOCK = 4
 POOL_BLOCKS = 6
 
 
+HELD_S = 0.3
+
+
 @pytest.fixture
 def stub(tiny_checkpoint: Callable[..., Path]) -> Iterator[Rank]:
     config = TandemConfig(
         kv=KvConfig(block_tokens=BLOCK, pool_tokens=POOL_BLOCKS * BLOCK),
         prefill=PrefillConfig(engine="stub", max_batch_tokens=16),
+        log=LogConfig(stacks_after_s=HELD_S),
     )
     spec = WorkerSpec(
         group=Group.PREFILL,
@@ -130,3 +138,48 @@ def test_a_pseudo_answer_may_pass_for_log_probabilities() -> None:
     submit = Submit(request_id=1, token_ids=[1, 2, 3], sampling=None, score_from=1, score_top=2)
     (scored,) = pseudo_answer(submit, 0, 100)
     assert all(-8.0 <= logprob <= 0.0 for logprob in getattr(scored, "token_logprobs"))  # noqa: B009
+
+
+def test_a_rank_whose_loop_is_held_logs_where_it_stands_and_goes_on(
+    stub: Rank, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(stub.loop, ServingLoop)
+    executor, step = stub.loop.executor, stub.loop.executor.step
+    told, released = threading.Event(), threading.Event()
+
+    def hear(record: logging.LogRecord) -> bool:
+        if record.getMessage().startswith("loop_held"):
+            told.set()
+        return True
+
+    def a_step_that_holds(timeout_s: float) -> list[ScheduledBatch]:
+        released.wait(20.0)
+        return step(timeout_s)
+
+    caplog.handler.addFilter(hear)
+    connection = connect(stub)
+    try:
+        monkeypatch.setattr(executor, "step", a_step_that_holds)
+        assert told.wait(20.0)
+        monkeypatch.setattr(executor, "step", step)
+        released.set()
+        connection.wait(connection.submit([1, 2, 3]))
+    finally:
+        released.set()
+        caplog.handler.removeFilter(hear)
+        connection.close()
+    (line,) = (m for m in caplog.messages if m.startswith("loop_held"))
+    assert "rank=prefill-1" in line
+    assert "thread prefill-1-loop:" in line
+    assert "a_step_that_holds" in line
+
+
+def test_a_trace_says_whose_tokens_a_batch_had(stub: Rank) -> None:
+    since_s = stub.clock_s()
+    connection = connect(stub)
+    connection.wait(connection.submit([1, 2, 3], caller=Caller(request=1, name="mine")))
+    connection.close()
+    trace = stub.trace(since_s)
+    assert trace.rank == "prefill-1"
+    assert [batch.requests for batch in trace.batches] == [("mine",)]
+    assert stub.trace(stub.clock_s()).batches == []

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.telemetry.timeline import Timeline, write_chrome_trace
+from actors.telemetry.chrome_trace import write_chrome_trace
+from actors.telemetry.timeline import Timeline
 from contracts.events import Stage, TaskSpan
 from planner.findep.exposure import busy_seconds, exposed_communication
 

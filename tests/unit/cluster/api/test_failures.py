@@ -17,6 +17,7 @@ import pytest
 from cluster.api.app import App
 from contracts.api_keys import ApiKey
 from contracts.config import HttpConfig
+from contracts.logs import LineFormatter
 from contracts.messages import Submit
 from contracts.requests import Priority
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
@@ -112,7 +113,10 @@ def test_a_bug_of_ours_is_a_500_and_a_line_of_the_log(
     assert "ZeroDivisionError" not in answer.text
     (record,) = [one for one in caplog.records if "request_failed" in one.getMessage()]
     assert "of-the-bug" in record.getMessage()
-    assert record.exc_info is not None
+    assert "ZeroDivisionError" in record.getMessage()
+    assert "test_failures.py" in LineFormatter(has_traces=True).format(record), (
+        "where it was raised"
+    )
     assert api.app.state.open_requests.held_bytes == 0
 
 

@@ -1,0 +1,141 @@
+"""Chrome trace events (open the file in Perfetto): a process for each rank, a track for its tasks
+and for each of its links, and what overlaps as "async" events, batches and packets under way.
+
+Times of several clocks come onto one: `shift_s` is what each is ahead by.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from contracts.events import TRANSFERS, Stage, TaskSpan
+from contracts.traces import BatchSpan, RankTrace, RequestSpan
+
+Event = dict[str, Any]
+Names = Mapping[tuple[str, int], Sequence[str]]  # (rank, number of a batch) -> its requests
+
+MAX_SHOWN = 4  # requests in what is said of a task
+_TASKS, _BATCHES = 1, 2  # tracks of a rank
+
+
+def write_chrome_trace(spans: Sequence[TaskSpan], path: Path) -> None:
+    """One track per rank and link. Spans of a link may overlap (several packets under way)."""
+    resources = sorted({span.resource for span in spans})
+    zero_s = min((span.start_s for span in spans), default=0.0)
+    events = [_named("process_name", 1, "tandem")]
+    for tid, resource in enumerate(resources, _TASKS):
+        events += _track(1, tid, resource)
+    for number, span in enumerate(spans):
+        tid = _TASKS + resources.index(span.resource)
+        events.extend(_task(span, number, (1, tid), zero_s, ()))
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def names_of(traces: Iterable[RankTrace]) -> Names:
+    """The requests of every batch."""
+    return {
+        (batch.rank, batch.number): batch.requests for trace in traces for batch in trace.batches
+    }
+
+
+def rank_events(trace: RankTrace, pid: int, shift_s: float, names: Names) -> list[Event]:
+    """Of one rank, as process `pid`, on our clock. names: of all ranks' batches."""
+    events = [_named("process_name", pid, trace.rank), _order(pid)]
+    links = sorted({span.resource for span in trace.spans} - {trace.rank})
+    tracks = {trace.rank: _TASKS} | {link: _BATCHES + 1 + at for at, link in enumerate(links)}
+    events += _track(pid, _BATCHES, "batches") if trace.batches else []
+    for resource, tid in tracks.items():
+        events += _track(pid, tid, "tasks" if tid == _TASKS else resource)
+    for number, span in enumerate(trace.spans):
+        place = pid, tracks[span.resource]
+        events.extend(_task(span, number, place, shift_s, _requests(span, names)))
+    for batch in trace.batches:
+        events.extend(_batch(batch, pid, shift_s))
+    return events
+
+
+def request_events(spans: Iterable[RequestSpan], pid: int, shift_s: float) -> list[Event]:
+    """Of an ingress: each request, and in it the time to its first token."""
+    events = [_named("process_name", pid, "ingress"), _order(pid)]
+    for number, span in enumerate(spans):
+        common = {"cat": "request", "id": number, "pid": pid, "tid": 1}
+        args = {"request_id": span.name, "class": span.priority, "outcome": span.outcome}
+        times_s = [(f"{span.pipeline} {span.name}", span.start_s, span.end_s)]
+        if span.first_s is not None:
+            times_s.append(("to first token", span.start_s, span.first_s))
+        for name, start_s, end_s in times_s:
+            begun = {**common, "name": name, "ph": "b", "ts": _us(start_s, shift_s), "args": args}
+            ended = {**common, "name": name, "ph": "e", "ts": _us(end_s, shift_s)}
+            events += [begun, ended]
+    return events
+
+
+def missing_events(name: str, pid: int, reason: str) -> list[Event]:
+    """A process that has told nothing, seen where its tracks would be."""
+    return [_named("process_name", pid, f"{name}: missing, {reason}"), _order(pid)]
+
+
+def _requests(span: TaskSpan, names: Names) -> Sequence[str]:
+    """Whose tokens a task has: of its own batch, of those that it merged, or of a link's ends."""
+    batches = span.of or [(end, span.batch) for end in span.resource.split(">")]
+    found = [name for key in batches for name in names.get(key, ())]
+    return list(dict.fromkeys(found))
+
+
+def _task(
+    span: TaskSpan, number: int, place: tuple[int, int], zero_s: float, requests: Sequence[str]
+) -> Iterator[Event]:
+    name = f"{span.stage.value} L{span.layer} m{span.micro_batch}"
+    if span.stage in (*TRANSFERS, Stage.EXPERT):
+        name += f" g{span.token_group}"
+    common: Event = {"name": name, "cat": span.stage.value, "pid": place[0], "tid": place[1]}
+    start_us, end_us = _us(span.start_s, zero_s), _us(span.end_s, zero_s)
+    args: Event = {"batch": span.batch, "layer": span.layer, "tokens": span.tokens}
+    if requests:
+        more = f" and {len(requests) - MAX_SHOWN} more" if len(requests) > MAX_SHOWN else ""
+        args["requests"] = " ".join(requests[:MAX_SHOWN]) + more
+    if span.stage not in TRANSFERS:
+        yield {**common, "ph": "X", "ts": start_us, "dur": end_us - start_us, "args": args}
+        return
+    common["cat"], common["id"] = span.resource, number
+    yield {**common, "ph": "b", "ts": start_us, "args": args}
+    yield {**common, "ph": "e", "ts": end_us}
+
+
+def _batch(batch: BatchSpan, pid: int, shift_s: float) -> Iterator[Event]:
+    common: Event = {
+        "name": f"batch {batch.number}",
+        "cat": f"{batch.rank} batches",
+        "id": batch.number,
+        "pid": pid,
+        "tid": _BATCHES,
+    }
+    args = {
+        "tokens": batch.tokens,
+        "class": batch.priority,
+        "requests": " ".join(batch.requests),
+        "other_requests": batch.others,
+    }
+    yield {**common, "ph": "b", "ts": _us(batch.start_s, shift_s), "args": args}
+    yield {**common, "ph": "e", "ts": _us(batch.end_s, shift_s)}
+
+
+def _track(pid: int, tid: int, name: str) -> list[Event]:
+    named: Event = {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid}
+    sorted_: Event = {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid}
+    return [{**named, "args": {"name": name}}, {**sorted_, "args": {"sort_index": tid}}]
+
+
+def _named(what: str, pid: int, name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "args": {"name": name}}
+
+
+def _order(pid: int) -> Event:
+    return {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+
+
+def _us(at_s: float, zero_s: float) -> float:
+    return (at_s - zero_s) * 1e6

@@ -1,0 +1,122 @@
+"""`tandem trace`: what all processes of a running server do in the next seconds, as a file."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import msgspec
+from rich.table import Table
+
+from cluster.client.status import Server
+from cluster.files.server_url import bearer, no_answer
+from cluster.files.terminal import Terminal
+from contracts.errors import ConfigError
+from contracts.traces import TraceNote
+
+MAX_BYTES: Final = 512 << 20
+EXTRA_S: Final = 40.0  # beyond the seconds themselves
+
+
+class _Told(msgspec.Struct):
+    tandem: TraceNote
+
+
+class _File(msgspec.Struct, rename={"told": "otherData", "events": "traceEvents"}):
+    """Its events are not looked at."""
+
+    told: _Told
+    events: msgspec.Raw
+
+
+def ask_trace(server: Server, seconds: float, output: Path) -> TraceNote:
+    """Writes the file, whole or not at all, and returns what it says of itself. Raises ConfigError
+    where nobody answers, or somebody else, or another trace is under way."""
+    body = fetch_trace(server, seconds)
+    note = note_of(server, body)
+    partial = output.with_name(f"{output.name}.{os.getpid()}.part")
+    try:
+        partial.write_bytes(body)
+        partial.replace(output)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"--output {output}: cannot be written: {error.strerror}") from None
+    return note
+
+
+def fetch_trace(server: Server, seconds: float) -> bytes:
+    """The file as it is answered. Raises ConfigError."""
+    wait_s = seconds + EXTRA_S
+    try:
+        with httpx.Client(
+            base_url=server.url, headers=bearer(server.key), timeout=wait_s
+        ) as client:
+            status, body = _read(client, seconds, time.monotonic() + 2 * wait_s)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise no_answer(server.url, error) from None
+    if status == 401:
+        raise ConfigError(
+            f"--url {server.url}: 401: give the key of its http.metrics_key as --api-key"
+        )
+    if status != 200:
+        raise ConfigError(f"--url {server.url}: {status}: {_message(body)}")
+    return body
+
+
+def note_of(server: Server, body: bytes) -> TraceNote:
+    """What a trace says of itself. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(body, type=_File).told.tandem
+    except (msgspec.DecodeError, RecursionError):
+        raise ConfigError(
+            f"--url {server.url}: /trace did not answer as Tandem does: is it another server, or "
+            "another version?"
+        ) from None
+
+
+def print_trace(note: TraceNote, output: Path) -> None:
+    """missing ranks: on standard error, too, for what is piped."""
+    terminal = Terminal(highlight=False)
+    terminal.print(
+        f"{output}: {note.seconds:g} s; open it in https://ui.perfetto.dev", markup=False
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("process", no_wrap=True)
+    for heading in ("spans", "clock ahead by, ms", "to within, ms"):
+        table.add_column(heading, justify="right")
+    for name, rank in note.ranks.items():
+        clock = rank.clock
+        ahead = "same clock" if clock.is_shared else f"{clock.offset_ms:.3f}"
+        spans = f"{rank.spans:,}" + ("+" if rank.is_cut else "")
+        table.add_row(name, spans, ahead, "" if clock.is_shared else f"{clock.uncertainty_ms:.3f}")
+    terminal.print(table)
+    errors = Terminal(stderr=True, highlight=False)
+    for name, reason in note.missing.items():
+        errors.print(f"{name} is missing: {reason}", markup=False, soft_wrap=True)
+    if any(rank.is_cut for rank in note.ranks.values()):
+        errors.print("+: its older spans are gone: ask for fewer seconds, or raise trace.spans")
+
+
+def _read(client: httpx.Client, seconds: float, end_s: float) -> tuple[int, bytes]:
+    """No more of it and no longer than is sound."""
+    parts, size = list[bytes](), 0
+    query: dict[str, Any] = {"seconds": f"{seconds:g}"}
+    with client.stream("GET", "/trace", params=query) as response:
+        for part in response.iter_bytes():
+            parts.append(part)
+            size += len(part)
+            if size > MAX_BYTES or time.monotonic() > end_s:
+                raise httpx.ReadTimeout(f"its answer has no end after {size} bytes")
+    return response.status_code, b"".join(parts)
+
+
+def _message(body: bytes) -> str:
+    """Of an error's answer, in one line."""
+    try:
+        told = msgspec.json.decode(body, type=dict[str, dict[str, str | None]])
+        return str(told["error"]["message"])
+    except (msgspec.DecodeError, KeyError, RecursionError):
+        return " ".join(body[:200].decode("utf-8", "replace").split()) or "no answer"

@@ -1,0 +1,128 @@
+"""What all ranks have done in a while, on one clock: each is asked how late it is there, again and
+again, and the quickest round trip says it best.
+
+ask ─────────> rank's clock ─────────> answer      offset = its clock - middle of the round trip,
+ t0               clock                  t1        to within half of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from actors.telemetry.chrome_trace import Event, missing_events, names_of, rank_events
+from contracts.clock import Clock
+from contracts.traces import (
+    ClockOffset,
+    RankNote,
+    RankTrace,
+    TraceAnswer,
+    TraceNote,
+    this_boot,
+)
+
+ROUNDS = 12
+CLOCK_TIMEOUT_S = 2.0
+TRACE_TIMEOUT_S = 10.0
+
+
+class Traced(Protocol):
+    """A rank that is asked."""
+
+    @property
+    def name(self) -> str: ...
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]: ...
+
+
+class Found(NamedTuple):
+    """trace None: the rank has not answered, for that reason."""
+
+    name: str
+    trace: RankTrace | None
+    clock: ClockOffset
+    reason: str = ""
+
+
+_UNKNOWN = ClockOffset(offset_ms=0.0, uncertainty_ms=0.0, is_shared=False)
+
+
+def offset_of(rounds: Sequence[tuple[float, float, float]], *, same_boot: bool) -> ClockOffset:
+    """rounds: when each was asked, what the other clock showed, when that was known. same_boot: by
+    what the other process says of its kernel, believed if the round trips do not contradict it."""
+    asked_s, shown_s, known_s = min(rounds, key=lambda one: one[2] - one[0])
+    uncertainty_s = (known_s - asked_s) / 2
+    offset_s = shown_s - (asked_s + known_s) / 2
+    return ClockOffset(
+        offset_ms=1e3 * offset_s,
+        uncertainty_ms=1e3 * uncertainty_s,
+        is_shared=same_boot and abs(offset_s) <= uncertainty_s,
+    )
+
+
+def gather(ranks: Sequence[Traced], since_s: float, clock: Clock, *, spans: bool) -> list[Found]:
+    """From all at once, so that one that does not answer holds up no other. since_s: on our clock.
+    spans: False: their clocks alone."""
+
+    def ask(rank: Traced) -> Found:
+        try:
+            return _asked(rank, since_s, clock, spans=spans)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others' is worth having
+            reason = str(error).partition("\n")[0] or f"no answer ({type(error).__name__})"
+            return Found(rank.name, None, _UNKNOWN, reason)
+
+    with ThreadPoolExecutor(max(1, len(ranks))) as threads:
+        return list(threads.map(ask, ranks))
+
+
+def _asked(rank: Traced, since_s: float, clock: Clock, *, spans: bool) -> Found:
+    rounds = []
+    for _ in range(ROUNDS):
+        asked_s = clock()
+        shown_s = rank.call("clock_s").result(CLOCK_TIMEOUT_S)
+        rounds.append((asked_s, shown_s, clock()))
+    roughly = offset_of(rounds, same_boot=False)
+    ahead_s = (roughly.offset_ms - roughly.uncertainty_ms) / 1e3
+    from_s = since_s + ahead_s if spans else float("inf")
+    trace: RankTrace = rank.call("trace", from_s).result(TRACE_TIMEOUT_S)
+    same_boot = bool(trace.boot) and trace.boot == this_boot()
+    return Found(rank.name, trace, offset_of(rounds, same_boot=same_boot))
+
+
+def trace_answer(found: Sequence[Found], seconds: float, first_pid: int) -> TraceAnswer:
+    """Events and a note of what has been found. Ranks are processes from first_pid on."""
+    names = names_of(one.trace for one in found if one.trace is not None)
+    events: list[Event] = []
+    notes, missing = dict[str, RankNote](), dict[str, str]()
+    for pid, one in enumerate(found, first_pid):
+        if one.trace is None:
+            missing[one.name] = one.reason
+            events += missing_events(one.name, pid, one.reason)
+            continue
+        events += rank_events(one.trace, pid, one.clock.applied_s, names)
+        notes[one.name] = RankNote(
+            clock=one.clock, spans=len(one.trace.spans), is_cut=one.trace.is_cut
+        )
+    note = TraceNote(seconds=seconds, ranks=notes, missing=missing)
+    return TraceAnswer(note=note, events=msgspec.Raw(msgspec.json.encode(events)))
+
+
+class OneAtATime:
+    """Whether another trace is under way. On one event loop."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._until_s: float | None = None
+
+    def begin(self, seconds: float) -> float | None:
+        """None: begin; else for how long another one will still take."""
+        if self._until_s is not None:
+            return max(1.0, self._until_s - self._clock())
+        self._until_s = self._clock() + seconds
+        return None
+
+    def end(self) -> None:
+        self._until_s = None

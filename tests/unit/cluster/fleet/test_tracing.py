@@ -1,0 +1,150 @@
+"""Traces of ranks whose clocks differ, which are slow, or say nothing."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.telemetry.timeline import Timeline
+from cluster.fleet import tracing
+from cluster.fleet.tracing import OneAtATime, Traced, gather, offset_of, trace_answer
+from contracts.clock import ManualClock, monotonic_s
+from contracts.events import Stage, TaskSpan
+from contracts.traces import BatchSpan, this_boot
+
+AHEAD_S = 1000.0
+
+
+class FakeRank:
+    """ahead_s: its clock, before ours. boot: what it says of its kernel."""
+
+    def __init__(self, name: str, ahead_s: float = 0.0, boot: str = "") -> None:
+        self.name, self.ahead_s, self.boot = name, ahead_s, boot
+        self.timeline = Timeline(4)
+        self.since_s: list[float] = []
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        if method == "clock_s":
+            answer.set_result(monotonic_s() + self.ahead_s)
+        else:
+            self.since_s.append(arguments[0])
+            trace = self.timeline.since(self.name, arguments[0])
+            answer.set_result(msgspec.structs.replace(trace, boot=self.boot))
+        return answer
+
+
+class Silent(FakeRank):
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        return Future()
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1e5), st.floats(0, 0.01), st.floats(0, 0.01)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.floats(-1e5, 1e5),
+)
+def test_an_offset_is_right_to_within_what_it_says(
+    ways: list[tuple[float, float, float]], ahead_s: float
+) -> None:
+    """ways: when each was asked, and how long the question and the answer took."""
+    rounds = [
+        (asked_s, asked_s + there_s + ahead_s, asked_s + there_s + back_s)
+        for asked_s, there_s, back_s in ways
+    ]
+    found = offset_of(rounds, same_boot=False)
+    assert abs(found.offset_ms - 1e3 * ahead_s) <= found.uncertainty_ms + 1e-6
+    quickest_ms = 1e3 * min(there + back for _, there, back in ways)
+    assert found.uncertainty_ms == pytest.approx(quickest_ms / 2, abs=1e-6)
+
+
+def test_one_kernels_clock_is_shared_unless_round_trips_say_otherwise() -> None:
+    assert offset_of([(1.0, 1.0005, 1.001)], same_boot=True).is_shared
+    assert not offset_of([(1.0, 1.0005, 1.001)], same_boot=False).is_shared
+    contradicted = offset_of([(1.0, 9.0, 1.001)], same_boot=True)
+    assert not contradicted.is_shared
+    assert contradicted.applied_s == pytest.approx(8.0, abs=0.001)
+
+
+def test_spans_of_ranks_with_other_clocks_come_onto_ours_and_name_their_requests() -> None:
+    attention, expert = FakeRank("attention-0", AHEAD_S), FakeRank("expert-0", boot=this_boot())
+    now_s = monotonic_s()
+    there_s = now_s + AHEAD_S
+    attention.timeline.add(
+        TaskSpan("attention-0", Stage.ATTENTION, there_s, there_s + 0.5, batch=3, tokens=9)
+    )
+    attention.timeline.add_batch(
+        BatchSpan("attention-0", 3, there_s, there_s + 1.0, 9, "ls", ("request-a",))
+    )
+    expert.timeline.add(
+        TaskSpan("expert-0", Stage.EXPERT, now_s, now_s + 0.25, batch=3, of=(("attention-0", 3),))
+    )
+    expert.timeline.add(TaskSpan("attention-0>expert-0", Stage.A2E, now_s, now_s + 0.1, batch=3))
+    ranks: list[Traced] = [attention, expert]
+    found = gather(ranks, now_s - 1.0, monotonic_s, spans=True)
+    answer = trace_answer(found, 1.0, 2)
+    events = msgspec.json.decode(answer.events)
+    tasks = {event["cat"]: event for event in events if event["ph"] == "X"}
+    assert tasks["attention"]["ts"] == pytest.approx(now_s * 1e6, abs=5e4)
+    assert tasks["attention"]["dur"] == pytest.approx(5e5)
+    assert tasks["expert"]["ts"] == pytest.approx(now_s * 1e6, abs=1e-3), "not moved by noise"
+    assert {task["args"]["requests"] for task in tasks.values()} == {"request-a"}
+    (link,) = (
+        event
+        for event in events
+        if event.get("cat") == "attention-0>expert-0" and event["ph"] == "b"
+    )
+    assert link["args"]["requests"] == "request-a"
+    assert {event["pid"] for event in events} == {2, 3}
+    clock = answer.note.ranks["attention-0"].clock
+    assert abs(clock.offset_ms - 1e3 * AHEAD_S) <= clock.uncertainty_ms + 1e-3
+    assert answer.note.ranks["expert-0"].clock.is_shared
+    assert answer.note.missing == {}
+
+
+def test_a_rank_that_does_not_answer_is_named_and_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracing, "CLOCK_TIMEOUT_S", 0.05)
+    well = FakeRank("attention-0")
+    answer = trace_answer(gather([Silent("expert-0"), well], 0.0, monotonic_s, spans=True), 1.0, 2)
+    assert list(answer.note.missing) == ["expert-0"]
+    assert "no answer" in answer.note.missing["expert-0"]
+    assert list(answer.note.ranks) == ["attention-0"]
+    assert b"expert-0: missing, no answer" in bytes(answer.events)
+
+
+def test_what_was_overwritten_is_told_and_what_is_older_is_left_out() -> None:
+    timeline = Timeline(4)
+    for number in range(4):
+        timeline.add(TaskSpan("expert-0", Stage.EXPERT, number, number + 0.5))
+    assert not timeline.since("expert-0", 1.0).is_cut
+    assert [span.start_s for span in timeline.since("expert-0", 1.0).spans] == [1, 2, 3]
+    timeline.add(TaskSpan("expert-0", Stage.EXPERT, 4, 4.5))
+    assert timeline.since("expert-0", 0.0).is_cut
+    assert len(timeline.since("expert-0", 0.0).spans) == 4
+
+
+def test_clocks_alone_bring_no_spans() -> None:
+    rank = FakeRank("expert-0")
+    rank.timeline.add(TaskSpan("expert-0", Stage.EXPERT, 1.0, 1e9))
+    answer = trace_answer(gather([rank], 0.0, monotonic_s, spans=False), 0.0, 2)
+    assert answer.note.ranks["expert-0"].spans == 0
+
+
+def test_one_trace_is_made_at_a_time() -> None:
+    clock = ManualClock()
+    traces = OneAtATime(clock)
+    assert traces.begin(5.0) is None
+    clock.advance(2.0)
+    assert traces.begin(5.0) == 3.0
+    traces.end()
+    assert traces.begin(5.0) is None
