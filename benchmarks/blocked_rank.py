@@ -42,6 +42,7 @@ class Waits:
 
     def __init__(self) -> None:
         self.tracer = Tracer()
+        self._of_slice: list[Part] = []
         self._clear()
         self._began: tuple[float, float, float] | None = None  # processor, clock, the slice's
 
@@ -76,7 +77,7 @@ class Waits:
         self.waits: list[tuple[float, float, float]] = []
         self.slices_s: list[float] = []
         self.long: list[tuple[str, float, list[Part]]] = []
-        self._of_slice: list[Part] = []
+        self._of_slice = []
 
 
 WAITS = Waits()

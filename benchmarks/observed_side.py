@@ -66,7 +66,7 @@ def main() -> None:
     if not is_on:
         measure_nothing()
         unobserved = functools.partial(RankProcess, module="benchmarks.unobserved_rank")
-        actors.ranks.local_group.RankProcess = unobserved  # type: ignore[misc, assignment]
+        actors.ranks.local_group.RankProcess = unobserved  # type: ignore[attr-defined, misc, assignment]
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     with LocalGroup(str(resolve_model_folder(BUNDLED)), config) as group:
         asyncio.run(serve(port, config, group, is_on=is_on))

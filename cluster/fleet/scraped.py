@@ -178,15 +178,15 @@ class Scraped:
     def update(self, groups: Sequence[RankGroup]) -> None:
         """Lists who is there now. Those who are being replaced are not."""
         ranks = {
-            member.ready.metrics_address: (group, member)
+            member.ready.metrics_address: member
             for group in groups
             for member in group.members
             if member.ready.metrics_address and not member.replaced_for
         }
         try:
             self._ranks = {
-                address: self._ranks.get(address) or _target(group, member)
-                for address, (group, member) in ranks.items()
+                address: self._ranks.get(address) or _target(member)
+                for address, member in ranks.items()
             }
         except RayError as error:  # asked again in the next round
             event(log, "node_of_rank_not_known", logging.WARNING, error=error)
@@ -214,11 +214,11 @@ def scraped_of(config: TandemConfig) -> Scraped | None:
     return Scraped(config, file)
 
 
-def _target(group: RankGroup, member: Member) -> Target:
+def _target(member: Member) -> Target:
     """Raises RayError."""
     return Target(
         address=member.ready.metrics_address,
         group=member.spec.group,
         rank=member.name,
-        node=group.placed.node(member.bundle).host,
+        node=member.place.placed.node(member.place.bundle).host,
     )
