@@ -77,7 +77,6 @@ class Waits:
         self.waits: list[tuple[float, float, float]] = []
         self.slices_s: list[float] = []
         self.long: list[tuple[str, float, list[Part]]] = []
-        self._of_slice = []
 
 
 WAITS = Waits()

@@ -323,7 +323,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "dispatch: the shared experts' output is left out",
         "actors/experts/remote_plane.py",
-        "            total_TD += shared_TD\n",
+        "            yield from added(total_TD, shared_TD)\n",
         "            pass\n",
         _EXECUTOR,
     ),
