@@ -20,6 +20,8 @@ class Bug(NamedTuple):
 
 
 _CAPACITY = ("tests/property/test_capacity.py",)
+_EXPORTERS = ("tests/unit/actors/telemetry/test_exporter.py",)
+_TARGETS = ("tests/unit/cluster/fleet/test_scraped.py",)
 _TRACES = ("tests/unit/cluster/fleet/test_tracing.py",)
 _KEYS = ("tests/unit/cluster/api/test_keys_file.py",)
 _SCHEDULER = ("tests/unit/actors/batching/test_scheduler.py",)
@@ -1145,5 +1147,33 @@ BUGS: tuple[Bug, ...] = (
         "next(self._numbers), caller.salt, name)",
         "next(self._numbers), caller.salt)",
         ("tests/unit/cluster/api/test_logged_text.py",),
+    ),
+    Bug(
+        "metrics: whoever has an exporter's port answers for who had it before",
+        "actors/telemetry/exporter.py",
+        "if asked.path not in (PATH, self._path):",
+        "if not asked.path.startswith(PATH):",
+        _EXPORTERS,
+    ),
+    Bug(
+        "metrics: a request id of any length stands beside its latency",
+        "actors/telemetry/telemetry.py",
+        "request_id[:_EXEMPLAR_CHARACTERS]",
+        "request_id",
+        _EXPORTERS,
+    ),
+    Bug(
+        "metrics: two clusters of a name share a list of targets",
+        "cluster/fleet/scraped.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        _TARGETS,
+    ),
+    Bug(
+        "metrics: a process that has said nothing for long is still scraped",
+        "cluster/fleet/scraped.py",
+        "if lease[1] > now_s}",
+        "if lease}",
+        _TARGETS,
     ),
 )

