@@ -24,6 +24,9 @@ _EXPORTERS = ("tests/unit/actors/telemetry/test_exporter.py",)
 _TARGETS = ("tests/unit/cluster/fleet/test_scraped.py",)
 _TRACES = ("tests/unit/cluster/fleet/test_tracing.py",)
 _KEYS = ("tests/unit/cluster/api/test_keys_file.py",)
+_GROWS, _GROWTH = "planner/policies/scaling.py", ("tests/property/test_scaling.py",)
+_SCALER = ("tests/unit/cluster/fleet/test_scaler.py",)
+_COMES = ("tests/unit/cluster/routing/test_prefill_backlog.py",)
 _SCHEDULER = ("tests/unit/actors/batching/test_scheduler.py",)
 _BOOKS = ("tests/property/test_block_manager.py", "tests/property/test_block_contents.py")
 _SAMPLER = ("tests/property/test_sampler.py", "tests/unit/actors/ranks/test_sampling_on_ranks.py")
@@ -1175,5 +1178,61 @@ BUGS: tuple[Bug, ...] = (
         "if lease[1] > now_s}",
         "if lease}",
         _TARGETS,
+    ),
+    Bug(
+        "scaling: one goes as soon as its own fill is low",
+        _GROWS,
+        "self.fill * workers / others > config.down_fill",
+        "self.fill > config.up_fill",
+        _GROWTH,
+    ),
+    Bug(
+        "scaling: decided before the mean has followed",
+        _GROWS,
+        "if now_s < self._settled_s:",
+        "if False:",
+        _GROWTH,
+    ),
+    Bug(
+        "scaling: more than the most",
+        _GROWS,
+        "self.fill >= config.up_fill and workers < self._most",
+        "self.fill >= config.up_fill",
+        _GROWTH,
+    ),
+    Bug(
+        "scaling: what was idle long ago counts",
+        _GROWS,
+        "self._seen_s = self._idle_since_s = None",
+        "self._seen_s = None",
+        _GROWTH,
+    ),
+    Bug(
+        "scaling: stopped with requests open",
+        "cluster/fleet/scaler.py",
+        "if is_idle and time.monotonic() >= since_s + TOLD_S:",
+        "if time.monotonic() >= since_s + TOLD_S:",
+        _SCALER,
+    ),
+    Bug(
+        "scaling: one that did not start keeps its room",
+        "cluster/fleet/scaler.py",
+        "            placed.release()\n            raise",
+        "            raise",
+        _SCALER,
+    ),
+    Bug(
+        "scaling: one that goes is still sent to",
+        _ROUTES,
+        "if state.present and worker not in self._retired",
+        "if state.present",
+        _ROUTER,
+    ),
+    Bug(
+        "scaling: one of an old number is never sent to",
+        _ROUTES,
+        "self._retired.discard(worker)",
+        "pass",
+        _COMES,
     ),
 )

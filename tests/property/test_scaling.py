@@ -119,6 +119,12 @@ def test_nothing_is_decided_while_a_worker_is_missing_or_has_said_nothing() -> N
         assert policy.step(float(second), [], is_steady=True) == 0
 
 
+def test_what_was_idle_before_a_loss_does_not_count() -> None:
+    policy = FillScaling(scaling(3, window_s=1, idle_s=10), 1)
+    seen = [policy.step(float(second), [0.0, 0.0], is_steady=second != 9) for second in range(40)]
+    assert seen.index(-1) > 9 + 10
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [

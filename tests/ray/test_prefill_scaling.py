@@ -23,8 +23,8 @@ from contracts.loading import load_config
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 DEADLINE_S = 120.0
-CLIENTS = 4
-ROWS = 120
+CLIENTS = 8
+ROWS = 80
 LABELS = ["positive", "negative"]
 SETTINGS = (
     *("groups.attention_ranks=0", "groups.expert_ranks=0", "groups.prefill_ranks=1"),
@@ -35,7 +35,7 @@ SETTINGS = (
         "kv.prefix_cache=false",
     ),
     *("scaling.max_prefill_ranks=3", "scaling.window_s=0.5", "scaling.idle_s=2"),
-    *("scaling.up_fill=0.6", "scaling.down_fill=0.3"),
+    *("scaling.up_fill=0.4", "scaling.down_fill=0.2"),
     "groups.ready_timeout_s=100",
 )
 

@@ -24,7 +24,6 @@ class Left(NamedTuple):
 
 
 DIR = "DIR is the bundled model's folder"
-CLUSTER = "needs a Ray cluster of several machines, or ends one that others use"
 MENTION = "another tool's command by its name"
 
 TABLE: list[tuple[str, Tried | Left]] = [
@@ -67,9 +66,9 @@ TABLE: list[tuple[str, Tried | Left]] = [
     ("make check", Left("runs a part of this")),
     ("make lint", Left("ruff, mypy and import rules of the clone, run beside the tests")),
     ("RAY_ADDRESS=HEAD:6379 tandem serve *", Tried("tests/ray/test_existing_cluster.py")),
-    ("serve run deploy/serve.yaml*", Left(CLUSTER)),
+    ("serve run deploy/serve.yaml*", Tried("tests/ray/test_deployed.py", "slow; a free port")),
     ("ray job submit --working-dir . -- python -m cluster.bulk *", Left("needs s3://bucket")),
-    ("ray job submit*", Tried("tests/ray/test_bulk.py", "with a job of its own")),
+    ("ray job submit*", Tried("tests/ray/test_deployed.py", "slow; the entrypoint of the RayJob")),
     ("ray start --head *", Tried("tests/ray/test_existing_cluster.py", "by benchmarks.ray_head")),
     ("export RAY_*", Tried("tests/ray/test_existing_cluster.py", "by benchmarks.ray_head")),
     ("serve *", Left(MENTION)),

@@ -384,6 +384,10 @@ def test_prometheus_and_grafana_find_what_is_there() -> None:
         if name.startswith("base:"):
             assert _selects(monitor["spec"]["selector"], template)
             ports |= {one["name"] for one in template["spec"]["containers"][0]["ports"]}
+    ours = monitor["spec"]["podMetricsEndpoints"][0]
+    assert (ours["port"], ours["honorLabels"]) == ("serve", True)
+    assert [one["targetLabel"] for one in ours["relabelings"]] == ["cluster"]
+    assert not any(config(overlay).metrics.exporters for overlay in SERVICES), "/metrics, or they"
     for endpoint in monitor["spec"]["podMetricsEndpoints"]:
         assert endpoint["port"] in ports
         assert endpoint.get("path", "/metrics") in routes()

@@ -121,3 +121,16 @@ def test_a_missed_report_is_named_and_nothing_is_folded() -> None:
 def test_a_log_that_contradicts_itself_is_refused(parts: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         router_of(tau=1000).apply(WorkerReport(worker=0, epoch=0, number=0, **parts))
+
+
+def test_a_retired_worker_takes_nothing_more_and_ends_what_it_has() -> None:
+    router = router_of(tau=1000, workers=2)
+    assert placed(router, [sibling(0)]) == [0]
+    router.retire(0)
+    assert not router.is_open(0)
+    assert [one.worker for one in router.candidates(sibling(1))] == [1]
+    assert placed(router, [sibling(1), sibling(2)]) == [1, 1]
+    assert router.load(0) > 0, "what it has is still its own"
+    router.readmit(0)
+    assert router.is_open(0)
+    assert [one.worker for one in router.candidates(sibling(3))] == [0, 1]
