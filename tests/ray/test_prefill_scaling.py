@@ -14,17 +14,23 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 
+from actors.planning.model_shape import shape_of
+from cluster.files.model_folder import resolve_model_folder
 from cluster.fleet.codec import decode_directory
 from cluster.serving.front import free_port
 from cluster.serving.server import Served, serving
+from contracts.config import BUNDLED
 from contracts.loading import load_config
+from models.spec.model import read_spec
+from planner.routing.request_work import work_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 DEADLINE_S = 120.0
-CLIENTS = 8
-ROWS = 80
+CLIENTS = 4
+ROWS = 120
 LABELS = ["positive", "negative"]
 SETTINGS = (
     *("groups.attention_ranks=0", "groups.expert_ranks=0", "groups.prefill_ranks=1"),
@@ -35,7 +41,7 @@ SETTINGS = (
         "kv.prefix_cache=false",
     ),
     *("scaling.max_prefill_ranks=3", "scaling.window_s=0.5", "scaling.idle_s=2"),
-    *("scaling.up_fill=0.4", "scaling.down_fill=0.2"),
+    *("scaling.up_fill=0.8", "scaling.down_fill=0.5"),
     "groups.ready_timeout_s=100",
 )
 
@@ -95,7 +101,10 @@ def served() -> Iterator[Served]:
     patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
     with contextlib.ExitStack() as stack:
         stack.callback(patch.undo)
-        config = load_config(None, [*SETTINGS, f"http.port={free_port()}"])
+        # A busy machine must not calibrate a threshold that no load reaches.
+        work = work_of(shape_of(read_spec(resolve_model_folder(BUNDLED)), torch.float32))
+        pinned = f"prefill.saturation={work(0, 256)}"
+        config = load_config(None, [*SETTINGS, pinned, f"http.port={free_port()}"])
         yield stack.enter_context(serving(config))
 
 

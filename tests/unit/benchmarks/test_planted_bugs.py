@@ -13,7 +13,7 @@ from benchmarks.planted_bugs.bugs import BUGS, Bug
 
 ROOT = Path(__file__).parents[3]
 AREAS = {
-    "keys", "capacity", "traces", "logs", "metrics",
+    "keys", "capacity", "traces", "logs", "metrics", "scaling",
     "scheduler", "blocks", "sampler", "executor", "dispatch", "router", "journal", "handshake",
     "shares", "lanes", "door", "user policy", "offloading", "foretelling", "replicas",
     "steps", "placement", "counts",
