@@ -32,7 +32,7 @@ class RankMetrics(Telemetry):
         """Called by the loop's thread."""
         if span.stage in _EXPORTED:
             seconds = max(0.0, span.end_s - span.start_s)
-            self.observe(metrics.STAGE, span.stage, self._spec.name, value=seconds)
+            self.note(metrics.STAGE, span.stage, self._spec.name, value=seconds)
 
     def follow(self, timeline: Timeline, bytes_moved: Callable[[], tuple[int, int]]) -> None:
         """Has read at each scrape what they have counted so far."""

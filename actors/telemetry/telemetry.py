@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,6 +25,30 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
+class _Noted:
+    """Values of a histogram that it has not been told yet. bounds: of its buckets."""
+
+    def __init__(self, histogram: Histogram, bounds: Sequence[float]) -> None:
+        self._histogram, self._bounds = histogram, bounds
+        self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
+        self._lock = threading.Lock()
+
+    def add(self, value: float) -> None:
+        bucket = bisect_left(self._bounds, value)
+        with self._lock:
+            self._counts[bucket] += 1
+            self._sum += value
+
+    def tell(self) -> None:
+        with self._lock:
+            counts, total = self._counts, self._sum
+            self._counts, self._sum = [0] * len(counts), 0.0
+        for bucket, count in zip(self._histogram._buckets, counts, strict=True):
+            if count:
+                bucket.inc(count)
+        self._histogram._sum.inc(total)
+
+
 class Telemetry:
     """Metrics appear with their first use, so that ingress and ranks don't show each other's."""
 
@@ -36,6 +61,7 @@ class Telemetry:
         self._totals: list[tuple[Metric, Callable[[], Totals]]] = []
         self._counted: dict[tuple[str, tuple[str, ...]], float] = {}  # of these totals
         self._exposing = threading.Lock()
+        self._noted: dict[tuple[str, tuple[str, ...]], _Noted] = {}
 
     def count(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
         child = self._child(metric, labels)
@@ -55,6 +81,19 @@ class Telemetry:
         assert isinstance(child, Histogram)
         exemplar = {_EXEMPLAR: request_id[:_EXEMPLAR_CHARACTERS]} if request_id else None
         child.observe(value, exemplar)
+
+    def note(self, metric: Metric, *labels: str, value: float) -> None:
+        """As `observe`, at a fifth of its cost: for what happens thousands of times a second. From
+        any thread."""
+        noted = self._noted.get((metric.name, labels))
+        if noted is None:
+            noted = self._noting(metric, labels)
+        noted.add(value)
+
+    def _noting(self, metric: Metric, labels: tuple[str, ...]) -> _Noted:
+        child = self._child(metric, labels)
+        assert isinstance(child, Histogram)
+        return self._noted.setdefault((metric.name, labels), _Noted(child, metric.buckets))
 
     def read(self, metric: Metric, *labels: str, of: Callable[[], float]) -> None:
         """Asks `of` at each exposition: for a gauge's value, or how much a counter has grown."""
@@ -77,6 +116,8 @@ class Telemetry:
         return text.decode()
 
     def _read_all(self) -> None:
+        for noted in list(self._noted.values()):
+            noted.tell()
         for child, of in self._readings:
             if isinstance(child, Counter):
                 child.inc(of())

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.telemetry.rank_metrics import RankMetrics
+from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
 from contracts.events import Stage, TaskSpan
+from contracts.metrics import STAGE
 from contracts.worker import Group, WorkerSpec
 
 
@@ -73,3 +77,22 @@ def test_blocks_and_epoch_are_what_they_are_when_read() -> None:
         if s.name == "tandem_kv_blocks"
     ]
     assert dict(samples) == counts
+
+
+def shown(telemetry: Telemetry) -> dict[str, float]:
+    """Every series."""
+    lines = [line for line in telemetry.exposition().splitlines() if line[0] != "#"]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+@given(st.lists(st.lists(st.sampled_from((0.0, 1e-5, 2e-5, 0.1, 0.3, 1.0, 5.0)))))
+def test_what_is_noted_is_shown_as_if_it_had_been_observed(scrapes: list[list[float]]) -> None:
+    """In the buckets' bounds and beyond them, however often somebody asks between."""
+    noted, observed = Telemetry(), Telemetry()
+    for values in scrapes:
+        for value in values:
+            noted.note(STAGE, "expert", "expert-1", value=value)
+            observed.observe(STAGE, "expert", "expert-1", value=value)
+        found, wanted = shown(noted), shown(observed)
+        assert found.keys() == wanted.keys()
+        assert found == pytest.approx(wanted), "sums are added up in another order"
