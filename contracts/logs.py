@@ -20,7 +20,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from contracts.config import LogConfig
 
@@ -56,7 +56,16 @@ def event(
 def log_lines(log: logging.Logger, lines: Sequence[Line]) -> None:
     """What was said at those times, as one record: it costs as much as one."""
     if log.isEnabledFor(logging.INFO):
-        log.info("", extra={_LINES: lines})
+        log.info("%s", _Lines(lines), extra={_LINES: lines})
+
+
+class _Lines(NamedTuple):
+    """For handlers that are not ours: made only if one asks."""
+
+    lines: Sequence[Line]
+
+    def __str__(self) -> str:
+        return "\n".join([_text(name, fields) for _, name, fields in self.lines])
 
 
 def _text(name: str, fields: dict[str, object]) -> str:

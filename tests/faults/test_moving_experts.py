@@ -136,7 +136,7 @@ def test_what_reaches_one_expert_rank_only_is_refused_by_all_attention_ranks_and
 ) -> None:
     """The planner died in between."""
     spec = read_spec(deep)
-    with threads(deep, **config(FAST, deadline_s=1.0)) as (planner, group):
+    with threads(deep, **config(FAST, deadline_s=2.5)) as (planner, group):
         before = [placed(rank.status()) for rank in group.experts]
         with group.client() as client:
             planner.propose(another(spec, 1), "expert-0")

@@ -12,7 +12,9 @@ import pytest
 
 from cluster.api.openapi import openapi_document
 from cluster.api.schemas import ServedModel
+from cluster.api.session import AskTrace
 from contracts.config import HttpConfig
+from contracts.traces import ClockOffset, TraceAnswer, TraceNote
 from tests.support.api_harness import Api, serve_api
 from tests.support.api_properties import Fuzzed
 from tests.support.fake_rank import FakeRank
@@ -33,10 +35,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_byte_level(tmp_path_factory.mktemp("tokenizer"), chat_template=template)
 
 
+async def _no_spans(seconds: float) -> TraceAnswer:
+    return TraceAnswer(note=TraceNote(seconds=seconds))
+
+
+async def _no_offset() -> ClockOffset:
+    return ClockOffset(offset_ms=0.0, uncertainty_ms=0.5, is_shared=True)
+
+
 @pytest.fixture(scope="module")
 def api(folder: Path) -> Iterator[Api]:
     rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
-    with serve_api(folder, [rank], HttpConfig(max_batch_items=64)) as api:
+    tracing = AskTrace(_no_spans, _no_offset)
+    with serve_api(folder, [rank], HttpConfig(max_batch_items=64), tracing=tracing) as api:
         yield api
 
 
