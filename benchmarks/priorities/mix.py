@@ -45,7 +45,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         path = write_random_checkpoint(Path(folder) / "model", MODELS[options.model])
         samples: dict[str, Any] = {}
         for load, (rate, output) in LOADS.items():
-            if options.load in ("", load):
+            if options.load in load:
                 samples[load] = await _load(path, options, rate, output)
         return samples
 
