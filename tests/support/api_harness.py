@@ -26,6 +26,7 @@ from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_socket import RankClientConfig
 from cluster.serving.front import DirectFront
 from contracts.config import HttpConfig, LimitsConfig
+from contracts.traces import ClockOffset
 from models.text.tokenizer import Tokenizer
 from tests.support.fake_rank import TOKEN, FakeRank
 from tests.support.tiny_tokenizer import EOS
@@ -119,6 +120,11 @@ class Api:
     def close(self) -> None:
         self.http.close()
         self.openai.close()
+
+
+async def no_offset() -> ClockOffset:
+    """A launcher on this node: for `AskTrace`."""
+    return ClockOffset(offset_ms=0.0, uncertainty_ms=0.5, is_shared=True)
 
 
 @contextlib.contextmanager

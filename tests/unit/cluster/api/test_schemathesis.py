@@ -14,8 +14,8 @@ from cluster.api.openapi import openapi_document
 from cluster.api.schemas import ServedModel
 from cluster.api.session import AskTrace
 from contracts.config import HttpConfig
-from contracts.traces import ClockOffset, TraceAnswer, TraceNote
-from tests.support.api_harness import Api, serve_api
+from contracts.traces import TraceAnswer, TraceNote
+from tests.support.api_harness import Api, no_offset, serve_api
 from tests.support.api_properties import Fuzzed
 from tests.support.fake_rank import FakeRank
 from tests.support.tiny_tokenizer import CHATML, write_byte_level
@@ -39,14 +39,10 @@ async def _no_spans(seconds: float) -> TraceAnswer:
     return TraceAnswer(note=TraceNote(seconds=seconds))
 
 
-async def _no_offset() -> ClockOffset:
-    return ClockOffset(offset_ms=0.0, uncertainty_ms=0.5, is_shared=True)
-
-
 @pytest.fixture(scope="module")
 def api(folder: Path) -> Iterator[Api]:
     rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
-    tracing = AskTrace(_no_spans, _no_offset)
+    tracing = AskTrace(_no_spans, no_offset)
     with serve_api(folder, [rank], HttpConfig(max_batch_items=64), tracing=tracing) as api:
         yield api
 

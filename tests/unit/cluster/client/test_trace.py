@@ -17,7 +17,7 @@ from cluster.cli.main import main
 from contracts.config import HttpConfig
 from contracts.errors import NotReadyError
 from contracts.traces import ClockOffset, RankNote, TraceAnswer, TraceNote
-from tests.support.api_harness import Api, serve_api
+from tests.support.api_harness import Api, no_offset, serve_api
 from tests.support.fake_rank import FakeRank
 from tests.support.tiny_tokenizer import write_byte_level
 
@@ -32,12 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_byte_level(tmp_path_factory.mktemp("tokenizer"))
 
 
-async def _no_offset() -> ClockOffset:
-    return ClockOffset(offset_ms=0.0, uncertainty_ms=0.5, is_shared=True)
-
-
 def _asked(trace: Callable[[float], Awaitable[TraceAnswer]]) -> AskTrace:
-    return AskTrace(trace, _no_offset)
+    return AskTrace(trace, no_offset)
 
 
 def _answer(**missing: str) -> TraceAnswer:
