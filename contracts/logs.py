@@ -45,8 +45,12 @@ def event(
 ) -> None:
     """Logs `name key=value …`. name: fixed, for people search for it; what varies is a field.
     raised: with its traceback. is_private: without its message, for that may quote a prompt, unless
-    log.prompts allows it."""
+    log.prompts allows it. An exception among the fields is kept as its text: a record may live
+    longer than what the frames of a traceback hold."""
     if log.isEnabledFor(level):
+        for key, value in fields.items():
+            if isinstance(value, BaseException):
+                fields[key] = str(value)
         extra: dict[str, object] = {_SAID: (name, fields)}
         if is_private:
             extra[_PRIVATE], raised = raised, None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -50,6 +52,26 @@ def test_an_event_is_a_line_whose_fields_can_be_cut(
     assert fields == r"""rank=expert-1 reason="a \"b\"\nc" after_s=0.333333"""
     assert file == tmp_path / "expert-1.log"
     assert capsys.readouterr().err == line + "\n", "an operator sees it, too"
+
+
+def test_a_record_that_is_kept_keeps_nothing_of_what_an_error_went_through(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Held:
+        """Memory, say."""
+
+    def fail() -> weakref.ref[Held]:
+        held = Held()
+        try:
+            raise ValueError("no")
+        except ValueError as error:
+            event(log, "lost", logging.WARNING, reason=error)
+        return weakref.ref(held)
+
+    held = fail()
+    gc.collect()
+    assert held() is None
+    assert caplog.messages == ["lost reason=no"]
 
 
 def test_with_a_file_standard_error_has_warnings_only_and_no_tracebacks(
