@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from cluster.capacity.disk_rate import disk_rate
+from cluster.capacity.expert_moves import Moving, expert_moves
 from cluster.capacity.gpu_experts import gpu_experts, runs_on_gpu
 from cluster.files.findings import Finding
 from cluster.files.hardware import load_hardware
@@ -60,6 +61,7 @@ def examine(config: TandemConfig, environment: Mapping[str, str]) -> list[Findin
         lambda: _prefill(config),
         lambda: _experts(config),
         lambda: _placement(config),
+        lambda: _moves(config),
         lambda: _port(config),
         lambda: keys_finding(config),
         _descriptors,
@@ -307,6 +309,24 @@ def _placement(config: TandemConfig) -> Finding:
     more = slots - len(spec.moe_layers) * spec.num_experts
     size = more * _expert_bytes(config, spec) / MIB
     return Finding("placement", "ok", f"{placing.file}: {more} replicas, {size:,.0f} MiB")
+
+
+def _moves(config: TandemConfig) -> Finding:
+    """Whether what a move may bring in, and how fast, fits this machine."""
+    ranks = config.groups.expert_ranks
+    if config.placement.follow == "off" or not ranks:
+        return Finding("moves", "ok", "none: experts stay where they are")
+    if config.experts.is_bounded:
+        return Finding("moves", "ok", "copy nothing: ranks read experts as they are wanted")
+    spec = _readable(config)
+    if spec is None:
+        return Finding("moves", "warning", "not looked at: the model cannot be read")
+    try:
+        each, slots = _expert_bytes(config, spec), _placed_experts(config, spec)
+    except TandemError as error:
+        return Finding("moves", "error", error.message)
+    moving = Moving(ranks, each, -(-slots // ranks) * each)
+    return Finding("moves", *expert_moves(config.placement, moving))
 
 
 def _prefill(config: TandemConfig) -> Finding:
