@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.api.answer_types import Status
+from cluster.client.exporters import exporters_finding
 from cluster.client.status import Server, ask_status
 from cluster.client.trace import fetch_trace, note_of
 from cluster.files.findings import Finding
@@ -46,8 +48,11 @@ class Seen(NamedTuple):
         return next((rank for rank in self.before.ranks if rank.name == name), None)
 
 
-def examine_server(server: Server, sleep: Callable[[float], None] = time.sleep) -> list[Finding]:
-    """All checks, in order; the first alone where nobody answers."""
+def examine_server(
+    server: Server, targets: Path | None = None, sleep: Callable[[float], None] = time.sleep
+) -> list[Finding]:
+    """All checks, in order; the first alone where nobody answers. targets: the file by which a
+    Prometheus finds its exporters; None: there is none here."""
     try:
         before, asked_s = ask_status(server), time.monotonic()
         sleep(LOOK_S)
@@ -64,11 +69,12 @@ def examine_server(server: Server, sleep: Callable[[float], None] = time.sleep) 
         seen = seen._replace(clocks=note_of(server, fetch_trace(server, 0.0)))
     except ConfigError as error:
         seen = seen._replace(no_clocks=error.message)
-    return findings_of(seen)
+    ranks = [one.name for one in seen.status.ranks if one.healthy]
+    return [*findings_of(seen), exporters_finding(targets, ranks, server.key)]
 
 
 def findings_of(seen: Seen) -> list[Finding]:
-    """All checks, in order."""
+    """Of what the server itself says, in order."""
     checks = (
         _reached,
         _version,

@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 
 from actors.telemetry.exporter import ExporterThread
 from actors.telemetry.telemetry import Telemetry
+from cluster.files.targets_file import SUFFIX
 from cluster.fleet.codec import Target
 from cluster.fleet.member import Member
 from cluster.fleet.nodes import session_folder, this_node
@@ -32,7 +33,6 @@ from contracts.logs import event
 
 log = logging.getLogger("tandem.metrics")
 
-SUFFIX = "_service_discovery.json"
 LEASE_S = 15.0  # without a word of a process that is no rank
 RETRY_S = 10.0  # after a file that could not be written
 MAX_NAMES = 100  # of one name on a machine

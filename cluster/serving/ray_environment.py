@@ -6,9 +6,9 @@ from collections.abc import Mapping, MutableMapping
 
 import msgspec
 
+from cluster.files.targets_file import LOCAL_TARGETS
 from contracts.config import TandemConfig
 
-LOCAL_TARGETS = "/tmp/tandem-metrics"  # a cluster of our own has a folder of another name each time
 _ALWAYS = {
     # Else a call that comes after the end of a cluster would quietly start another one.
     "RAY_ENABLE_AUTO_CONNECT": "0",

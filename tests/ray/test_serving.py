@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.cli.demo_rows import TASKS
 from cluster.cli.main import main
+from cluster.client import examined
 from cluster.files.model_folder import resolve_model_folder
 from cluster.files.placement_file import write_placement
 from cluster.serving.front import free_port
@@ -278,6 +279,18 @@ def test_every_process_is_scraped_by_itself_and_has_at_most_500_series(server: S
     for name, text in texts.items():
         series = [line for line in text.splitlines() if not line.startswith("#")]
         assert 0 < len(series) <= 500, name
+
+
+def test_the_doctor_finds_nothing_wrong_with_it_and_asks_every_exporter(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(examined, "LOOK_S", 0.1)
+    targets = f"metrics.targets={server.targets.parent}"
+    assert main(["doctor", "--url", server.served.url, "--set", targets, "--json"]) == 0
+    found = {one["check"]: one for one in json.loads(capsys.readouterr().out)}
+    processes = len(json.loads(server.targets.read_text()))
+    assert f"{processes} processes, all answer" in found["exporters"]["found"]
+    assert {one["level"] for one in found.values()} <= {"ok", "warning"}
 
 
 def test_the_planners_plans_are_run_and_shown(server: Server) -> None:

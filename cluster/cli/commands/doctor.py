@@ -23,7 +23,9 @@ def add(commands: Commands) -> None:
     doctor = add_command(commands, "doctor", help_, _EXAMPLE, run)
     add_config_options(doctor)
     doctor.add_argument(
-        "--url", help="of a server that runs: it is checked, and of the configuration its keys file"
+        "--url",
+        help="of a server that runs: it is checked, and of the configuration its keys file and "
+        "its exporters (serve.name, metrics.targets)",
     )
     doctor.add_argument(
         "--api-key", metavar="KEY", help=f"of its http.metrics_key (default: ${KEY_VARIABLE})"
@@ -37,6 +39,7 @@ def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> i
     from cluster.client.examined import examine_server
     from cluster.client.status import Server
     from cluster.files.keys_checked import keys_finding
+    from cluster.files.targets_file import targets_path
 
     key, options.api_key = options.api_key, None  # the client's, none of a configuration
     config = config_of(options)
@@ -44,7 +47,8 @@ def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> i
         findings = examine(config, environment)
     else:
         check_url(options.url)
-        findings = examine_server(Server(options.url, key or environment.get(KEY_VARIABLE)))
+        server = Server(options.url, key or environment.get(KEY_VARIABLE))
+        findings = examine_server(server, targets_path(config))
         if config.http.keys_file is not None:
             findings.append(keys_finding(config))
     if options.json:

@@ -172,7 +172,8 @@ def test_a_live_server_is_examined_with_its_keys_file(
 
     fake, tracing = FakeRank("attention-0", lambda submit: [60]), AskTrace(_no_spans, _no_offset)
     with serve_api(write_byte_level(tmp_path), [fake], ask=ask, tracing=tracing) as api:
-        arguments = ["doctor", "--url", api.url, "--set", f"http.keys_file={keys}"]
+        settings = [f"http.keys_file={keys}", f"metrics.targets={tmp_path}"]
+        arguments = ["doctor", "--url", api.url, "--set", settings[0], "--set", settings[1]]
         assert main([*arguments, "--json"]) == 0
         found = {one["check"]: one["level"] for one in json.loads(capsys.readouterr().out)[:-1]}
         assert main(arguments) == 0
