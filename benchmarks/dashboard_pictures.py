@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.prometheus import Points, Prometheus
+from benchmarks.prometheus import Points, Prometheus, config_of
 from benchmarks.server import ServerProcess
 from cluster.files.pictures import pyplot
 from contracts.metrics import Board
@@ -45,7 +45,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ServerProcess(*RANKS, checkout=ROOT) as server:
         server.wait_healthy()
         target = server.url.removeprefix("http://")
-        with Prometheus(Path(folder), [target]) as prometheus:
+        with Prometheus(Path(folder), config_of(Path(folder), [target])) as prometheus:
             _load(server.url, options.rate, options.seconds)
             end_s = time.time() - LAST_S
             for board in Board:

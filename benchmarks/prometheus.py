@@ -19,7 +19,7 @@ from dashboards.rules import NORMAL, Pace, alerts_file, recording_file
 
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
-VARIABLES = {"$cluster": ".*", "$group": ".*", "$rank": ".*"}
+EVERYTHING = ".*"
 
 
 class Points(NamedTuple):
@@ -29,43 +29,66 @@ class Points(NamedTuple):
     values: list[tuple[float, float]]
 
 
+class Series(NamedTuple):
+    labels: dict[str, str]
+    value: float
+
+
 def is_installed() -> bool:
     return shutil.which("prometheus") is not None
 
 
+def config_of(
+    folder: Path, targets: list[str], *, scrape_s: float = 1.0, pace: Pace = NORMAL
+) -> Path:
+    """A configuration, written there, by which the /metrics of each "host:port" is scraped; with
+    rules at that pace."""
+    files = {"recording.yml": recording_file(pace), "alerts.yml": alerts_file(pace)}
+    for name, rules in files.items():
+        (folder / name).write_text(yaml.safe_dump(rules), encoding="utf-8")
+    interval = f"{round(1e3 * scrape_s)}ms"
+    config = {
+        "global": {"scrape_interval": interval, "scrape_timeout": interval},
+        "rule_files": list(files),
+        "scrape_configs": [
+            {
+                "job_name": "tandem",
+                "honor_labels": True,
+                "static_configs": [{"targets": targets, "labels": {"cluster": "tandem"}}],
+            }
+        ],
+    }
+    path = folder / "prometheus.yml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
 class Prometheus:
-    """A context manager. targets: "host:port" whose /metrics is scraped. pace: of the rules."""
+    """A context manager. cluster, window: what a dashboard's variables stand for, in all that is
+    asked; groups and ranks are all."""
 
     def __init__(
-        self, folder: Path, targets: list[str], *, scrape_s: float = 1.0, pace: Pace = NORMAL
+        self, folder: Path, config: Path, *, cluster: str = EVERYTHING, window: str = "20s"
     ) -> None:
+        """folder: of what it stores and logs."""
         self.url = f"http://127.0.0.1:{free_port()}"
-        self._folder = folder
-        files = {"recording.yml": recording_file(pace), "alerts.yml": alerts_file(pace)}
-        for name, rules in files.items():
-            (folder / name).write_text(yaml.safe_dump(rules), encoding="utf-8")
-        interval = f"{round(1e3 * scrape_s)}ms"
-        config = {
-            "global": {"scrape_interval": interval, "scrape_timeout": interval},
-            "rule_files": list(files),
-            "scrape_configs": [
-                {
-                    "job_name": "tandem",
-                    "honor_labels": True,
-                    "static_configs": [{"targets": targets, "labels": {"cluster": "tandem"}}],
-                }
-            ],
+        self._folder, self._config = folder, config
+        self._variables = {
+            "$cluster": cluster,
+            "$group": EVERYTHING,
+            "$rank": EVERYTHING,
+            "$__rate_interval": window,
         }
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
     def __enter__(self) -> Prometheus:
         with (self._folder / "prometheus.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [
                     "prometheus",
-                    f"--config.file={self._folder / 'prometheus.yml'}",
+                    f"--config.file={self._config}",
                     f"--storage.tsdb.path={self._folder / 'data'}",
                     f"--web.listen-address={self.url.removeprefix('http://')}",
+                    "--enable-feature=exemplar-storage",
                 ],
                 stdout=log,
                 stderr=log,
@@ -89,37 +112,45 @@ class Prometheus:
         self._client.close()
         self._stop()
 
-    def now(self, expression: str) -> list[tuple[dict[str, str], float]]:
-        """Labels and value of each series."""
-        found = self._ask("/api/v1/query", query=with_variables(expression))
-        return [(one["metric"], float(one["value"][1])) for one in found]
+    def now(self, expression: str) -> list[Series]:
+        found = self.get("/api/v1/query", query=self._chosen(expression))["result"]
+        return [Series(one["metric"], float(one["value"][1])) for one in found]
+
+    def sum(self, expression: str) -> float:
+        """Of all series; 0 where there is none."""
+        return sum(series.value for series in self.now(expression))
 
     def lines(
         self, expression: str, *, end_s: float, seconds: float, step_s: float
     ) -> list[Points]:
         """Of the `seconds` up to end_s."""
-        found = self._ask(
+        found = self.get(
             "/api/v1/query_range",
-            query=with_variables(expression),
+            query=self._chosen(expression),
             start=str(end_s - seconds),
             end=str(end_s),
             step=str(step_s),
         )
         return [
             Points(one["metric"], [(at, float(value)) for at, value in one["values"]])
-            for one in found
+            for one in found["result"]
         ]
 
     def firing(self) -> set[str]:
         """Names of alerts."""
         return {labels["alertname"] for labels, _ in self.now('ALERTS{alertstate="firing"}')}
 
-    def _ask(self, path: str, **parameters: str) -> list[dict[str, Any]]:
-        answer = self._client.get(path, params=parameters)
-        body = answer.json()
+    def get(self, path: str, **parameters: str) -> Any:
+        """The data of an answer."""
+        body = self._client.get(path, params=parameters).json()
         assert body["status"] == "success", (parameters, body)
-        found: list[dict[str, Any]] = body["data"]["result"]
-        return found
+        return body["data"]
+
+    def _chosen(self, expression: str) -> str:
+        """As Grafana asks."""
+        for name, value in self._variables.items():
+            expression = expression.replace(name, value)
+        return expression
 
     def _stop(self) -> None:
         self._process.terminate()
@@ -128,10 +159,3 @@ class Prometheus:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def with_variables(expression: str, window: str = "20s") -> str:
-    """As Grafana asks, everything chosen."""
-    for name, value in VARIABLES.items():
-        expression = expression.replace(name, value)
-    return expression.replace("$__rate_interval", window)

@@ -87,7 +87,7 @@ def test_a_dashboard_opens_without_a_click_and_can_be_narrowed(board: Board) -> 
     assert (source["type"], source["query"]) == ("datasource", "prometheus")
     assert [one["name"] for one in others] == ["cluster", "group", "rank"]
     assert all(one["allValue"] == ".*" for one in others)  # series without that label too
-    for expression in _expressions(board):
+    for expression in expressions(board):
         assert expression.count("tandem_") == expression.count('cluster=~"$cluster"'), expression
 
 
@@ -103,7 +103,7 @@ def test_provisioning_files_name_the_folder_that_holds_the_dashboards() -> None:
 def test_dashboards_show_only_metrics_that_are_declared_and_exported() -> None:
     exported = _exported_metrics()
     for board in Board:
-        for expression in _expressions(board):
+        for expression in expressions(board):
             used = [_metric(name) for name in re.findall(r"tandem_\w+", expression)]
             assert used, expression
             for metric in used:
@@ -118,7 +118,7 @@ def test_dashboards_show_only_metrics_that_are_declared_and_exported() -> None:
 
 
 def test_every_metric_that_is_exported_has_a_panel() -> None:
-    shown = " ".join(expression for board in Board for expression in _expressions(board))
+    shown = " ".join(expression for board in Board for expression in expressions(board))
     missing = {name for name in _exported_metrics() if name not in shown}
     assert not missing, f"give them a panel in contracts/metrics.py, and {GENERATE}"
 
@@ -137,7 +137,8 @@ def _panels(board: Board) -> Iterator[dict[str, Any]]:
     return (panel for panel in _stored(board)["panels"] if panel["type"] != "row")
 
 
-def _expressions(board: Board) -> list[str]:
+def expressions(board: Board) -> list[str]:
+    """PromQL of all its panels."""
     return [target["expr"] for panel in _panels(board) for target in panel["targets"]]
 
 

@@ -1,16 +1,16 @@
-"""A real Prometheus with the committed rules, at fifteen times their pace, scrapes a server under
-load: dashboards and rules have data, counts are the clients' own, and alerts fire when their
-condition is caused, and resolve after. The tests run in order; minutes in all.
+"""A real Prometheus with the committed rules, at fifteen times their pace, scrapes a server: alerts
+fire when their condition is caused, and resolve after. The tests run in order; minutes in all.
 
-Caused here: a rank that is killed, an epoch that flaps, late first tokens, a scrape that is
-missing. The other alerts are held by `promtool test rules` alone
-(tests/unit/dashboards/test_rules.py): their conditions are faults of ours, or the door does not let
-them come about on a server this small.
+Caused here: a scrape that is missing, a rank that is killed, an epoch that flaps, an attention rank
+that stands still until first tokens are late, latency-sensitive load that holds best effort back.
+The other alerts are held by `promtool test rules` alone (tests/unit/dashboards/test_rules.py):
+their conditions are faults of ours.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -18,20 +18,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import httpx
 import pytest
 
-from benchmarks.prometheus import Prometheus, is_installed
+from benchmarks.prometheus import Prometheus, config_of, is_installed
 from cluster.fleet.codec import decode_directory
 from cluster.serving.front import free_port
 from cluster.serving.server import Served, serving
 from contracts.loading import load_config
-from contracts.metrics import Board
-from dashboards.rules import Pace, recorded
-from tests.architecture.test_dashboards import _expressions
+from dashboards.rules import Pace
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.ray,
@@ -43,21 +42,9 @@ pytestmark = [
 QUICK = Pace(faster=15.0, interval_s=0.5)
 DEADLINE_S = 150.0
 LONG_PROMPT = "a long story that is told again and again and again. " * 20
-# What this server never does, or nothing of it has a value of.
-WITHOUT = (
-    "host_copy|gather",
-    "gather|host_copy",
-    "tandem_policy_fallbacks",
-    "tandem_local_activation",
-    "tandem_prefetch_hit",
-    "tandem_expert_read",
-    "tandem_expert_wait",
-    "tandem_keys_",
-    "tandem_placement_proposals",
-    "tandem_placement_gain",
-    "tandem_bulk_",
-    'outcome=~"overload|refused"',
-)
+AT_ONCE = 8  # requests
+LATE_S = 1.6  # the objective has 1 s
+BE_MAX_WAIT_S = 2.0
 
 
 class Quiet(BaseHTTPRequestHandler):
@@ -77,6 +64,10 @@ class World:
             "groups.prefill_ranks=2",
             "groups.ready_timeout_s=100",
             "priority.ls_max_wait_s=60",
+            "priority.ls_ttft_s=0",  # best effort waits while any prompt of the other class runs,
+            "priority.be_share=0",  # and has no claim
+            f"priority.be_max_wait_s={BE_MAX_WAIT_S}",
+            "channel.silence_s=10",  # a rank that stands still for LATE_S is not lost
             "metrics.exporters=false",
             f"http.port={free_port()}",
         ]
@@ -85,30 +76,20 @@ class World:
         self.other_port = free_port()
         ours = self.served.url.removeprefix("http://")
         targets = [ours, f"127.0.0.1:{self.other_port}"]
-        self.prometheus = stack.enter_context(Prometheus(folder, targets, scrape_s=0.5, pace=QUICK))
-        self.asked = 0
-        self.tokens = 0
+        config = config_of(folder, targets, scrape_s=0.5, pace=QUICK)
+        self.prometheus = stack.enter_context(Prometheus(folder, config))
+        self._numbers = itertools.count()
 
-    def complete(self, prompt: str, tokens: int, priority: str) -> bool:
-        answer = self.http.post(
-            "/v1/completions",
-            json={
-                "model": "bundled",
-                "prompt": prompt,
-                "max_tokens": tokens,
-                "priority": priority,
-                "ignore_eos": True,
-            },
-        )
-        if answer.status_code != 200:
-            return False
-        self.asked += 1
-        self.tokens += answer.json()["usage"]["completion_tokens"]
-        return True
-
-    def classify(self, text: str) -> None:
-        body = {"model": "bundled", "input": text, "labels": ["good", "bad"]}
-        self.http.post("/v1/classify", json=body).raise_for_status()
+    def complete(self, priority: str) -> None:
+        """A long prompt that was not there before, so that no prefix of it is found. It may be
+        refused."""
+        body = {
+            "model": "bundled",
+            "prompt": f"{next(self._numbers)} {LONG_PROMPT}",
+            "max_tokens": 2,
+            "priority": priority,
+        }
+        self.http.post("/v1/completions", json=body)
 
     def kill(self, name: str) -> int:
         """The pid that it had."""
@@ -128,10 +109,7 @@ class World:
 
 
 def until(is_so: Callable[[], bool], otherwise: str) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < end_s, otherwise
-        time.sleep(0.2)
+    wait_until(is_so, otherwise, DEADLINE_S)
 
 
 @contextlib.contextmanager
@@ -157,36 +135,6 @@ def test_a_missing_scrape_is_an_alert_until_it_is_there(world: World) -> None:
     world.fires("TandemScrapeMissing")
 
 
-def test_panels_and_rules_have_data_and_counts_are_the_clients_own(world: World) -> None:
-    for number in range(12):
-        assert world.complete(f"story {number}", 12, "ls" if number % 2 else "be")
-        world.classify(f"film {number}")
-    name = 'tandem_requests_total{pipeline="generation", outcome="ok"}'
-    prometheus = world.prometheus
-    until(lambda: _sum(prometheus, name) == world.asked, "requests are not those of the client")
-    assert _sum(prometheus, "tandem_generated_tokens_total") == world.tokens
-    asked = [expression for board in Board for expression in _expressions(board)]
-    asked += [*recorded(), "tandem_capacity_used_fraction"]
-
-    def without() -> list[str]:
-        with ThreadPoolExecutor(4) as pool:  # of both classes at once, so that one overtakes
-            for number in range(8):
-                pool.submit(
-                    world.complete, f"{number} {LONG_PROMPT}", 12, "be" if number % 2 else "ls"
-                )
-        world.classify("another")
-        empty = [one for one in asked if not prometheus.now(one)]
-        return [one for one in empty if not any(word in one for word in WITHOUT)]
-
-    empty = without()
-
-    def has_data() -> bool:
-        empty[:] = without()
-        return not empty
-
-    until(has_data, f"no data of some of: {empty}")
-
-
 def test_a_rank_that_is_killed_is_an_alert_until_another_is_there(world: World) -> None:
     pid = world.kill("prefill-1")
     world.fires("TandemRankDown")
@@ -204,22 +152,63 @@ def test_an_epoch_that_flaps_is_an_alert_until_it_stands_still(world: World) -> 
 
 
 def test_late_first_tokens_burn_the_objective_until_they_are_in_time(world: World) -> None:
-    _flood(world)
-    world.fires("TandemTtftBurnsFast")
+    pid = world.pids()["attention-0"]
+
+    def fires() -> bool:
+        with ThreadPoolExecutor(AT_ONCE) as pool, stopped(pid, LATE_S):
+            for _ in range(AT_ONCE):
+                pool.submit(world.complete, "ls")
+        return "TandemTtftBurnsFast" in world.prometheus.firing()
+
+    until(fires, "it has not fired")
 
     def in_time() -> bool:
-        world.complete("in time", 4, "ls")
+        world.complete("ls")
         return "TandemTtftBurnsFast" not in world.prometheus.firing()
 
     until(in_time, "it has not resolved")
 
 
-def _flood(world: World) -> None:
-    """More long prompts at once than are prefilled in a second."""
-    with ThreadPoolExecutor(64) as pool:
-        for number in range(160):
-            pool.submit(world.complete, f"{number} {LONG_PROMPT}", 8, "ls")
+def test_best_effort_nears_its_bound_while_others_hold_it_back(world: World) -> None:
+    def fires() -> bool:
+        with ThreadPoolExecutor(1) as best_effort, busy(world, BE_MAX_WAIT_S):
+            best_effort.submit(world.complete, "be")
+        return "TandemBestEffortNearBound" in world.prometheus.firing()
+
+    until(fires, "it has not fired")
+
+    def in_time() -> bool:
+        world.complete("be")
+        return "TandemBestEffortNearBound" not in world.prometheus.firing()
+
+    until(in_time, "it has not resolved")
 
 
-def _sum(prometheus: Prometheus, series: str) -> float:
-    return sum(value for _, value in prometheus.now(series))
+@contextlib.contextmanager
+def stopped(pid: int, seconds: float) -> Iterator[None]:
+    """Inside the process stands still, for so long in all."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+        time.sleep(seconds)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def busy(world: World, seconds: float) -> Iterator[None]:
+    """Inside there are always prompts of latency-sensitive requests, for so long in all."""
+    ending = Event()
+
+    def ask() -> None:
+        while not ending.is_set():
+            world.complete("ls")
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for _ in range(AT_ONCE):
+            pool.submit(ask)
+        try:
+            yield
+            time.sleep(seconds)
+        finally:
+            ending.set()

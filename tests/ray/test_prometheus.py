@@ -4,38 +4,35 @@ under load: every panel and every rule has data, and its counts are the load gen
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import yaml
 
+from benchmarks.prometheus import Prometheus, is_installed
 from cluster.load.bench import Bench, BenchSettings, bench
 from cluster.load.outcome import percentile
 from cluster.serving.front import free_port
 from cluster.serving.server import serving
 from contracts import metrics
 from contracts.loading import load_config
+from contracts.metrics import Board
 from tests.architecture.support import ROOT
+from tests.architecture.test_dashboards import expressions
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
     pytest.mark.timeout(550),
     pytest.mark.skipif(
-        shutil.which("prometheus") is None,
-        reason="prometheus is not installed: apt-get install prometheus",
+        not is_installed(), reason="prometheus is not installed: apt-get install prometheus"
     ),
 ]
 
-BOARDS = sorted((ROOT / "dashboards").glob("*.json"))
 RULES = sorted((ROOT / "dashboards" / "rules").glob("*.yml"))
 CONFIG = ROOT / "dashboards" / "prometheus.yml"
 NAME = f"prom-{os.getpid()}"
@@ -49,35 +46,6 @@ ABSENT = {
     metrics.BULK_EXPECTED_ROWS.name: "a bulk job",
     metrics.KEYS_READ.name: "http.keys_file",
 }
-
-
-class Prometheus:
-    """With the cluster's series alone, whatever else runs on this machine."""
-
-    def __init__(self, url: str) -> None:
-        self._client = httpx.Client(base_url=url, timeout=DEADLINE_S)
-
-    def ask(self, expression: str) -> list[dict[str, Any]]:
-        for name, value in (("cluster", NAME), ("group", ".*"), ("rank", ".*")):
-            expression = expression.replace(f"${name}", value)
-        expression = expression.replace("$__rate_interval", WINDOW)
-        answer = self._client.get("/api/v1/query", params={"query": expression}).json()
-        assert answer["status"] == "success", (expression, answer)
-        found: list[dict[str, Any]] = answer["data"]["result"]
-        return found
-
-    def value(self, expression: str) -> float:
-        """0 where there is no such series."""
-        return sum(float(one["value"][1]) for one in self.ask(expression))
-
-    def get(self, path: str, **parameters: str) -> Any:
-        return self._client.get(path, params=parameters).json()["data"]
-
-    def until(self, true: Callable[[], bool], what: str) -> None:
-        end_s = time.monotonic() + DEADLINE_S
-        while not true():
-            assert time.monotonic() < end_s, what
-            time.sleep(0.5)
 
 
 class Rig:
@@ -102,7 +70,7 @@ class Rig:
             time.sleep(1.0)  # a bit at each scrape, for a rate wants two
         self._refused()
         rows = f'{metrics.REQUESTS.name}{{cluster="{NAME}", pipeline="prefill", outcome="ok"}}'
-        self.prometheus.until(lambda: self.prometheus.value(rows) >= ROWS, "rows are not scraped")
+        until(lambda: self.prometheus.sum(rows) >= ROWS, "rows are not scraped")
         return found
 
     def _refused(self) -> None:
@@ -121,9 +89,9 @@ class Rig:
                 )
             planned = f'{{__name__=~"{name}|{metrics.PLAN_SOLVE.name}", cluster="{NAME}"}}'
             error = f'cluster:tandem_prediction_error:ratio{{cluster="{NAME}"}}'
-            return len(self.prometheus.ask(planned)) == 2 and bool(self.prometheus.ask(error))
+            return len(self.prometheus.now(planned)) == 2 and bool(self.prometheus.now(error))
 
-        self.prometheus.until(is_planned, "no plan is the planner's")
+        until(is_planned, "no plan is the planner's")
 
 
 @pytest.fixture(scope="module")
@@ -148,58 +116,34 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     )
     with contextlib.ExitStack() as stack:
         stack.callback(patch.undo)
-        url = stack.enter_context(_prometheus(tmp_path_factory.mktemp("prometheus")))
+        folder = tmp_path_factory.mktemp("prometheus")
+        prometheus = stack.enter_context(Prometheus(folder, CONFIG, cluster=NAME, window=WINDOW))
         served = stack.enter_context(serving(config))
-        prometheus = Prometheus(url)
         ranks = f'up{{cluster="{NAME}"}} == 1'
-        prometheus.until(lambda: len(prometheus.ask(ranks)) == 7, "not all are scraped")
+        until(lambda: len(prometheus.now(ranks)) == 7, "not all are scraped")
         yield Rig(served.url, prometheus)
 
 
-@contextlib.contextmanager
-def _prometheus(folder: Path) -> Iterator[str]:
-    """Its URL."""
-    port = free_port()
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={CONFIG}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-                "--enable-feature=exemplar-storage",
-            ],
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(DEADLINE_S)
-
-
 def test_requests_and_tokens_are_the_load_generators_exactly(rig: Rig) -> None:
-    ask, found = rig.prometheus, rig.found
+    sum_of, found = rig.prometheus.sum, rig.found
     of = f'cluster="{NAME}", group="ingress"'
     requests = f'sum({metrics.REQUESTS.name}{{{of}, pipeline="generation", outcome="ok"}})'
     tokens = f"sum({metrics.GENERATED_TOKENS.name}{{{of}}})"
     rows = f'{metrics.REQUESTS.name}{{{of}, pipeline="prefill", outcome="ok"}}'
-    ask.until(lambda: ask.value(requests) >= found.all.answered, "requests are missing")
+    until(lambda: sum_of(requests) >= found.all.answered, "requests are missing")
     assert found.all.answered > found.all.requests / 2  # a busy machine refuses some
-    assert ask.value(requests) == found.all.answered
+    assert sum_of(requests) == found.all.answered
     refused = f'sum({metrics.REQUESTS.name}{{{of}, pipeline="generation", outcome="overload"}})'
-    assert ask.value(refused) == found.all.errors.get("429", 0)
-    assert ask.value(tokens) == sum(one.tokens for one in found.outcomes if not one.error)
-    assert ask.value(rows) == ROWS
+    assert sum_of(refused) == found.all.errors.get("429", 0)
+    assert sum_of(tokens) == sum(one.tokens for one in found.outcomes if not one.error)
+    assert sum_of(rows) == ROWS
 
 
 def test_the_median_ttft_is_within_a_bucket_of_the_load_generators(rig: Rig) -> None:
     """Theirs counts from when a request was due, and has the way there and back."""
     name = f'{metrics.TTFT.name}_bucket{{cluster="{NAME}", pipeline="generation"}}'
     counts = {
-        float(one["metric"]["le"]): float(one["value"][1])
-        for one in rig.prometheus.ask(f"sum by (le) ({name})")
+        float(labels["le"]): value for labels, value in rig.prometheus.now(f"sum by (le) ({name})")
     }
     bounds = sorted(counts)
     seen_s = percentile([one.ttft_s for one in rig.found.outcomes if not one.error], 0.5)
@@ -209,13 +153,12 @@ def test_the_median_ttft_is_within_a_bucket_of_the_load_generators(rig: Rig) -> 
 
 
 def test_every_panel_has_data(rig: Rig) -> None:
-    assert BOARDS
     rig.plan_something()
     empty = {
         expression
-        for board in BOARDS
-        for expression in _expressions(json.loads(board.read_text()))
-        if not rig.prometheus.ask(expression)
+        for board in Board
+        for expression in expressions(board)
+        if not rig.prometheus.now(expression)
     }
     unexpected = {e for e in empty if not any(name in e for name in ABSENT)}
     assert not unexpected, "\n".join(sorted(unexpected))
@@ -235,7 +178,7 @@ def test_every_rule_is_evaluated_without_an_error(rig: Rig) -> None:
     assert len(rules) == len(declared)
     assert {rule["health"] for rule in rules} == {"ok"}
     recorded = [rule["record"] for rule in declared if "record" in rule]
-    empty = {name for name in recorded if not rig.prometheus.ask(f'{name}{{cluster="{NAME}"}}')}
+    empty = {name for name in recorded if not rig.prometheus.now(f'{name}{{cluster="{NAME}"}}')}
     unexpected = {e for e in empty if not any(name in e for name in ABSENT)}
     assert not unexpected, "\n".join(sorted(unexpected))
 
@@ -252,20 +195,12 @@ def test_latencies_name_requests(rig: Rig) -> None:
 
 def test_every_series_says_where_it_is_from_and_no_process_has_over_500(rig: Rig) -> None:
     of = f'{{cluster="{NAME}", __name__=~"tandem_.+"}}'
-    for one in rig.prometheus.ask(f"count by (group, node) ({of})"):
-        assert one["metric"].keys() == {"group", "node"}
-    per_process = rig.prometheus.ask(f"count by (instance) ({of})")
+    for labels, _ in rig.prometheus.now(f"count by (group, node) ({of})"):
+        assert labels.keys() == {"group", "node"}
+    per_process = rig.prometheus.now(f"count by (instance) ({of})")
     assert len(per_process) >= 6
-    assert max(float(one["value"][1]) for one in per_process) <= 500
+    assert max(series.value for series in per_process) <= 500
 
 
-def _expressions(board: Any) -> Iterator[str]:
-    """Of all panels, those in rows too."""
-    if isinstance(board, dict):
-        if isinstance(board.get("expr"), str):
-            yield board["expr"]
-        for value in board.values():
-            yield from _expressions(value)
-    elif isinstance(board, list):
-        for value in board:
-            yield from _expressions(value)
+def until(is_so: Callable[[], bool], otherwise: str) -> None:
+    wait_until(is_so, otherwise, DEADLINE_S)

@@ -1,0 +1,16 @@
+"""Waiting for what another process does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+LOOK_PERIOD_S = 0.2
+
+
+def wait_until(is_so: Callable[[], bool], otherwise: str, deadline_s: float) -> None:
+    """otherwise: what to say if it never is."""
+    end_s = time.monotonic() + deadline_s
+    while not is_so():
+        assert time.monotonic() < end_s, otherwise
+        time.sleep(LOOK_PERIOD_S)
