@@ -30,6 +30,13 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     alternatives per scored position are wanted as well. `key`: what a router calls the request, and
     the worker's reports with it; None: no router placed it. `caller`: whose it is. `waited_s`: for
     how long it has waited already (an age: clocks of nodes differ).
+
+    `generated`: of a generation that another rank began, so many of the last `token_ids` are not
+    the client's prompt, but were generated there. `sampling` is what the client asked for, and
+    counts them: max_tokens and min_tokens, penalties, choices, draws.
+
+        token_ids   | prompt ........................ | generated .... |
+                    0                     prompt_tokens      len(token_ids)
     """
 
     request_id: int
@@ -43,6 +50,11 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     key: RequestKey | None = None
     caller: Caller = Caller()
     waited_s: float = 0.0
+    generated: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.token_ids) - self.generated
 
     @property
     def prefill_only(self) -> bool:

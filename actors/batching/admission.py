@@ -40,8 +40,9 @@ class Admission(NamedTuple):
         self._check_room(client, submit, scheduler)
         tokens = len(submit.token_ids)
         if submit.sampling is not None:
-            tokens = min(tokens + submit.sampling.max_tokens, self.max_context_tokens)
-        fits = 0 < len(submit.token_ids) <= self.max_context_tokens
+            most = submit.prompt_tokens + submit.sampling.max_tokens
+            tokens = min(most, self.max_context_tokens)
+        fits = 0 < len(submit.token_ids) <= self.max_context_tokens - bool(submit.generated)
         if not fits or tokens > self.pool_tokens:
             limit = min(self.pool_tokens, self.max_context_tokens)
             raise TooLongError(
@@ -77,3 +78,6 @@ class Admission(NamedTuple):
             check_integer("max_tokens", submit.sampling.max_tokens, 1, INT64 - 1)
             check_sampling(submit.sampling, self.vocabulary)
             check_lengths(submit.sampling)
+        most = 0 if submit.sampling is None else submit.sampling.max_tokens - 1
+        most = min(most, max(0, len(submit.token_ids) - 1))
+        check_integer("generated", submit.generated, 0, most)

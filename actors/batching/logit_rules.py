@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -29,7 +30,7 @@ class LogitRules:
         self._submit = submit
         self._way: _Way | None = None
         self._seen: SeenTokens | None = None
-        self._noted = len(submit.token_ids)  # so many of the sequence's tokens are in this state
+        self._noted = submit.prompt_tokens  # so many of the sequence's tokens are in this state
         self._masked: torch.Tensor | None = None
         self._biases: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -38,7 +39,7 @@ class LogitRules:
         earlier call. All are minus infinity if no token is left."""
         sampling = self._sampling
         if sampling.penalises and self._seen is None:
-            prompt = self._submit.token_ids if sampling.repetition_penalty != 1 else ()
+            prompt = self._prompt if sampling.repetition_penalty != 1 else ()
             self._seen = SeenTokens(prompt, logits_V.device)
         if sampling.choices is not None and self._way is None:  # not while it waits
             self._way = _Way(tuple(map(tuple, sampling.choices)))
@@ -47,7 +48,7 @@ class LogitRules:
         if self._way is not None:
             allowed = self._way.allowed(_within(self._submit.eos_token_ids, shaped_V))
             shaped_V = _only(shaped_V, allowed)
-        if len(token_ids) - len(self._submit.token_ids) < sampling.min_tokens:
+        if len(token_ids) - self._submit.prompt_tokens < sampling.min_tokens:
             self._mask_endings(shaped_V)
         if sampling.logit_bias:
             self._add_biases(shaped_V, sampling.logit_bias)
@@ -62,12 +63,17 @@ class LogitRules:
         self._note(token_ids)
         return self._way.at_end
 
+    @property
+    def _prompt(self) -> Sequence[int]:
+        return self._submit.token_ids[: self._submit.prompt_tokens]
+
     def _note(self, token_ids: Sequence[int]) -> None:
-        for token in token_ids[self._noted :]:
-            if self._way is not None:
+        new = token_ids[self._noted :]
+        if self._way is not None:
+            for token in new:
                 self._way.step(token)
-            if self._seen is not None:
-                self._seen.generated(token)
+        if self._seen is not None:
+            self._seen.generated(new)
         self._noted = len(token_ids)
 
     def _mask_endings(self, shaped_V: torch.Tensor) -> None:
@@ -127,13 +133,15 @@ class SeenTokens:
         self._ids_N[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
         self._counts_N = torch.zeros(room, device=device)
 
-    def generated(self, token: int) -> None:
-        place = self._place_of.setdefault(token, len(self._place_of))
-        if place == len(self._ids_N):
-            self._ids_N = torch.cat([self._ids_N, torch.zeros_like(self._ids_N)])
-            self._counts_N = torch.cat([self._counts_N, torch.zeros_like(self._counts_N)])
-        self._ids_N[place] = token
-        self._counts_N[place] += 1
+    def generated(self, tokens: Sequence[int]) -> None:
+        """One, or all at once that another rank has generated."""
+        for token, count in Counter(tokens).items():
+            place = self._place_of.setdefault(token, len(self._place_of))
+            if place == len(self._ids_N):
+                self._ids_N = torch.cat([self._ids_N, torch.zeros_like(self._ids_N)])
+                self._counts_N = torch.cat([self._counts_N, torch.zeros_like(self._counts_N)])
+            self._ids_N[place] = token
+            self._counts_N[place] += count
 
     def penalise(self, logits_V: torch.Tensor, sampling: Sampling) -> None:
         """In place."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 
 import torch
 
@@ -14,15 +16,16 @@ from contracts.requests import GREEDY_BELOW, Sampling
 LEAST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON does not have
 LARGE = 1e30
 ROUNDING = 2**-22  # in float32
+_DRAWN_BYTES = 6  # fewer bits than float64 has: what is drawn, times a sum, stays below that sum
 
 
 class NextTokens:
     """The next tokens of some rows of logits, to be asked for row by row: what is wrong with one
     row raises for that one.
 
-    One arg max serves all rows. Rows of a temperature below GREEDY_BELOW take it; the others draw,
-    a seeded sequence from a generator of its own, so that its tokens depend neither on the batch
-    around it nor on the rank.
+    One arg max serves all rows. Rows of a temperature below GREEDY_BELOW take it; the others draw
+    by the sequence's seed and the position, and from nothing else: so tokens depend neither on the
+    batch around them nor on the rank, nor on which one has drawn those before.
     """
 
     def __init__(self, logits_RV: torch.Tensor) -> None:
@@ -47,7 +50,8 @@ class NextTokens:
             if not math.isfinite(peak):
                 raise SamplingError("no token is left that the request's fields allow")
         if sampling.temperature >= GREEDY_BELOW:
-            token = _draw(chosen_by_V, peak, sampling, _generator(sequence, logits_V.device))
+            drawn = uniform(sequence.seed, sequence.generated)
+            token = _draw(chosen_by_V, peak, sampling, drawn)
         wanted = sampling.logprobs
         return token, None if wanted is None else token_logprob(logits_V, token, wanted)
 
@@ -59,15 +63,12 @@ def not_finite() -> NotFiniteError:
     )
 
 
-def _generator(sequence: Sequence, device: torch.device) -> torch.Generator:
-    if sequence.generator is None:
-        sequence.generator = torch.Generator(device)
-        sampling = sequence.submit.sampling
-        if sampling is not None and sampling.seed is not None:
-            sequence.generator.manual_seed(sampling.seed % 2**63)
-        else:
-            sequence.generator.seed()
-    return sequence.generator
+def uniform(seed: int, position: int) -> float:
+    """In [0, 1): what decides the generated token `position` of a sequence. As if drawn anew for
+    each of either."""
+    told = struct.pack("<qq", seed, position)
+    digest = hashlib.blake2b(told, digest_size=_DRAWN_BYTES).digest()
+    return int.from_bytes(digest, "little") / (1 << 8 * _DRAWN_BYTES)
 
 
 def distribution(
@@ -96,11 +97,15 @@ def distribution(
     return probs_K, ids_K
 
 
-def _draw(
-    logits_V: torch.Tensor, peak: float, sampling: Sampling, generator: torch.Generator
-) -> int:
+def _draw(logits_V: torch.Tensor, peak: float, sampling: Sampling, drawn: float) -> int:
+    """The token at which the sum of the probabilities passes that part of the whole.
+
+    probs_K   | 0.5             | 0.25    | 0 | 0.25    |
+    drawn     0 ..............................^ 0.8      1     the last one
+    """
     probs_K, ids_K = distribution(logits_V, peak, sampling)
-    place = torch.multinomial(probs_K, 1, generator=generator)
+    sums_K = probs_K.cumsum(-1, dtype=torch.float64)
+    place = torch.searchsorted(sums_K, drawn * float(sums_K[-1]), right=True)
     return int(place if ids_K is None else ids_K[place])
 
 

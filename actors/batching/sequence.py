@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-
-import torch
+import secrets
 
 from actors.batching.batch_room import owner_of
 from actors.batching.logit_rules import logit_rules
@@ -17,7 +16,7 @@ SequenceKey = tuple[int, int]  # client, request id: unique on a rank
 
 
 class Sequence:
-    """Tokens so far, and how many of them have K and V in the pool.
+    """Tokens so far, and how many of them have K and V in the pool. seed: its draws follow from it.
 
     token_ids   | prompt ........................ | generated .... |
                 | cached | computed by batches .. | next to run    |
@@ -29,7 +28,7 @@ class Sequence:
         self.submit = submit
         self.owner = owner_of(key[0], submit)
         self.token_ids: list[int] = list(submit.token_ids)
-        self.prompt_tokens = len(submit.token_ids)
+        self.prompt_tokens = submit.prompt_tokens
         self.block_tokens = block_tokens
         self.block_table: list[int] = []
         self.num_computed = 0
@@ -41,7 +40,7 @@ class Sequence:
         self.done = False  # finished or cancelled: ends when its batch does
         self.failure: Exception | None = None  # what ended it, if the finisher raised
         self.scored: list[TokenLogprob] = []
-        self.generator: torch.Generator | None = None
+        self.seed = _seed_of(submit)
         self.rules = logit_rules(submit)
         self.ending_ids = submit.ending_ids
         self._hashes: list[bytes] = []
@@ -106,3 +105,11 @@ class Sequence:
             completion_tokens=self.generated,
             cached_tokens=self.num_cached or 0,
         )
+
+
+def _seed_of(submit: Submit) -> int:
+    """The client's; where it gave none, one that nobody foresees."""
+    sampling = submit.sampling
+    if sampling is None or sampling.seed is None:
+        return secrets.randbits(63)
+    return sampling.seed

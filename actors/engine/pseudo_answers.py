@@ -32,8 +32,8 @@ def pseudo_answer(submit: Submit, cached_tokens: int, vocab_size: int) -> list[E
 def _generated(
     submit: Submit, sampling: Sampling, cached_tokens: int, vocab_size: int
 ) -> list[Event]:
-    seed = _seed(submit.token_ids)
-    token_ids = [(seed + 7919 * step) % vocab_size for step in range(sampling.max_tokens)]
+    seed, steps = _seed(submit.token_ids[: submit.prompt_tokens]), sampling.max_tokens
+    token_ids = [(seed + 7919 * step) % vocab_size for step in range(submit.generated, steps)]
     logprobs = None
     if sampling.logprobs is not None:
         logprobs = [
@@ -43,8 +43,8 @@ def _generated(
             for token_id in token_ids
         ]
     usage = Usage(
-        prompt_tokens=len(submit.token_ids),
-        completion_tokens=len(token_ids),
+        prompt_tokens=submit.prompt_tokens,
+        completion_tokens=sampling.max_tokens,
         cached_tokens=cached_tokens,
     )
     tokens = Tokens(submit.request_id, token_ids, logprobs, cached_tokens)

@@ -77,8 +77,8 @@ class PrefillLog(Observer):
         key = log_key(sequence.key[0], sequence.submit)
         if self._log.ends(key):  # parts of a report are read in order: it would be open twice
             self._loop.send_answers()
-        hashes = tuple(sequence.hashes)
-        self._log.accepted(Prompt(key, sequence.prompt_tokens, hashes, sequence.submit.priority))
+        hashes, tokens = tuple(sequence.hashes), len(sequence.submit.token_ids)
+        self._log.accepted(Prompt(key, tokens, hashes, sequence.submit.priority))
 
     def formed(self, batch: ScheduledBatch) -> None:
         self._timing.formed(batch)
@@ -121,7 +121,8 @@ class PrefillLog(Observer):
         return threshold(self._saturation, self._work, self._log.calibration)
 
     def _advance(self, sequence: Sequence, done_tokens: int, until_tokens: int = 0) -> None:
-        key, prompt_tokens = log_key(sequence.key[0], sequence.submit), sequence.prompt_tokens
+        submit = sequence.submit
+        key, prompt_tokens = log_key(sequence.key[0], submit), len(submit.token_ids)
         if key in self._log:
             done_tokens, until_tokens = (
                 min(done_tokens, prompt_tokens),

@@ -30,6 +30,7 @@ _COMES = ("tests/unit/cluster/routing/test_prefill_backlog.py",)
 _SCHEDULER = ("tests/unit/actors/batching/test_scheduler.py",)
 _BOOKS = ("tests/property/test_block_manager.py", "tests/property/test_block_contents.py")
 _SAMPLER = ("tests/property/test_sampler.py", "tests/unit/actors/ranks/test_sampling_on_ranks.py")
+_GOING_ON = ("tests/property/test_going_on.py",)
 _EXECUTOR = ("tests/unit/actors/engine/test_executor.py",)
 _DISPATCH = ("tests/property/test_dispatch.py", "tests/unit/actors/engine/test_executor.py")
 _REPLICAS, _CHOSEN = "planner/placement/replicas.py", ("tests/property/test_replicas.py",)
@@ -174,9 +175,37 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "sampler: a seed is not taken",
         "actors/batching/sampler.py",
-        "sequence.generator.manual_seed(sampling.seed % 2**63)",
-        "sequence.generator.seed()",
+        "uniform(sequence.seed, sequence.generated)",
+        "uniform(id(sequence), sequence.generated)",
         _SAMPLER,
+    ),
+    Bug(
+        "going on: draws begin anew on the rank that goes on",
+        "actors/batching/sampler.py",
+        "uniform(sequence.seed, sequence.generated)",
+        "uniform(sequence.seed, len(sequence.token_ids) - len(sequence.submit.token_ids))",
+        _GOING_ON,
+    ),
+    Bug(
+        "going on: penalties and choices forget what another rank has generated",
+        "actors/batching/logit_rules.py",
+        "self._noted = submit.prompt_tokens",
+        "self._noted = len(submit.token_ids)",
+        _GOING_ON,
+    ),
+    Bug(
+        "going on: the tokens that came after the first loss are not counted as generated",
+        "cluster/routing/ticket.py",
+        "generated=self.submit.generated + len(self._tokens)",
+        "generated=self.submit.generated or len(self._tokens)",
+        _GOING_ON,
+    ),
+    Bug(
+        "going on: a choice that is complete goes on",
+        "cluster/routing/endings.py",
+        "return any(len(choice) > count and choice[:count] == generated",
+        "return any(choice[:count] == generated",
+        _GOING_ON,
     ),
     Bug(
         "executor: a layer runs once one answer is missing",

@@ -149,15 +149,16 @@ class Admission:
     def _place_again(self, ticket: Ticket, cause: Failed) -> None:
         """Its rank is lost, or says that it cannot work: another one runs it, or goes on with it.
 
-        Where requests do not wait for ranks, and for one that has begun, another must be there that
-        has not failed it: else it ends with what it met first.
+        Where requests do not wait for ranks another must be there that has not failed it: else it
+        ends with what it met first.
         """
         self._placer.remove(ticket)
         is_new, has_others = ticket.note_failure(cause), self._has_others(ticket)
         if is_new or not has_others:  # a rank counts once while there are others
             ticket.attempts += 1
-        may_wait = self._placer.waits and not ticket.begun
-        if not may_wait and not (has_others and ticket.go_on()):
+        if not ticket.go_on():
+            return
+        if not has_others and not self._placer.waits:
             ticket.fail(ticket.failure or cause)
         elif ticket.attempts < self._config.max_attempts:
             try:

@@ -74,7 +74,7 @@ class Door:
             half.queue.wake()
 
     def _count(self, submit: Submit, sign: int, *, patient: bool) -> None:
-        half, tokens = self._halves[submit.priority], len(submit.token_ids)
+        half, tokens = self._halves[submit.priority], submit.prompt_tokens
         if not patient:
             half.first_tokens += sign * tokens
         for backlog in (self._backlog, half.backlog):

@@ -137,7 +137,7 @@ class LeastWork:
 
     def put(self, ticket: Ticket) -> None:
         rank, submit = self._chosen(ticket), ticket.submit
-        tokens = len(submit.token_ids) + (submit.sampling.max_tokens if submit.sampling else 0)
+        tokens = submit.prompt_tokens + (submit.sampling.max_tokens if submit.sampling else 0)
         self._booked[ticket] = rank, tokens
         rank.book(submit.priority, tokens, ticket.waits)
         ticket.send(rank.client)

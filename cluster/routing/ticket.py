@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import msgspec
 
+from cluster.routing.endings import ending_of
 from cluster.routing.rank_client import RankClient
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError, OverloadError, RankError, TandemError
 from contracts.messages import Failed, Finished, SequenceEvent, Submit, Tokens
 from contracts.metrics import Pipeline
-from contracts.requests import GREEDY_BELOW, Sampling
+from contracts.requests import Usage
 from contracts.routing import RequestKey
 from planner.policies.drain import SHORTEST_S
 
@@ -24,7 +25,7 @@ class Ticket:
     """A `rank_client.Sink`. lost: called when its rank is lost, or says that it cannot work.
 
     kind: its pipeline and class, as metrics name them. submit: what a rank is to be asked now; once
-    another one goes on with it (`go_on`) its prompt ends with the tokens so far. patient: it is not
+    another one goes on with it (`go_on`) it ends with the tokens so far. patient: it is not
     the first sequence of its client's request. waits: for a first answer. client: of the rank that
     has it; None: it has not been sent. failed_on: ranks that failed with it, the last one last,
     each with the connection on which it did so last. attempts: failures that count. failure: the
@@ -53,7 +54,6 @@ class Ticket:
         self._since_s = clock()
         self._request_id = self._connection = 0
         self._tokens = array.array("q")  # that have come since it was sent
-        self._earlier_tokens = 0  # those that came before that
         self._cached_tokens = 0  # where it was sent first
         self._hashes: tuple[bytes, ...] | None = None
         self._events: list[SequenceEvent] = []
@@ -62,7 +62,7 @@ class Ticket:
     @property
     def begun(self) -> bool:
         """Whether tokens of it have come."""
-        return bool(self._tokens or self._earlier_tokens)
+        return bool(self._tokens or self.submit.generated)
 
     def hashes(self, block_tokens: int) -> tuple[bytes, ...]:
         """Of the full blocks of its prompt."""
@@ -98,27 +98,26 @@ class Ticket:
         return [client for client, number in self.failed_on.items() if client.connections == number]
 
     def go_on(self) -> bool:
-        """Makes `submit` what is still wanted, for another rank. False if that would not draw what
-        this one would have drawn."""
+        """Makes `submit` what is still wanted, for another rank: which draws what this one would
+        have drawn. False: all that was missing is how it ended, and so it has ended."""
         if not self._tokens:
             return True
-        sampling, tokens = self.submit.sampling, self._tokens
-        if sampling is None or not _is_told_by_tokens(sampling):
-            return False
-        left = sampling.max_tokens - len(tokens)
-        if left < 1 or tokens[-1] in self.submit.ending_ids:
-            return False  # all that is missing is how it ended
-        self.submit = msgspec.structs.replace(
+        self.submit = submit = msgspec.structs.replace(
             self.submit,
-            token_ids=[*self.submit.token_ids, *tokens],
-            sampling=msgspec.structs.replace(
-                sampling, max_tokens=left, min_tokens=max(0, sampling.min_tokens - len(tokens))
-            ),
+            token_ids=[*self.submit.token_ids, *self._tokens],
+            generated=self.submit.generated + len(self._tokens),
         )
-        self._earlier_tokens += len(tokens)
-        self._tokens = array.array("q")
-        self._hashes = None
-        return True
+        self._tokens, self._hashes = array.array("q"), None
+        reason = ending_of(submit)
+        if reason is None:
+            return True
+        usage = Usage(
+            prompt_tokens=submit.prompt_tokens,
+            completion_tokens=submit.generated,
+            cached_tokens=self._cached_tokens,
+        )
+        self._deliver(Finished(0, reason, usage))
+        return False
 
     # ---- from a rank
 
@@ -131,7 +130,7 @@ class Ticket:
             if not self.ended:
                 self._lost(self, event)
             return
-        self._deliver(self._as_of_one(event) if self._earlier_tokens else event)
+        self._deliver(self._as_of_one(event) if self.submit.generated else event)
 
     def lose(self, error: ChannelError) -> None:
         if not self.ended:
@@ -142,17 +141,10 @@ class Ticket:
 
     def _as_of_one(self, event: SequenceEvent) -> SequenceEvent:
         """As if one rank had done it all."""
-        if isinstance(event, Tokens):
-            return msgspec.structs.replace(event, cached_tokens=None)
-        if isinstance(event, Finished):
-            usage = msgspec.structs.replace(
-                event.usage,
-                prompt_tokens=event.usage.prompt_tokens - self._earlier_tokens,
-                completion_tokens=event.usage.completion_tokens + self._earlier_tokens,
-                cached_tokens=self._cached_tokens,
-            )
-            return msgspec.structs.replace(event, usage=usage)
-        return event
+        if not isinstance(event, Finished):
+            return event
+        usage = msgspec.structs.replace(event.usage, cached_tokens=self._cached_tokens)
+        return msgspec.structs.replace(event, usage=usage)
 
     def _deliver(self, event: SequenceEvent) -> None:
         if self.ended:
@@ -176,17 +168,6 @@ class Ticket:
 def _kind_of(submit: Submit) -> tuple[str, str]:
     pipeline = Pipeline.PREFILL if submit.prefill_only else Pipeline.GENERATION
     return pipeline.value, submit.priority.label
-
-
-def _is_told_by_tokens(sampling: Sampling) -> bool:
-    """Whether what follows depends on the tokens before it alone: not on how many of them have been
-    generated, nor on how often was drawn from a seed."""
-    return (
-        (sampling.seed is None or sampling.temperature < GREEDY_BELOW)
-        and not sampling.presence_penalty
-        and not sampling.frequency_penalty
-        and sampling.choices is None
-    )
 
 
 def _failed(error: TandemError) -> Failed:

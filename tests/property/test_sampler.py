@@ -18,6 +18,7 @@ from actors.batching.sequence import Sequence
 from contracts.errors import SamplingError
 from contracts.messages import Submit
 from contracts.requests import Sampling
+from tests.property.sampling_requests import VOCABULARY, requests
 
 DRAWS = 3000
 EOS = 0
@@ -137,7 +138,10 @@ def test_a_seed_draws_from_exactly_the_distribution_asked_for(fields: dict[str, 
     sampling = Sampling(seed=5, **fields)
     expected = probabilities_by_hand(shaped_by_hand(LOGITS, sampling, [1, 2, 3], []), sampling)
     sequence, logits_RV = sequence_of(sampling), torch.tensor([LOGITS])
-    drawn = [NextTokens(logits_RV).of(0, sequence)[0] for _ in range(DRAWS)]
+    drawn = []
+    for _ in range(DRAWS):
+        drawn.append(NextTokens(logits_RV).of(0, sequence)[0])
+        sequence.prompt_tokens -= 1  # the next position, and nothing else that penalties count
     assert_drawn_from(drawn, expected)
 
 
@@ -153,8 +157,14 @@ def test_first_tokens_of_many_seeds_are_from_that_distribution_too(fields: dict[
 def test_without_a_seed_two_sequences_draw_differently() -> None:
     next_tokens = NextTokens(torch.zeros(1, 1000))
     sequences = [sequence_of(Sampling()) for _ in range(2)]
-    first, second = ([next_tokens.of(0, s)[0] for _ in range(20)] for s in sequences)
+    first, second = ([drawn_next(next_tokens, s) for _ in range(20)] for s in sequences)
     assert first != second
+    assert len(set(first)) > 10
+
+
+def drawn_next(next_tokens: NextTokens, sequence: Sequence) -> int:
+    sequence.token_ids.append(next_tokens.of(0, sequence)[0])
+    return sequence.token_ids[-1]
 
 
 def test_a_seed_draws_the_same_tokens_whatever_rows_are_around_it() -> None:
@@ -179,34 +189,7 @@ def test_a_seed_draws_the_same_tokens_whatever_rows_are_around_it() -> None:
 
 # --- every field, against the reference
 
-VOCABULARY = 12
 SIZES = st.floats(-6, 6, width=32)
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> tuple[Sampling, list[int]]:
-    """Fields in any combination, and a prompt."""
-    some = st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=3)
-    choices = st.one_of(st.none(), st.none(), st.lists(some, min_size=1, max_size=4))
-    biases = st.dictionaries(st.integers(0, VOCABULARY - 1), st.floats(-5, 5), max_size=4)
-    picked = draw(choices)
-    sampling = Sampling(
-        temperature=draw(st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.9])),
-        top_p=draw(st.sampled_from([1.0, 0.9, 0.5, 0.05])),
-        top_k=draw(st.sampled_from([0, 0, 1, 3, 50])),
-        min_p=draw(st.sampled_from([0.0, 0.0, 0.1, 0.6, 1.0])),
-        presence_penalty=draw(st.sampled_from([0.0, 1.5, -2.0])),
-        frequency_penalty=draw(st.sampled_from([0.0, 0.8, -0.4])),
-        repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.7, 5.0])),
-        logit_bias=draw(st.one_of(st.none(), biases)),
-        min_tokens=draw(st.integers(0, 3)) if picked is None else 0,
-        stop_token_ids=draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=2)),
-        ignore_eos=draw(st.booleans()),
-        choices=picked,
-        seed=draw(st.integers(0, 99)),
-        max_tokens=50,
-    )
-    return sampling, draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6))
 
 
 @given(requests(), st.lists(st.lists(SIZES, min_size=12, max_size=12), min_size=1, max_size=6))

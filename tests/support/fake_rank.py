@@ -150,7 +150,7 @@ class FakeRank:
     def generated(self, submit: Submit) -> list[list[Event]]:
         assert submit.sampling is not None
         reply = self.reply(submit)
-        token_ids = reply[: submit.sampling.max_tokens]
+        token_ids = reply[: submit.sampling.max_tokens - submit.generated]
         sent = token_ids[: self.hold_after] if self.hold_after is not None else token_ids
         frames: list[list[Event]] = []
         for start in range(0, len(sent), self.per_frame):
@@ -158,13 +158,13 @@ class FakeRank:
             logprobs = None
             if submit.sampling.logprobs is not None:
                 logprobs = [_logprob(token_id, submit.sampling.logprobs) for token_id in part]
-            cached = CACHED_TOKENS if start == 0 else None
+            cached = CACHED_TOKENS if start == 0 and not submit.generated else None
             frames.append([Tokens(submit.request_id, part, logprobs, cached)])
         if self.hold_after is None:
             reason = "stop" if len(token_ids) == len(reply) else "length"
             usage = Usage(
-                prompt_tokens=len(submit.token_ids),
-                completion_tokens=len(token_ids),
+                prompt_tokens=submit.prompt_tokens,
+                completion_tokens=submit.generated + len(token_ids),
                 cached_tokens=CACHED_TOKENS,
             )
             frames.append([Finished(submit.request_id, reason, usage)])

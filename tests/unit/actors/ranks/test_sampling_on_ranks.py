@@ -80,13 +80,21 @@ def test_an_absurd_value_at_the_ranks_own_socket_is_that_requests_error(
 
 @pytest.mark.parametrize(
     "fields",
-    [{"score_from": 0}, {"score_from": -9}, {"score_from": 1, "score_top": 10**9}],
+    [
+        {"score_from": 0},
+        {"score_from": -9},
+        {"score_from": 1, "score_top": 10**9},
+        {"generated": 1},
+        {"generated": -1, "sampling": Sampling(max_tokens=1)},
+        {"generated": 1, "sampling": Sampling(max_tokens=1)},
+        {"generated": len(PROMPT), "sampling": Sampling(max_tokens=9)},
+    ],
     ids=str,
 )
-def test_an_absurd_scoring_at_the_ranks_own_socket_is_that_requests_error(
+def test_an_absurd_count_at_the_ranks_own_socket_is_that_requests_error(
     client: RankConnection, fields: dict[str, Any]
 ) -> None:
-    """FINDINGS A1."""
+    """FINDINGS A1. Nor can more have been generated than there is, or may be."""
     failed = client.failed(client.submit(PROMPT, **fields))
     assert (failed.code, failed.status) == ("invalid_value", 400)
 

@@ -55,6 +55,7 @@ class Asked:
     def __init__(self, admission: Admission, **sampling: Any) -> None:
         wanted = Sampling(**{"max_tokens": WANTED, "temperature": 0.0, **sampling})
         submit = Submit(request_id=0, token_ids=PROMPT, sampling=wanted, eos_token_ids=[43])
+        self.submit = submit
         self.tokens: list[int] = []
         self.cached: list[int] = []
         self.finished: Finished | None = None
@@ -95,20 +96,27 @@ def test_what_has_got_no_token_yet_goes_to_another_rank_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [{}, {"seed": 7}, {"temperature": 1.0}, {"repetition_penalty": 1.5}]
+    "sampling",
+    [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "seed": 7},
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.0, "frequency_penalty": 1.0},
+        {"choices": [list(range(40, 46)), [40, 42]], "min_tokens": 0},
+    ],
 )
 def test_a_stream_goes_on_with_its_prompt_and_the_tokens_so_far(sampling: dict[str, Any]) -> None:
     async def body(admission: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 2
-        asked = Asked(admission, min_tokens=5, ignore_eos=True, **sampling)
+        asked = Asked(admission, **{"min_tokens": 5, "ignore_eos": True, **sampling})
         await asked.has(2)
         ranks[0].drop_connections()
         await asked.task
         assert asked.tokens == list(range(40, 40 + WANTED))
         (rest,) = await sent(ranks[1], 1)
-        assert rest.token_ids == [*PROMPT, 40, 41]
-        assert rest.sampling is not None
-        assert (rest.sampling.max_tokens, rest.sampling.min_tokens) == (WANTED - 2, 3)
+        assert (rest.token_ids, rest.generated) == ([*PROMPT, 40, 41], 2)
+        assert rest.sampling == asked.submit.sampling, "what the client asked for"
         assert asked.cached == [CACHED_TOKENS], "of the prompt, once"
         assert asked.finished is not None
         usage = asked.finished.usage
@@ -129,7 +137,7 @@ def test_a_stream_goes_on_a_second_time() -> None:
         await asked.task
         assert asked.tokens == list(range(40, 40 + WANTED))
         (rest,) = await sent(ranks[2], 1)
-        assert rest.token_ids == [*PROMPT, 40, 41, 42, 43]
+        assert (rest.token_ids, rest.generated) == ([*PROMPT, 40, 41, 42, 43], 4)
         assert asked.finished is not None
         assert asked.finished.usage.prompt_tokens == len(PROMPT)
         assert asked.finished.usage.completion_tokens == WANTED
@@ -138,48 +146,49 @@ def test_a_stream_goes_on_a_second_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling",
+    ("held", "sampling", "reason"),
     [
-        {"temperature": 1.0, "seed": 7},
-        {"presence_penalty": 1.0},
-        {"frequency_penalty": 1.0},
-        {"choices": [[40, 41, 42], [40, 42]]},
+        (4, {}, "stop"),
+        (WANTED, {"ignore_eos": True}, "length"),
+        (2, {"choices": [[40, 41], [40, 42, 43]]}, "stop"),
+        (2, {"stop_token_ids": [41]}, "stop"),
     ],
 )
-def test_a_stream_that_another_rank_would_draw_otherwise_ends_with_the_lost_ranks_name(
-    sampling: dict[str, Any],
+def test_a_stream_that_had_all_its_tokens_ends_as_its_rank_would_have_ended_it(
+    held: int, sampling: dict[str, Any], reason: str
 ) -> None:
-    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
-        ranks[0].hold_after = 2
-        asked = Asked(admission, **sampling)
-        await asked.has(2)
-        ranks[0].drop_connections()
-        with pytest.raises(RankError, match="attention-0") as caught:
-            await asked.task
-        assert caught.value.code == "peer_dead"
-        assert ranks[1].submits.empty()
-
-    run(body)
-
-
-@pytest.mark.parametrize("held", [4, WANTED])
-def test_nothing_is_added_to_a_stream_that_had_all_its_tokens(held: int) -> None:
-    """After its end-of-sequence token 43, or as many as were wanted."""
+    """After its end-of-sequence token 43, as many as were wanted, or a whole choice."""
 
     async def body(admission: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = held
-        asked = Asked(admission, ignore_eos=held == WANTED)
+        asked = Asked(admission, **sampling)
         await asked.has(held)
         ranks[0].drop_connections()
-        with pytest.raises(RankError, match="attention-0"):
-            await asked.task
+        await asked.task
+        assert asked.tokens == list(range(40, 40 + held))
+        assert asked.finished is not None
+        assert asked.finished.reason == reason
+        usage = asked.finished.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), held)
+        assert usage.cached_tokens == CACHED_TOKENS
         assert ranks[1].submits.empty()
 
     run(body)
 
 
-def test_two_real_ranks_make_one_stream(tiny_checkpoint: Callable[..., Path]) -> None:
-    """As long as the greedy tokens of one of them alone, and the same."""
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"repetition_penalty": 1.2},
+        {"temperature": 1.5, "seed": 3, "top_p": 0.95, "logprobs": 2},
+        {"temperature": 1.0, "seed": 4, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+    ],
+    ids=["greedy", "seeded", "penalised"],
+)
+def test_two_real_ranks_make_one_stream(
+    tiny_checkpoint: Callable[..., Path], sampling: dict[str, Any]
+) -> None:
+    """As long as the tokens of one of them alone, and the same."""
 
     async def body(group: ThreadGroup) -> None:
         clients = [
@@ -189,10 +198,9 @@ def test_two_real_ranks_make_one_stream(tiny_checkpoint: Callable[..., Path]) ->
         admission = Admission(LeastWork(clients, RoutingConfig()))
         admission.start()
         await admission.wait_ready()
-        sampling = {"max_tokens": 60, "repetition_penalty": 1.2}
-        whole = Asked(admission, **sampling)
+        whole = Asked(admission, max_tokens=60, **sampling)
         await whole.task
-        again = Asked(admission, **sampling)
+        again = Asked(admission, max_tokens=60, **sampling)
         await again.has(5)
         (busy,) = [client for client in clients if client._sinks]
         busy.drop("cut off by a test")

@@ -1,0 +1,25 @@
+"""How a generation ends, as its tokens tell it."""
+
+from __future__ import annotations
+
+from contracts.messages import Submit
+
+
+def ending_of(submit: Submit) -> str | None:
+    """Why nothing comes after what has been generated, "stop" or "length", as the rank that
+    generated it would have said (actors/batching/finisher.py); None: more is to come."""
+    sampling = submit.sampling
+    if sampling is None or not submit.generated:
+        return None
+    generated = submit.token_ids[submit.prompt_tokens :]
+    if generated[-1] in submit.ending_ids:
+        return "stop"
+    if sampling.choices is not None and not _can_grow(sampling.choices, generated):
+        return "stop"
+    return "length" if submit.generated >= sampling.max_tokens else None
+
+
+def _can_grow(choices: list[list[int]], generated: list[int]) -> bool:
+    """Whether one of them goes on behind what has been generated."""
+    count = len(generated)
+    return any(len(choice) > count and choice[:count] == generated for choice in choices)
