@@ -80,8 +80,8 @@ class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     address: str | None = None
     """Of the Ray cluster. null: RAY_ADDRESS if that is set, else a local cluster is started."""
     ready_timeout_s: Seconds = 180.0
-    """Seconds until ranks must be placed, loaded and joined. Also how long prefill requests that
-    are under way wait while no worker is left."""
+    """Seconds until ranks must be placed, loaded and joined. Also how long requests wait while no
+    rank of their pipeline is left."""
     give_up_s: Seconds = 10.0
     """Seconds for which a rank of the attention and expert groups, which is not replaced, may be of
     no use before the server ends (`tandem serve`, exit status 3) or is started again (`serve

@@ -54,10 +54,10 @@ class Admission(NamedTuple):
     def _check_room(self, client: int, submit: Submit, scheduler: Scheduler) -> None:
         """One request cannot fill the queue for others of its class, nor one class for the other:
         beyond max_waiting of a class the first sequence of each is still taken, up to twice as many
-        in all."""
+        in all. What another rank has begun has been let in already."""
         priority, limit = submit.priority, self.max_waiting
         waiting = scheduler.num_waiting(priority)
-        if waiting < limit:
+        if waiting < limit or submit.generated:
             return
         if scheduler.in_play.count(owner_of(client, submit)) or waiting >= 2 * limit:
             raise OverloadError(

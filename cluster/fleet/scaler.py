@@ -33,7 +33,7 @@ from planner.policies.scaling import FillScaling
 log = logging.getLogger("tandem.fleet")
 
 LOOK_PERIOD_S = 0.5
-TOLD_S = 3.0  # until every router has looked into the directory (prefill_peer.FOLLOW_PERIOD_S)
+TOLD_S = 3.0  # until every router has looked into the directory (finder.FOLLOW_PERIOD_S)
 ANSWER_S = 5.0
 
 

@@ -13,13 +13,15 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 
+import msgspec
+
 from cluster.routing.door import Door
 from cluster.routing.paced import Paced
-from cluster.routing.placer import Placer, nobody, problems, ready
+from cluster.routing.placer import Placer, problems, ready
 from cluster.routing.rank_client import RankClient, smallest_pool_tokens
 from cluster.routing.ticket import Ticket, failure_of
 from contracts.clock import Clock, monotonic_s
-from contracts.errors import NotReadyError, PeerDeadError, TandemError
+from contracts.errors import NotReadyError, TandemError
 from contracts.logs import event
 from contracts.messages import Failed, Finished, Scored, Submit, Tokens
 
@@ -120,14 +122,12 @@ class Admission:
             self._leave(ticket)
 
     async def _admit(self, submit: Submit, patient: bool) -> Ticket:
-        """Raises NotReadyError, or OverloadError unless patient."""
+        """Raises OverloadError, unless patient."""
         if patient:  # it belongs to a request that was let in: it waits with the others
             await self._door.wait(submit)
             await self._start_in_turn(submit)
-        elif self._present:
-            self._door.enter(submit)
         else:
-            raise nobody(self._placer)
+            self._door.enter(submit)
         ticket = Ticket(submit, patient=patient, lost=self._place_again, clock=self._clock)
         self._open.add(ticket)
         self._waiting[ticket.kind] += 1
@@ -147,37 +147,31 @@ class Admission:
             raise
 
     def _place_again(self, ticket: Ticket, cause: Failed) -> None:
-        """Its rank is lost, or says that it cannot work: another one runs it, or goes on with it.
-
-        Where requests do not wait for ranks another must be there that has not failed it: else it
-        ends with what it met first.
-        """
+        """Its rank is lost, or says that it cannot work: another one runs it, or goes on with it,
+        once there is one."""
         self._placer.remove(ticket)
         is_new, has_others = ticket.note_failure(cause), self._has_others(ticket)
         if is_new or not has_others:  # a rank counts once while there are others
             ticket.attempts += 1
         if not ticket.go_on():
             return
-        if not has_others and not self._placer.waits:
-            ticket.fail(ticket.failure or cause)
-        elif ticket.attempts < self._config.max_attempts:
-            try:
-                self._placer.put(ticket)
-            except TandemError as error:
-                ticket.fail(error)
-        else:
-            ticket.fail(self._given_up(ticket, cause.message))
+        if ticket.attempts >= self._config.max_attempts:
+            ticket.fail(self._given_up(ticket, cause))
+            return
+        try:
+            self._placer.put(ticket)
+        except TandemError as error:
+            ticket.fail(error)
 
     def _has_others(self, ticket: Ticket) -> bool:
         tried = ticket.tried()
         return any(peer.present for peer in self._placer.peers if peer.client not in tried)
 
-    def _given_up(self, ticket: Ticket, reason: str) -> PeerDeadError:
-        event(log, "request_given_up", logging.ERROR, attempts=ticket.attempts, reason=reason)
-        return PeerDeadError(
-            f"{ticket.attempts} {self._placer.kind}s were lost with this request; last: {reason}",
-            "",
-        )
+    def _given_up(self, ticket: Ticket, last: Failed) -> Failed:
+        attempts, reason = ticket.attempts, last.message
+        event(log, "request_given_up", logging.ERROR, attempts=attempts, reason=reason)
+        told = f"{attempts} {self._placer.kind}s were lost with this request; last: {reason}"
+        return msgspec.structs.replace(last, message=told)
 
     def _leave(self, ticket: Ticket) -> None:
         """It is answered, or nobody waits for it any more."""
@@ -188,10 +182,10 @@ class Admission:
 
     def _answered(self, ticket: Ticket) -> None:
         """Something has come back, or nothing will. May be called again."""
+        self._placer.answered(ticket)
         if ticket.waits:
             ticket.waits = False
             self._waiting[ticket.kind] -= 1
-            self._placer.answered(ticket)
             self._door.leave(ticket.submit, patient=ticket.patient)
 
     # ---- slots
@@ -201,5 +195,5 @@ class Admission:
         return sum(peer.present for peer in self._placer.peers)
 
     def _slots(self) -> int:
-        """Of each class. Without a rank as many as one has: who enters then is told so."""
+        """Of each class. Without a rank as many as one has: they wait for the next."""
         return self._config.max_waiting * max(1, self._present)

@@ -1,4 +1,4 @@
-"""Which attention rank runs a request: it goes there at once.
+"""Which attention rank runs a request: it goes there at once, or waits while none has room.
 
 The choice is a pure function over what is known of each rank. A rank's cost for a request is the
 work in front of it: tokens outstanding there, without those of BE requests that it overtakes, plus
@@ -10,14 +10,16 @@ does not pile them up on one rank.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from cluster.routing.placer import RoutingConfig, nobody
+from cluster.routing.finder import Find, Finder
+from cluster.routing.placer import Loneliness, RoutingConfig
 from cluster.routing.rank_client import RankClient
 from cluster.routing.ticket import Ticket
-from contracts.errors import ChannelError
+from contracts.errors import ChannelError, NotReadyError, TandemError
 from contracts.messages import RankState
 from contracts.requests import Priority
 from contracts.routing import WorkerReport, WorkerSnapshot
@@ -71,8 +73,12 @@ class PrefixTable:
 class _Rank:
     """A `rank_client.Listener`, and what this ingress has sent there."""
 
-    def __init__(self, client: RankClient) -> None:
+    serves = True
+    contradiction = ""
+
+    def __init__(self, client: RankClient, on_lost: Callable[[], None]) -> None:
         self.client = client
+        self._on_lost = on_lost
         self.prefixes = PrefixTable(MAX_PREFIX_BLOCKS)
         self._waiting: Counter[Priority] = Counter()
         self._load_tokens: Counter[Priority] = Counter()
@@ -114,57 +120,120 @@ class _Rank:
 
     def on_log(self, entry: WorkerReport | WorkerSnapshot) -> None: ...
 
-    def on_lost(self, error: ChannelError) -> None: ...
+    def on_lost(self, error: ChannelError) -> None:
+        self._on_lost()
+
+
+@dataclass(slots=True)
+class _Booked:
+    """Of a request that has been sent. waits: nothing of it has come back from there."""
+
+    rank: _Rank
+    tokens: int
+    waits: bool = True
 
 
 class LeastWork:
-    """The `placer.Placer` of attention ranks. choose: which of those that have room."""
+    """The `placer.Placer` of attention ranks. choose: which of those that have room. find: where
+    they are now, asked while one of them is missing."""
 
     kind = "attention rank"
-    waits = False
 
     def __init__(
-        self, clients: Sequence[RankClient], config: RoutingConfig, choose: Choose = least_work
+        self,
+        clients: Sequence[RankClient],
+        config: RoutingConfig,
+        choose: Choose = least_work,
+        find: Find | None = None,
     ) -> None:
         self.config = config
-        self.peers = [_Rank(client) for client in clients]
+        self.peers = [_Rank(client, self._on_lost) for client in clients]
+        self._finder = Finder(self.peers, find, self._found)
         self._choose = choose
-        self._booked: dict[Ticket, tuple[_Rank, int]] = {}  # with its tokens
+        self._booked: dict[Ticket, _Booked] = {}
+        self._held: dict[Priority, dict[Ticket, None]] = {priority: {} for priority in Priority}
+        self._loneliness = Loneliness(self, self._give_up)
 
     def listen(self, on_present: Callable[[], None]) -> None:
+        def present() -> None:
+            self._dispatch()
+            on_present()
+
         for rank in self.peers:
-            rank.on_present = on_present
+            rank.on_present = present
 
     def put(self, ticket: Ticket) -> None:
-        rank, submit = self._chosen(ticket), ticket.submit
+        held = self._held[ticket.submit.priority]
+        rank = None if held else self._chosen(ticket)
+        if rank is not None:
+            self._send(ticket, rank)
+            return
+        held[ticket] = None
+        self._wait_if_alone()
+
+    def answered(self, ticket: Ticket) -> None:
+        booked = self._booked.get(ticket)
+        if booked is not None and booked.waits:
+            booked.waits = False
+            booked.rank.book(ticket.submit.priority, 0, -1)
+            self._dispatch()
+
+    def remove(self, ticket: Ticket) -> None:
+        priority = ticket.submit.priority
+        self._held[priority].pop(ticket, None)
+        booked = self._booked.pop(ticket, None)
+        if booked is not None:
+            booked.rank.book(priority, -booked.tokens, -booked.waits)
+            self._dispatch()
+
+    async def close(self) -> None:
+        self._loneliness.end()
+        await self._finder.close()
+
+    # ---- those that wait for a rank
+
+    def _dispatch(self) -> None:
+        """As many as there is room for, in the order in which they came."""
+        self._wait_if_alone()
+        for held in self._held.values():
+            while held and (rank := self._chosen(ticket := next(iter(held)))) is not None:
+                del held[ticket]
+                try:
+                    self._send(ticket, rank)
+                except TandemError as error:  # its own fault: the others go on
+                    ticket.fail(error)
+
+    def _wait_if_alone(self) -> None:
+        if any(self._held.values()) and not any(rank.present for rank in self.peers):
+            self._loneliness.begin()
+        else:
+            self._loneliness.end()
+
+    def _give_up(self, error: NotReadyError) -> None:
+        for held in self._held.values():
+            for ticket in held:
+                ticket.fail(error)
+            held.clear()
+
+    # ---- ranks
+
+    def _send(self, ticket: Ticket, rank: _Rank) -> None:
+        submit = ticket.submit
         tokens = submit.prompt_tokens + (submit.sampling.max_tokens if submit.sampling else 0)
-        self._booked[ticket] = rank, tokens
-        rank.book(submit.priority, tokens, ticket.waits)
+        self._booked[ticket] = _Booked(rank, tokens)
+        rank.book(submit.priority, tokens, 1)
         ticket.send(rank.client)
         rank.client.flush()
 
-    def answered(self, ticket: Ticket) -> None:
-        if ticket in self._booked:
-            self._booked[ticket][0].book(ticket.submit.priority, 0, -1)
-
-    def remove(self, ticket: Ticket) -> None:
-        rank, tokens = self._booked.pop(ticket, (None, 0))
-        if rank is not None:
-            rank.book(ticket.submit.priority, -tokens, -ticket.waits)
-
-    async def close(self) -> None: ...
-
-    def _chosen(self, ticket: Ticket) -> _Rank:
-        """The rank for this request. Raises NotReadyError."""
-        tried = ticket.tried()
-        healthy = [rank for rank in self.peers if rank.present and rank.client not in tried]
-        if not healthy:
-            raise nobody(self)
-        if len(self.peers) == 1:
-            return healthy[0]
+    def _chosen(self, ticket: Ticket) -> _Rank | None:
+        """The rank for this request; None: none has room. One that has failed it is taken only
+        where there is no other."""
+        tried, present = ticket.tried(), [rank for rank in self.peers if rank.present]
+        others = [rank for rank in present if rank.client not in tried]
         priority, most = ticket.submit.priority, self.config.max_waiting
-        free = [rank for rank in healthy if rank.waiting(priority) < most]
-        free = free or healthy  # a rank was lost while they waited
+        free = [rank for rank in others or present if rank.waiting(priority) < most]
+        if len(self.peers) == 1 or not free:
+            return free[0] if free else None
         block_tokens = self.config.block_tokens
         hashes = ticket.hashes(block_tokens)
         by_name = {rank.client.name: rank for rank in free}
@@ -172,3 +241,13 @@ class LeastWork:
         chosen = by_name[self._choose(views).name]
         chosen.prefixes.add(hashes)
         return chosen
+
+    def _found(self, addresses: Mapping[str, str]) -> None:
+        """Where the ranks are now. One that is not named stays where it was."""
+        for rank in self.peers:
+            if address := addresses.get(rank.client.name):
+                rank.client.move(address)
+
+    def _on_lost(self) -> None:
+        self._wait_if_alone()
+        self._finder.look()

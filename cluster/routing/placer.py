@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -17,8 +18,8 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     which no answer has come back yet. request_share: of those, what one request may hold while
     others are there. ls_max_wait_s, be_max_wait_s, be_share: as in the section `priority` of the
     configuration. max_attempts: how many ranks (or incarnations of one) may fail with a request
-    before it counts as what ends them; two where lost ranks are not replaced. alone_s: how long
-    requests that wait for a prefill worker do so while there is none at all."""
+    before it counts as what ends them. alone_s: how long requests wait while there is no rank at
+    all."""
 
     block_tokens: int = 16
     max_waiting: int = 1024
@@ -44,11 +45,10 @@ class Peer(Protocol):
 
 
 class Placer(Protocol):
-    """kind: of its ranks, in words. waits: requests wait for a rank while there is none that could
-    run them."""
+    """kind: of its ranks, in words. Requests wait for a rank while there is none that could run
+    them: for alone_s, if there is none at all."""
 
     kind: str
-    waits: bool
     config: RoutingConfig
 
     @property
@@ -59,10 +59,10 @@ class Placer(Protocol):
 
     def put(self, ticket: Ticket) -> None:
         """Sends the request to a rank, now or later, rather to none of `ticket.tried()`. Raises
-        NotReadyError where it would neither, and what `Ticket.send` does."""
+        what `Ticket.send` does."""
 
     def answered(self, ticket: Ticket) -> None:
-        """Something of it has come back. Once."""
+        """Something of it has come back. May be called again."""
 
     def remove(self, ticket: Ticket) -> None:
         """Off the books. Without effect for what is not on them."""
@@ -82,5 +82,26 @@ async def ready(peer: Peer) -> None:
     await peer.client.wait_until(lambda _: peer.problem is None)
 
 
-def nobody(placer: Placer) -> NotReadyError:
-    return NotReadyError(f"no {placer.kind} takes requests: {'; '.join(problems(placer.peers))}")
+class Loneliness:
+    """How long requests wait while there is no rank at all: after alone_s, `give_up` is called with
+    what they are told."""
+
+    def __init__(self, placer: Placer, give_up: Callable[[NotReadyError], None]) -> None:
+        self._placer, self._tell = placer, give_up
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """Without effect if it has begun."""
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._placer.config.alone_s, self._give_up)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._timer, placer = None, self._placer
+        found = "; ".join(problems(placer.peers))
+        self._tell(NotReadyError(f"no {placer.kind} for {placer.config.alone_s:g} s: {found}"))

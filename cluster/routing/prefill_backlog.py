@@ -13,8 +13,9 @@ import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
-from cluster.routing.placer import RoutingConfig, problems
-from cluster.routing.prefill_peer import Find, Finder, PrefillPeer
+from cluster.routing.finder import Find, Finder
+from cluster.routing.placer import Loneliness, RoutingConfig
+from cluster.routing.prefill_peer import PrefillPeer
 from cluster.routing.rank_client import RankClient
 from cluster.routing.ticket import Ticket
 from contracts.errors import NotReadyError, TooCostlyError
@@ -38,7 +39,6 @@ class PrefillBacklog:
     """
 
     kind = "prefill worker"
-    waits = True
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PrefillBacklog:
         self._held: dict[RequestKey, Ticket] = {}  # not sent yet
         self._on_present: Callable[[], None] = lambda: None
         self._dispatching = False
-        self._alone: asyncio.TimerHandle | None = None
+        self._loneliness = Loneliness(self, self._give_up)
 
     @property
     def peers(self) -> list[PrefillPeer]:
@@ -85,7 +85,7 @@ class PrefillBacklog:
 
     async def close(self) -> None:
         await self._finder.close()
-        self._stop_waiting_alone()
+        self._loneliness.end()
         for peer in self._slots:
             if not peer.serves:
                 await peer.client.close()
@@ -139,9 +139,9 @@ class PrefillBacklog:
         self._finder.follow()
         is_alone = not any(peer.present for peer in self.peers)
         if is_alone and len(self._backlog):
-            self._wait_alone()
+            self._loneliness.begin()
             return
-        self._stop_waiting_alone()
+        self._loneliness.end()
         self._on_present()
         if len(self._backlog) == 0:
             return
@@ -168,21 +168,7 @@ class PrefillBacklog:
         self._finder.look()
         self._on_change()
 
-    def _wait_alone(self) -> None:
-        if self._alone is None:
-            loop = asyncio.get_running_loop()
-            self._alone = loop.call_later(self.config.alone_s, self._give_up)
-
-    def _stop_waiting_alone(self) -> None:
-        if self._alone is not None:
-            self._alone.cancel()
-            self._alone = None
-
-    def _give_up(self) -> None:
-        self._alone = None
-        error = NotReadyError(
-            f"no {self.kind} for {self.config.alone_s:g} s: {'; '.join(problems(self.peers))}"
-        )
+    def _give_up(self, error: NotReadyError) -> None:
         for ticket in self._keys:
             ticket.fail(error)
 

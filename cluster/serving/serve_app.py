@@ -1,7 +1,7 @@
 """The Serve application: `Groups` owns the ranks, `Ingress` speaks HTTP.
 
     proxy ── HTTP ──> Ingress replica ── sockets ──> attention ranks, prefill workers
-                          │ at start, and when a prefill worker is lost: directory()
+                          │ at start, and while a rank is missing: directory()
                           └────────────────────────> Groups replica ── owns ──> rank actors
 
 Ray carries nothing of a request beyond the ingress. When the Groups replica goes, its actors go.
@@ -227,7 +227,7 @@ class Ingress:
             self._config,
             directory,
             AskGroups(self._rank_metrics, self._rank_status, self._rank_trace, self._clock),
-            self._prefill_addresses,
+            self._addresses,
             telemetry,
         )
         name = f"ingress-{serve.get_replica_context().replica_id.unique_id}"
@@ -248,9 +248,10 @@ class Ingress:
         sooner."""
         return 0 if self._app is None else await self._app.drain(limit_s)
 
-    async def _prefill_addresses(self, suspects: dict[str, str]) -> dict[str, str]:
-        """Where the prefill workers are now; `suspects` will be replaced."""
-        return decode_directory(await self._groups.directory.remote(suspects)).prefill_addresses
+    async def _addresses(self, suspects: dict[str, str]) -> dict[str, str]:
+        """Where all that take requests are now; `suspects` will be replaced."""
+        found = decode_directory(await self._groups.directory.remote(suspects))
+        return found.client_addresses | found.prefill_addresses
 
     async def _rank_metrics(self) -> list[str]:
         texts: list[str] = await self._groups.metrics.remote()

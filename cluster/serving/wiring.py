@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import NamedTuple
 
-import msgspec
 from ray.exceptions import RayError
 from starlette.applications import Starlette
 
@@ -24,11 +23,11 @@ from cluster.files.model_folder import resolve_model_folder
 from cluster.fleet.codec import Directory, decode_trace
 from cluster.fleet.tracing import ROUNDS, offset_of
 from cluster.routing.admission import Admission
+from cluster.routing.finder import Find
 from cluster.routing.least_work import LeastWork
 from cluster.routing.pipelines import Pipelines
 from cluster.routing.placer import RoutingConfig
 from cluster.routing.prefill_backlog import PrefillBacklog
-from cluster.routing.prefill_peer import Find
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_socket import RankClientConfig
 from contracts.clock import monotonic_s
@@ -83,7 +82,7 @@ def rank_clients(
 def pipelines(config: TandemConfig, directory: Directory, find: Find | None = None) -> Pipelines:
     """What is deployed, not yet connected (`start`, `wait_ready`). Raises CheckpointError.
 
-    find: where the prefill workers are, asked while one of them is missing.
+    find: where the ranks are, asked while one of them is missing.
     """
     settings = RoutingConfig(
         block_tokens=config.kv.block_tokens,
@@ -97,8 +96,7 @@ def pipelines(config: TandemConfig, directory: Directory, find: Find | None = No
     generating = prefilling = None
     if directory.client_addresses:
         clients = rank_clients(directory.client_addresses, directory.token, config.channel)
-        few = msgspec.structs.replace(settings, max_attempts=2)
-        generating = Admission(LeastWork(clients, few))
+        generating = Admission(LeastWork(clients, settings, find=find))
     if directory.prefill_addresses:
         spec = check_checkpoint(resolve_model_folder(config.model.path))
         context_tokens = config.model.context_tokens(spec.max_context_tokens)

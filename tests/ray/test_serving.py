@@ -389,25 +389,21 @@ def endless(server: Server) -> Any:
     )
 
 
-def test_the_loss_of_an_expert_rank_ends_a_stream_with_its_name(server: Server) -> None:
+def test_the_loss_of_an_expert_rank_is_told_with_its_name_and_a_stream_waits(
+    server: Server,
+) -> None:
     (pid,) = [rank.pid for rank in server.served.directory.ranks if rank.name == "expert-1"]
     stream = endless(server)
     next(stream)
     os.kill(pid, signal.SIGKILL)
     start_s = time.monotonic()
-    with pytest.raises(openai.APIError, match="expert-1"):
-        for _ in stream:
-            pass
-    assert time.monotonic() - start_s < LIMIT_S
     health = server.http.get("/health")
     while health.status_code == 200:  # the state of the rank is on its way
         assert time.monotonic() - start_s < LIMIT_S
         health = server.http.get("/health")
     assert health.status_code == 503
     assert "expert-1" in health.json()["error"]["message"]
-    with pytest.raises(openai.InternalServerError, match="expert-1") as refused:
-        server.openai.completions.create(model=BUNDLED, prompt="The", max_tokens=4)
-    assert refused.value.status_code == 503
+    stream.close()
     status = server.status()
     assert status["attention-0"].sections["kv_blocks"]["used"] == 0
     assert "expert-1" in status["attention-0"].reason

@@ -138,7 +138,7 @@ def serve_api(
     ask: AskRanks | None = None,
     tracing: AskTrace | None = None,
     logs_prompts: bool = False,
-    **limits: int,
+    **limits: Any,
 ) -> Iterator[Api]:
     """The API in front of `ranks`; config: its section `limits`; ask: what ranks say of themselves;
     tracing, logs_prompts: as `build_app` takes them; limits: fields of RoutingConfig."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from actors.ranks.worker_log import WorkerLog
 from cluster.routing.admission import Admission
+from cluster.routing.finder import Find
 from cluster.routing.placer import RoutingConfig
 from cluster.routing.prefill_backlog import PrefillBacklog
-from cluster.routing.prefill_peer import Find
 from cluster.routing.rank_client import RankClient
 from contracts.messages import Cancel, Failed, Submit, Tokens, ToRank
 from contracts.routing import Prompt, RequestKey, WorkerReport

@@ -579,6 +579,8 @@ def test_what_waits_is_bounded_for_each_request_and_others_still_find_room() -> 
     assert admitted(1, Caller(b"b", 2), 3) == 1
     assert admitted(2, HOG, 3) == 1, "another client's request of the same number is another one"
     assert [admitted(3, Caller(b"", n), 1) for n in range(4)] == [1, 1, 0, 0], "8 in all"
+    begun = Submit(request_id=99, token_ids=[1, 2], sampling=Sampling(max_tokens=2), generated=1)
+    admission.check(4, begun, sim.scheduler)  # elsewhere, and let in there
 
 
 def test_a_guess_at_the_next_batch_hashes_and_looks_at_a_bounded_number_of_blocks(

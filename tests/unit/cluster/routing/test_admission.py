@@ -20,7 +20,6 @@ from cluster.routing.rank_socket import RankClientConfig
 from contracts.clock import ManualClock
 from contracts.errors import (
     HandshakeError,
-    NotReadyError,
     OverloadError,
     PeerHungError,
     RankError,
@@ -43,6 +42,7 @@ def run(
     *,
     ranks: int = 1,
     max_waiting: int = 100,
+    alone_s: float = 60.0,
     path: Path | None = None,
     choose: Choose = least_work,
 ) -> None:
@@ -53,7 +53,8 @@ def run(
             RankClient(fake.name, address, ME, QUICK)
             for fake, address in zip(fakes, addresses, strict=True)
         ]
-        admission = Admission(LeastWork(clients, RoutingConfig(max_waiting=max_waiting), choose))
+        config = RoutingConfig(max_waiting=max_waiting, alone_s=alone_s)
+        admission = Admission(LeastWork(clients, config, choose))
         admission.start()
         try:
             await admission.wait_ready()
@@ -124,7 +125,9 @@ def test_load_is_spread_while_requests_are_outstanding() -> None:
     run(body, ranks=2)
 
 
-def test_an_unhealthy_rank_gets_nothing() -> None:
+def test_an_unhealthy_rank_gets_nothing_and_without_any_requests_wait_so_long_and_no_longer() -> (
+    None
+):
     async def body(admission: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].healthy = False
         await admission.clients[0].wait_until(lambda client: client.problem is not None)
@@ -133,10 +136,15 @@ def test_an_unhealthy_rank_gets_nothing() -> None:
         assert [rank.submits.qsize() for rank in ranks] == [0, 3]
         ranks[1].healthy = False
         await admission.clients[1].wait_until(lambda client: client.problem is not None)
-        with pytest.raises(NotReadyError, match=r"attention-0.*attention-1"):
+        with pytest.raises(RankError, match=r"no attention rank for 0.2 s.*0.*attention-1") as why:
             await tokens_of(admission, submit())
+        assert (why.value.code, why.value.status) == ("not_ready", 503)
+        asked = asyncio.create_task(tokens_of(admission, submit()))
+        await _until(lambda: admission.waiting()["generation", "ls"] == 1)
+        ranks[1].healthy = True
+        assert await asked == [1, 2, 3, 4]
 
-    run(body, ranks=2)
+    run(body, ranks=2, alone_s=0.2)
 
 
 def test_a_full_rank_is_passed_over_and_all_full_is_an_overload() -> None:
@@ -185,15 +193,17 @@ def test_closing_a_generation_early_cancels_it_and_a_finished_one_does_not() -> 
     run(body)
 
 
-def test_a_lost_connection_fails_every_waiting_request_with_the_ranks_name() -> None:
+def test_a_lost_connection_costs_no_request_and_a_third_one_ends_it_with_the_ranks_name() -> None:
     async def body(admission: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 1
         waiting = [asyncio.create_task(tokens_of(admission, submit())) for _ in range(5)]
-        await _until(lambda: ranks[0].submits.qsize() == 5)
-        ranks[0].drop_connections()
+        for times in range(1, 4):
+            await _until(lambda times=times: ranks[0].submits.qsize() == 5 * times)
+            ranks[0].drop_connections()
         for result in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(result, RankError)
             assert result.code == "peer_dead"
+            assert "3 attention ranks were lost" in result.message
             assert "attention-0" in result.message
         await admission.wait_ready()  # it reconnects by itself
         ranks[0].hold_after = None

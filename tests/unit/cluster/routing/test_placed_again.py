@@ -32,11 +32,11 @@ def counted_on(submit: Submit) -> list[int]:
     return list(range(len(submit.token_ids), len(submit.token_ids) + 100))
 
 
-def run(body: Body, ranks: int = 2) -> None:
+def run(body: Body, ranks: int = 2, **limits: int) -> None:
     async def main() -> None:
         fakes = [FakeRank(f"attention-{i}", counted_on) for i in range(ranks)]
         clients = [RankClient(fake.name, await fake.listen(), ME, QUICK) for fake in fakes]
-        admission = Admission(LeastWork(clients, RoutingConfig()))
+        admission = Admission(LeastWork(clients, RoutingConfig(**limits)))
         admission.start()
         try:
             await admission.wait_ready()
@@ -221,17 +221,69 @@ def me(group: ThreadGroup) -> Identity:
     return Identity(name="ingress", token=group.token, epoch=None)
 
 
-def test_where_the_others_fail_too_the_first_loss_is_what_is_told() -> None:
+def test_a_request_that_has_ended_three_ranks_is_given_up_by_name() -> None:
     async def body(admission: Admission, ranks: list[FakeRank]) -> None:
-        ranks[0].hold_after = 0
-        ranks[1].fail_with = ("attention-1 failed: its group is lost", "not_ready", 503)
+        for rank in ranks:
+            rank.hold_after, rank.on_submit = 1, rank.drop_connections
         asked = Asked(admission)
-        await sent(ranks[0], 1)
-        ranks[0].drop_connections()
-        with pytest.raises(RankError, match="attention-0") as caught:
+        with pytest.raises(RankError, match=r"3 attention ranks .* last: attention-") as caught:
             await asked.task
         assert caught.value.code == "peer_dead"
-        assert ranks[1].submits.qsize() == 1
+        assert sum(rank.submits.qsize() for rank in ranks) == 3
         assert not admission.waiting()["generation", "ls"]
 
     run(body)
+
+
+def test_a_stream_waits_for_the_rank_that_takes_the_lost_ones_place() -> None:
+    """Where there is no other: it is found by its name, in the directory."""
+
+    async def body() -> None:
+        lost, better = (FakeRank("attention-0", counted_on) for _ in range(2))
+        place: dict[str, str] = {}
+
+        async def find(_: dict[str, str]) -> dict[str, str]:
+            return place
+
+        clients = [RankClient(lost.name, await lost.listen(), ME, QUICK)]
+        admission = Admission(LeastWork(clients, RoutingConfig(), find=find))
+        admission.start()
+        await admission.wait_ready()
+        lost.hold_after = 2
+        begun = Asked(admission, ignore_eos=True)
+        await begun.has(2)
+        await lost.close()
+        new = Asked(admission, ignore_eos=True)
+        while admission.waiting()["generation", "ls"] < 1:
+            await asyncio.sleep(0)
+        place["attention-0"] = await better.listen()
+        await asyncio.gather(begun.task, new.task)
+        assert begun.tokens == new.tokens == list(range(40, 40 + WANTED))
+        await admission.close()
+        await better.close()
+
+    asyncio.run(asyncio.wait_for(body(), 20))
+
+
+def test_more_than_a_rank_may_have_waiting_goes_there_as_it_answers() -> None:
+    """All that two ranks had begun, to the one that is left."""
+
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = ranks[1].hold_after = 1
+        begun = []
+        for _ in range(6):
+            begun.append(Asked(admission, ignore_eos=True))
+            await begun[-1].has(1)
+        (full, lost) = sorted(ranks, key=lambda rank: rank.submits.qsize())
+        full.hold_after = 0
+        had = full.submits.qsize()
+        await lost.close()
+        await sent(full, had + 2)
+        await asyncio.sleep(0)
+        assert full.submits.empty(), "two wait there, as many as may"
+        full.hold_after = None
+        full.drop_connections()
+        await asyncio.gather(*(each.task for each in begun))
+        assert all(each.tokens == list(range(40, 40 + WANTED)) for each in begun)
+
+    run(body, max_waiting=2)
