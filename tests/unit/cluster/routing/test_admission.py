@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,12 +194,16 @@ def test_closing_a_generation_early_cancels_it_and_a_finished_one_does_not() -> 
     run(body)
 
 
+def _has_submits(rank: FakeRank, count: int) -> bool:
+    return rank.submits.qsize() == count
+
+
 def test_a_lost_connection_costs_no_request_and_a_third_one_ends_it_with_the_ranks_name() -> None:
     async def body(admission: Admission, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 1
         waiting = [asyncio.create_task(tokens_of(admission, submit())) for _ in range(5)]
-        for times in range(1, 4):
-            await _until(lambda times=times: ranks[0].submits.qsize() == 5 * times)
+        for submitted in (5, 10, 15):
+            await _until(partial(_has_submits, ranks[0], submitted))
             ranks[0].drop_connections()
         for result in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(result, RankError)
