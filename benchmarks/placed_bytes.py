@@ -59,6 +59,7 @@ class Running(NamedTuple):
 
     attention: RankProcess
     client: RankClient
+    ranks: Sequence[RankProcess] = ()  # the attention rank first
 
     def bytes_moved(self) -> tuple[int, int]:
         status: RankStatus = self.attention.call("status").result(CALL_S)
@@ -177,7 +178,7 @@ async def _group(
         first = ready[0]
         client = await bench_client(first.name, first.client_address, token, silence_s=CALL_S)
         try:
-            yield Running(handles[0], client)
+            yield Running(handles[0], client, handles)
         finally:
             await client.close()
     finally:

@@ -1,14 +1,19 @@
 """Times of batches that `tandem plan`'s models foretell from a routing profile and a placement,
 beside the measured ones: the bundled model, experts in order, placed, a quarter more slots.
 
-    python -m benchmarks.placed_prediction --data DATA --hardware here.json
+    python -m benchmarks.placed_prediction --data DATA
     python -m benchmarks.placed_prediction --data DATA --hardware here.json --mbit 40
 
-here.json is a file of `tandem profile` of this machine, made before. With --mbit the ranks are in
-two network namespaces (root, iproute2), and a link's byte takes what its rate says, with Ethernet's
-and TCP's headers of full frames; all else is the file's. Copies and load are of the part of the
-profile that no placement was made of: nothing of the measured rows is in a prediction but lengths.
-`over`: predicted over measured, of the median round.
+Without --hardware this machine is profiled first, as `tandem profile` does, so that both are of
+the same minutes. A row of 1,024 tokens goes ahead: until it is through all others have come, and
+batches are formed of them in order; the time is from its end to the end of the last, median of the
+rounds.
+With --mbit the ranks are in two network namespaces (root, iproute2), and a link's byte takes what
+its rate says, with Ethernet's and TCP's headers of full frames; all else is the file's. Copies and
+load are of the part of the profile that no placement was made of: nothing of the measured rows is
+in a prediction but lengths. `over`: predicted over measured; `attention_over`, `expert_over`: of
+the spans of the stages (ATTENTION and SEND; EXPERT and SEND of the busiest rank), which hold what a
+rank waits for a core.
 """
 
 from __future__ import annotations
@@ -18,43 +23,55 @@ import asyncio
 import json
 import os
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from transformers import AutoTokenizer
 
 from actors.planning.model_shape import shape_of
 from actors.planning.profiled_routing import layer_routing
+from actors.ranks.attention_rank import ChunkCost
+from actors.ranks.rendezvous import contiguous_placements
 from benchmarks.harness import Result, write_result
-from benchmarks.placed_bytes import compare, placements_of
+from benchmarks.pinned_batches import CANDIDATES
+from benchmarks.placed_bytes import CALL_S, Running, groups, placements_of
 from benchmarks.placement.traces import BUNDLED, rows_of
+from benchmarks.rank_stream import ask
 from benchmarks.two_nodes import TwoNodes, nodes_of
+from cluster.capacity.profile import ProfileSettings, profile
 from cluster.files.hardware import load_hardware
 from contracts.config import ScheduleConfig
+from contracts.events import Stage, TaskSpan
 from contracts.hardware import Hardware
+from contracts.messages import Scored, Submit
 from contracts.placement import Placement
+from contracts.worker import Group
 from models.foresight.routing_counts import RoutingCounts
 from models.spec.model import ModelSpec, read_spec
 from models.weights.checkpoint import resolve_dtype
 from planner.costs.cost_model import (
     Deployment,
     batch_attention_ms,
+    serving_ms,
     stage_models,
     tokens_per_expert,
 )
 from planner.costs.model_shape import ModelShape
-from planner.costs.routing_shape import RoutingShape
-from planner.costs.stages import PlanSpec
+from planner.costs.routing_shape import RoutingShape, Spread
+from planner.costs.stages import PlanSpec, StageModels
 from planner.findep.default_plan import default_plan
 from planner.findep.placed_routing import routing_shape
-from planner.findep.recurrence import makespan_of_layers_ms
 from planner.findep.schedule import Piece, schedule_of_pieces
+from planner.findep.shared_cores import Sharing, shared_makespan_ms
 from planner.findep.split import balanced_ranges
 from planner.placement.samples import split
 from planner.placement.slots import ExpertPlacement
 
+AHEAD_TOKENS, HEAD_START_S = 1024, 0.01
+MOST_WARM = 16  # rounds
 FRAME, IN_FRAME = 1514, 1448  # bytes of a full Ethernet frame, and of a payload in it
 
 Chunks = list[tuple[int, int]]
@@ -75,41 +92,143 @@ def batches_of(lengths: Sequence[int], batch_tokens: int) -> list[Chunks]:
     return batches
 
 
-def foretold_s(
+class Foretold(NamedTuple):
+    """Of all batches, one after the other. attention_s, expert_s: of one rank, the busiest."""
+
+    whole_s: float
+    attention_s: float
+    expert_s: float
+
+
+def foretold(
     shape: ModelShape,
     hardware: Hardware,
     routing: RoutingShape,
     ranks: int,
     batches: Sequence[Chunks],
     backend: str,
-) -> float:
-    """Of all batches, one after the other, under the default plan, one attention rank."""
+) -> Foretold:
+    """Under the default plan, one attention rank."""
     one = Deployment(attention_ranks=1, expert_ranks=ranks, sequence_tokens=1)
-    per_layer = [stage_models(shape, hardware, one, backend, each) for each in routing.layers]
-    specs = [
-        PlanSpec(
-            stages=stages,
-            tokens_per_expert_per_sample=tokens_per_expert(shape, one),
-            num_layers=shape.moe_layers,
-            max_samples=1 << 16,
-            max_r2=64,
-            has_shared=False,
-        )
-        for stages in per_layer
-    ]
-    whole_ms = 0.0
+    stages = [stage_models(shape, hardware, one, backend, each) for each in routing.layers]
+    specs = [_spec(shape, one, each) for each in stages]
+    cores = hardware.devices or ranks + 1
+    whole_ms = attention_ms = expert_ms = 0.0
     for batch in batches:
         plan = default_plan(ScheduleConfig(), sum(stop - start for start, stop in batch))
-        costs = [batch_attention_ms(hardware.attention, shape, [chunk]) for chunk in batch]
-        pieces = []
-        for first, last in balanced_ranges(costs, min(plan.r1, len(batch))):
-            part = batch[first:last]
-            tokens = sum(stop - start for start, stop in part)
-            attention_ms = batch_attention_ms(hardware.attention, shape, part)
-            pieces.append(Piece(attention_ms, 0.0, tokens))
+        pieces = _pieces(shape, hardware, routing.mean, batch, plan.r1)
         layers = [schedule_of_pieces(spec, plan, pieces, len(batch)) for spec in specs]
-        whole_ms += makespan_of_layers_ms(layers)
-    return whole_ms / 1e3
+        tokens = sum(piece.amount for piece in pieces)
+        beside_ms = serving_ms(
+            hardware, shape, micro_batches=len(pieces), sequences=len(batch), tokens=tokens
+        )
+        whole_ms += beside_ms + shared_makespan_ms(layers, Sharing(1, ranks, cores))
+        for layer in layers:
+            for times in layer.micro_batches:
+                attention_ms += times.attention_ms
+                expert_ms += sum(run.repeats * run.expert_ms for run in times.groups)
+    return Foretold(whole_ms / 1e3, attention_ms / 1e3, expert_ms / 1e3)
+
+
+def _spec(shape: ModelShape, one: Deployment, stages: StageModels) -> PlanSpec:
+    return PlanSpec(
+        stages=stages,
+        tokens_per_expert_per_sample=tokens_per_expert(shape, one),
+        num_layers=shape.moe_layers,
+        max_samples=1 << 16,
+        max_r2=64,
+        has_shared=False,
+    )
+
+
+def _pieces(
+    shape: ModelShape, hardware: Hardware, spread: Spread, batch: Chunks, r1: int
+) -> list[Piece]:
+    cost = hardware.attention
+    relative = ChunkCost(read_spec(BUNDLED))  # what the executor cuts by
+    costs = [relative(*chunk) for chunk in batch]
+    return [
+        Piece(
+            batch_attention_ms(cost, shape, batch[first:last], spread),
+            0.0,
+            sum(stop - start for start, stop in batch[first:last]),
+        )
+        for first, last in balanced_ranges(costs, min(r1, len(batch)))
+    ]
+
+
+class Ran(NamedTuple):
+    """Seconds: of the batches together; in stages of the attention rank and of the busiest expert
+    rank."""
+
+    whole_s: float
+    attention_s: float
+    expert_s: float
+
+
+async def ran(group: Running, rows: Sequence[list[int]], tokens: Sequence[int]) -> Ran | None:
+    """None where batches were formed of other numbers of tokens."""
+    begin_s = time.monotonic()
+    submits = [
+        Submit(request_id=0, token_ids=ids, sampling=None, candidates=CANDIDATES)
+        for ids in ([1] * AHEAD_TOKENS, *rows)
+    ]
+    streams = [await ask(group.client, submits[0])]
+    await asyncio.sleep(HEAD_START_S)
+    streams += [await ask(group.client, submit) for submit in submits[1:]]
+    for stream in streams:
+        async for event in stream:
+            if not isinstance(event, Scored):
+                raise RuntimeError(f"a row failed: {event}")
+    spans = [
+        span
+        for handle in group.ranks
+        for span in handle.call("spans").result(CALL_S)
+        if span.start_s >= begin_s and span.stage not in (Stage.WAIT, Stage.A2E, Stage.E2A)
+    ]
+    first, *others = sorted({span.batch for span in spans})
+    formed = [sum(s.tokens for s in spans if _embeds(s) and s.batch == n) for n in others]
+    if formed != list(tokens):
+        return None
+    ended_s = max(span.end_s for span in spans if span.batch == first)
+    counted = [span for span in spans if span.batch != first]
+    busy_s = {
+        handle.name: sum(
+            span.end_s - span.start_s
+            for span in counted
+            if span.resource == handle.name and span.stage is not Stage.FINISH
+        )
+        for handle in group.ranks
+    }
+    attention_s = busy_s.pop(group.attention.name)
+    return Ran(max(s.end_s for s in spans) - ended_s, attention_s, max(busy_s.values()))
+
+
+def _embeds(span: TaskSpan) -> bool:
+    return span.stage is Stage.ATTENTION and span.layer == 0
+
+
+async def measured(
+    options: argparse.Namespace,
+    rows: Sequence[list[int]],
+    placements: dict[str, Placement],
+    nodes: TwoNodes | None,
+) -> dict[str, list[Ran]]:
+    """Rounds by placement, in turns."""
+    batches = batches_of([len(row) for row in rows], options.batch_tokens)
+    tokens = [sum(stop - start for start, stop in batch) for batch in batches]
+    found: dict[str, list[Ran]] = {name: [] for name in placements}
+    async with groups(options, placements, nodes) as running:
+        for group in running.values():
+            for _ in range(MOST_WARM):  # until it is long ago that requests shared a batch
+                if await ran(group, rows, tokens) is not None:
+                    break
+        for _ in range(options.rounds):
+            for name, group in running.items():
+                one = await ran(group, rows, tokens)
+                if one is not None:
+                    found[name].append(one)
+    return found
 
 
 def routing_of(placement: Placement, spec: ModelSpec, counts: RoutingCounts) -> RoutingShape:
@@ -121,7 +240,10 @@ def routing_of(placement: Placement, spec: ModelSpec, counts: RoutingCounts) -> 
 
 def machine(options: argparse.Namespace) -> tuple[Hardware, str]:
     """With the link's rate in place of what the file has of TCP."""
-    hardware = load_hardware(str(options.hardware))
+    if options.hardware is not None:
+        hardware = load_hardware(str(options.hardware))
+    else:
+        hardware = profile(ProfileSettings(BUNDLED, "bfloat16", options.profile_s))
     if options.mbit is None:
         return hardware, "shm"
     ms_per_byte = 8e3 / (options.mbit * 1e6) * FRAME / IN_FRAME
@@ -145,22 +267,20 @@ def run(options: argparse.Namespace, nodes: TwoNodes | None) -> None:
     samples: dict[str, Any] = {}
     summary: dict[str, Any] = {}
     for ranks in options.ranks:
-        placements = placements_of(spec, counts, ranks)
-        found = asyncio.run(compare(options, rows, placements, nodes))
+        placements = {"contiguous": in_order(ranks)}
+        if ranks > 1:
+            placements = placements_of(spec, counts, ranks)
+        rounds = asyncio.run(measured(options, rows, placements, nodes))
         key = f"1+{ranks}"
-        samples[key] = found
+        samples[key] = {
+            name: {field: [round(getattr(one, field), 4) for one in found] for field in Ran._fields}
+            for name, found in rounds.items()
+        }
         summary[key] = {}
         for name, placement in placements.items():
             routing = routing_of(placement, spec, counts)
-            said_s = foretold_s(shape, hardware, routing, ranks, batches, backend)
-            measured_s = statistics.median(found[name]["s"])
-            summary[key][name] = {
-                "copies": round(routing.mean.copies, 4),
-                "load": round(routing.mean.load, 4),
-                "predicted_s": round(said_s, 4),
-                "measured_s": measured_s,
-                "over": round(said_s / measured_s, 4),
-            }
+            said = foretold(shape, hardware, routing, ranks, batches, backend)
+            summary[key][name] = compared(routing, said, rounds[name])
         plain = summary[key]["contiguous"]
         for each in summary[key].values():
             each["predicted_ratio"] = round(each["predicted_s"] / plain["predicted_s"], 4)
@@ -178,6 +298,27 @@ def run(options: argparse.Namespace, nodes: TwoNodes | None) -> None:
     print(f"written: {write_result(result, options.output)}")
 
 
+def compared(routing: RoutingShape, said: Foretold, rounds: Sequence[Ran]) -> dict[str, float]:
+    whole_s, attention_s, expert_s = (
+        statistics.median(column) for column in zip(*rounds, strict=True)
+    )
+    return {
+        "copies": round(routing.mean.copies, 4),
+        "load": round(routing.mean.load, 4),
+        "rounds": len(rounds),
+        "predicted_s": round(said.whole_s, 4),
+        "measured_s": round(whole_s, 4),
+        "least_s": round(min(one.whole_s for one in rounds), 4),
+        "over": round(said.whole_s / whole_s, 4),
+        "attention_over": round(said.attention_s / attention_s, 4),
+        "expert_over": round(said.expert_s / expert_s, 4),
+    }
+
+
+def in_order(ranks: int) -> Placement:
+    return contiguous_placements(str(BUNDLED), expert_ranks=ranks)[Group.EXPERT]
+
+
 def main() -> None:
     options = _options()
     run(options, nodes_of(options, "benchmarks.placed_prediction"))
@@ -186,8 +327,9 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else "")
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--hardware", type=Path, required=True, help="of tandem profile")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--hardware", type=Path, help="of tandem profile, made before")
+    parser.add_argument("--profile-s", type=float, default=40.0, help="without --hardware")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--mbit", type=float, help="rate of the link, of each direction")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=8192)

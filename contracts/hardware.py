@@ -30,7 +30,9 @@ class AttentionCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     call_ms; projection_ms for each projection; sequence_ms for each sequence;
     linear_ms_per_flop for what is done once per token (projections, router);
     attended_ms_per_flop for what is done once per (query, key) pair that the mask leaves;
-    context_ms_per_byte for keys and values that are read back from the pool.
+    context_ms_per_byte for keys and values that are read back from the pool;
+    packet_ms for each expert rank beyond the first, which gets a packet and answers it;
+    copied_ms_per_byte for each copy of a row beyond the first: cut out, and its answer added.
     """
 
     call_ms: Ms
@@ -39,10 +41,25 @@ class AttentionCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     projection_ms: Ms = 0.0
     sequence_ms: Ms = 0.0
     context_ms_per_byte: Ms = 0.0
+    packet_ms: Ms = 0.0
+    copied_ms_per_byte: Ms = 0.0
 
     def __post_init__(self) -> None:
         if not self.linear_ms_per_flop > 0:
             raise ValueError("attention.linear_ms_per_flop=0: give the time of a FLOP in ms")
+
+
+class ServingCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an attention rank does for a batch outside of the layers with experts: batch_ms;
+    micro_batch_ms for each, which is made ready; sequence_ms for each sequence, which is admitted,
+    scheduled and answered; token_ms for each token, whose blocks are booked and which is embedded.
+    Logits cost what attention's linear FLOPs do.
+    """
+
+    batch_ms: Ms
+    micro_batch_ms: Ms
+    sequence_ms: Ms
+    token_ms: Ms
 
 
 class SharedCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,8 +129,9 @@ class Hardware(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     kind says where the figures are from: measured by `tandem profile`, printed in a paper, or put
     together of public figures (data sheets) and stated assumptions. source: in words. memory_bytes:
-    of one rank's device. devices: how many there are, None where it is not known. shared None: not
-    measured; shared experts are then taken to cost what routed ones do.
+    of one rank's device. devices: how many there are, None where it is not known. shareable: more
+    ranks than that take turns on them, as processes do on cores. shared None: not measured; shared
+    experts are then taken to cost what routed ones do. serving None: not measured, taken as free.
     """
 
     version: int
@@ -126,7 +144,9 @@ class Hardware(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     expert: ExpertCost
     links: Annotated[list[LinkCost], Meta(min_length=1, max_length=1000)]
     shared: SharedCost | None = None
+    serving: ServingCost | None = None
     devices: Count | None = None
+    shareable: bool = False
     fits: list[Fit] = []
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Measures what attention ranks and expert ranks do per layer: the real executor and the real
-expert server, joined by a real channel, stepped in turn in one thread, so that neither takes time
-from the other.
+"""Measures what attention ranks and expert ranks do per layer, and an attention rank for a batch
+beside: the real executor, scheduler and expert servers, joined by a real channel, stepped in turn
+in one thread, so that none takes time from the others.
 
 A task's time is that of the loop's whole step: it holds what a rank is busy with, copying into
 the channel and cutting packets too, not only the products of matrices. It is the thread's CPU time:
@@ -9,7 +9,9 @@ what the wall clock would show on a core that nobody else uses.
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,24 +20,30 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from actors.batching.finisher import Finisher
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
+from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.channels.base import Endpoint, PeerJoined
 from actors.channels.factory import make_endpoint
 from actors.channels.handshake import new_token
 from actors.engine.executor import Executor, ExecutorParts
+from actors.experts.dispatch_counts import DispatchCounts
 from actors.experts.expert_server import ExpertServer
 from actors.experts.rank_experts import AllThere
 from actors.experts.remote_plane import RemotePlane
+from actors.kv.block_manager import BlockManager
 from actors.telemetry.timeline import Timeline
+from actors.wire.event_frames import event_frames
 from contracts.clock import Clock, monotonic_s
-from contracts.config import ChannelConfig
+from contracts.config import ChannelConfig, ScheduleConfig
 from contracts.errors import ChannelError, ResourceError
 from contracts.events import Stage, TaskSpan
 from contracts.machine import available_bytes
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
 from contracts.requests import Priority
+from contracts.worker import Group, rank_name
 from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
@@ -50,7 +58,7 @@ from planner.placement.slots import ExpertPlacement
 
 BLOCK_TOKENS = 16
 MOE_LAYERS = 5  # that are loaded: several, so that weights do not stay in the cache
-_ATTENTION, _EXPERT = "attention-0", "expert-0"
+_ATTENTION = "attention-0"
 _MEMORY_FRACTION = 0.8
 _JOIN_S = 10.0
 
@@ -61,6 +69,7 @@ class AttentionTask(NamedTuple):
     stage: Stage
     layer: int
     seconds: float
+    micro_batch: int = 0
 
 
 class ExpertTask(NamedTuple):
@@ -73,51 +82,71 @@ class ExpertTask(NamedTuple):
 
 
 class PassTimes(NamedTuple):
+    """copies: expert ranks that a token went to, mean over the layers."""
+
     attention: list[AttentionTask]
     expert: list[ExpertTask]
+    copies: float = 1.0
 
 
 class StageProbe:
     """Owned by one thread. `spec` is the checkpoint's, cut to the layers that are loaded."""
 
     def __init__(
-        self, folder: Path, spec: ModelSpec, dtype: torch.dtype, *, pool_tokens: int
+        self,
+        folder: Path,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        *,
+        pool_tokens: int,
+        expert_ranks: int = 1,
     ) -> None:
-        """Raises ResourceError if the weights and the pool do not fit; CheckpointError."""
+        """expert_ranks: that its experts are divided among, in order. Raises ResourceError if the
+        weights and the pool do not fit; CheckpointError."""
         self.spec = first_layers(spec)
         _check_memory(self.spec, dtype, pool_tokens)
         checkpoint = Checkpoint(folder)
         half = AttentionHalf.load(checkpoint, self.spec, dtype=dtype)
-        everyone = range(self.spec.num_experts)
-        experts = _Watched(ExpertHalf.load(checkpoint, self.spec, everyone, dtype=dtype))
-        self._experts = experts
-        self._spans: list[TaskSpan] = []
-        self._batches = 0
-        everything = contiguous(
+        in_order = contiguous(
             self.spec.num_experts,
-            1,
+            expert_ranks,
             num_layers=self.spec.num_layers,
             moe_layers=self.spec.moe_layers,
         )
+        self._spans: list[TaskSpan] = []
+        self._batches = 0
         clock: Clock = monotonic_s
-        attention_end, expert_end = _joined(clock)
-        self._ends = (attention_end, expert_end)
+        names = [rank_name(Group.EXPERT, rank) for rank in range(expert_ranks)]
+        attention_end, *expert_ends = _joined(names, clock)
+        self._ends = (attention_end, *expert_ends)
         timeline = Timeline(0, self._spans.append)
-        placement = ExpertPlacement(everything)
+        self._counts = DispatchCounts(expert_ranks)
+        plane = RemotePlane(
+            attention_end, ExpertPlacement(in_order), names, timeline, clock, counts=self._counts
+        )
+        self._blocks = -(-pool_tokens // BLOCK_TOKENS)
+        self._finisher = Finisher(half, max_context_tokens=self.spec.max_context_tokens)
+        self._reads = False  # logits
         parts = ExecutorParts(
             name=attention_end.name,
             half=half,
-            kv=KvPool(self.spec, -(-pool_tokens // BLOCK_TOKENS), BLOCK_TOKENS, dtype),
-            plane=RemotePlane(attention_end, placement, [_EXPERT], timeline, clock),
-            sink=_forget,
+            kv=KvPool(self.spec, self._blocks, BLOCK_TOKENS, dtype),
+            plane=plane,
+            sink=self._sink,
             timeline=timeline,
             clock=clock,
         )
         self._executor = Executor(parts, chunk_cost=lambda start, stop: float(stop - start))
-        watched: Any = experts  # has all of an ExpertHalf that the server uses
-        self._server = ExpertServer(
-            expert_end, AllThere(watched), timeline=Timeline(0), clock=clock
-        )
+        self._experts: list[_Watched] = []
+        self._servers: list[ExpertServer] = []
+        for rank, end in enumerate(expert_ends):
+            low, high = in_order.slot_bounds[rank]
+            loaded = ExpertHalf.load(checkpoint, self.spec, range(low, high), dtype=dtype)
+            self._experts.append(_Watched(loaded))
+            watched: Any = self._experts[-1]  # has all of an ExpertHalf that the server uses
+            self._servers.append(
+                ExpertServer(end, AllThere(watched), timeline=Timeline(0), clock=clock)
+            )
 
     def run(self, chunks: Sequence[tuple[int, int]], *, seed: int) -> PassTimes:
         """One pass of one micro-batch of (start, stop) chunks through all layers. What is cached is
@@ -129,60 +158,143 @@ class StageProbe:
         batch = ScheduledBatch(self._batches, Priority.LS, self._sequences(chunks, seed))
         self._batches += 1
         self._executor.submit(batch, Plan(order=Order.ASAS))
-        times = PassTimes([], [])
-        with torch.inference_mode():  # as the ranks' loops
-            while not self._attention_step(times):
-                if self._executor.failure is not None:
-                    raise self._executor.failure
-                self._expert_step(times)
-        moe = self.spec.moe_layers
-        counted = set(moe[1:] if len(moe) > 1 else moe)
+        counts = self._counts
+        counts.tokens = counts.copies = 0
+        times, _ = self._through()
+        counted = self._counted
         return PassTimes(
             [task for task in times.attention if task.layer in counted],
             [task for task in times.expert if task.layer in counted],
+            counts.copies / counts.tokens,
         )
+
+    def serve(self, lengths: Sequence[int], *, micro_batches: int, seed: int) -> float:
+        """Seconds that an attention rank takes for a batch of prompts, each to be scored, outside
+        of its layers with experts: from its messages, decoded, to its answers, encoded.
+
+        Those layers are counted as the median of the counted ones: what the first has to do more is
+        no layer's.
+        """
+        config = ScheduleConfig(max_batch_tokens=sum(lengths), max_batch_sequences=len(lengths))
+        scheduler = Scheduler(config, BlockManager(self._blocks))
+        submits = self._submits(lengths, seed)
+        self._reads = True
+        try:
+            start_s = time.thread_time()
+            for submit in submits:
+                sequence = TokenSequence((0, submit.request_id), submit, BLOCK_TOKENS)
+                _ = sequence.hashes
+                scheduler.add(sequence)
+            batch = scheduler.next_batch()
+            assert batch is not None
+            self._executor.submit(batch, Plan(order=Order.ASAS, r1=micro_batches))
+            spent_s = time.thread_time() - start_s
+            times, stepped_s = self._through()
+            start_s = time.thread_time()
+            scheduler.complete(batch)
+            event_frames([event for _, event in self._finisher.answers])
+            spent_s += time.thread_time() - start_s
+        finally:
+            self._reads = False
+            self._finisher.answers = []
+        return max(0.0, spent_s + stepped_s - self._layers_s(times))
+
+    def _layers_s(self, times: PassTimes) -> float:
+        """Of all micro-batches: layers without experts as they are, those with some at the median
+        of the counted ones."""
+        moe, counted = set(self.spec.moe_layers), self._counted
+        dense_s = sum(task.seconds for task in times.attention if task.layer not in moe)
+        by_task: defaultdict[tuple[int, Stage], list[float]] = defaultdict(list)
+        for task in times.attention:
+            if task.layer in counted:
+                by_task[task.micro_batch, task.stage].append(task.seconds)
+        return dense_s + sum(len(moe) * statistics.median(each) for each in by_task.values())
+
+    @property
+    def _counted(self) -> set[int]:
+        moe = self.spec.moe_layers
+        return set(moe[1:] if len(moe) > 1 else moe)
+
+    def _through(self) -> tuple[PassTimes, float]:
+        """Runs what was submitted to its end; with the seconds of all attention steps."""
+        times, stepped_s = PassTimes([], []), 0.0
+        with torch.inference_mode():  # as the ranks' loops
+            while True:
+                done, seconds = self._attention_step(times)
+                stepped_s += seconds
+                if done:
+                    return times, stepped_s
+                if self._executor.failure is not None:
+                    raise self._executor.failure
+                self._expert_step(times)
+
+    def _sink(
+        self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor
+    ) -> Iterable[None]:
+        return self._finisher(chunks, batch, hidden_TD) if self._reads else ()
 
     def close(self) -> None:
         for end in self._ends:
             end.close()
 
-    def _attention_step(self, times: PassTimes) -> list[ScheduledBatch]:
+    def _attention_step(self, times: PassTimes) -> tuple[list[ScheduledBatch], float]:
         self._spans.clear()
         start_s = time.thread_time()
         done = self._executor.step(0.0)
         seconds = time.thread_time() - start_s
         for span in self._spans:
             if span.stage in (Stage.ATTENTION, Stage.SHARED):
-                times.attention.append(AttentionTask(span.stage, span.layer, seconds))
-        return done
+                times.attention.append(
+                    AttentionTask(span.stage, span.layer, seconds, span.micro_batch)
+                )
+        return done, seconds
 
     def _expert_step(self, times: PassTimes) -> None:
-        self._experts.calls.clear()
-        start_s = time.thread_time()
-        self._server.step(0.0)
-        seconds = time.thread_time() - start_s
-        for layer, active, pairs in self._experts.calls:
-            times.expert.append(ExpertTask(layer, active, pairs, seconds))
+        for experts, server in zip(self._experts, self._servers, strict=True):
+            experts.calls.clear()
+            start_s = time.thread_time()
+            server.step(0.0)
+            seconds = time.thread_time() - start_s
+            for layer, active, pairs in experts.calls:
+                times.expert.append(ExpertTask(layer, active, pairs, seconds))
 
     def _sequences(self, chunks: Sequence[tuple[int, int]], seed: int) -> list[Chunk]:
-        generator = torch.Generator().manual_seed(seed)
         first, made = 0, []
-        for number, (start, stop) in enumerate(chunks):
-            ids = torch.randint(self.spec.vocab_size, (stop,), generator=generator).tolist()
-            submit = Submit(request_id=number, token_ids=ids, sampling=None, candidates=[0])
-            sequence = TokenSequence((0, number), submit, BLOCK_TOKENS)
+        submits = self._submits([stop for _, stop in chunks], seed)
+        for (start, stop), submit in zip(chunks, submits, strict=True):
+            sequence = TokenSequence((0, submit.request_id), submit, BLOCK_TOKENS)
             blocks = -(-stop // BLOCK_TOKENS)
             sequence.block_table = list(range(first, first + blocks))
             first += blocks
             made.append(Chunk(sequence, start, stop, frozenset()))
         return made
 
+    def _submits(self, lengths: Sequence[int], seed: int) -> list[Submit]:
+        """Of random tokens."""
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            Submit(
+                request_id=number,
+                token_ids=torch.randint(
+                    self.spec.vocab_size, (length,), generator=generator
+                ).tolist(),
+                sampling=None,
+                candidates=[0],
+            )
+            for number, length in enumerate(lengths)
+        ]
+
 
 @contextmanager
 def stage_probe(
-    folder: Path, spec: ModelSpec, dtype: torch.dtype, *, pool_tokens: int
+    folder: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    *,
+    pool_tokens: int,
+    expert_ranks: int = 1,
 ) -> Iterator[StageProbe]:
-    probe = StageProbe(folder, spec, dtype, pool_tokens=pool_tokens)
+    probe = StageProbe(folder, spec, dtype, pool_tokens=pool_tokens, expert_ranks=expert_ranks)
     try:
         yield probe
     finally:
@@ -225,25 +337,22 @@ class _Watched:
         return self._half.steps(layer, x_UD, rows_N, weights_N, counts_e)
 
 
-def _forget(chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor) -> Iterable[None]:
-    """The sink: no logits are wanted."""
-    return ()
-
-
-def _joined(clock: Clock) -> tuple[Endpoint, Endpoint]:
+def _joined(experts: Sequence[str], clock: Clock) -> list[Endpoint]:
+    """The attention rank's end, and those of the expert ranks."""
     token = new_token()
-    # One thread steps both ends, so that each is silent while the other computes: never hung.
+    # One thread steps all ends, so that each is silent while another computes: never hung.
     config = ChannelConfig(backend="shm", silence_s=600.0)
     device = torch.device("cpu")
     ends = [
         make_endpoint(name=name, token=token, epoch=1, config=config, clock=clock, device=device)
-        for name in (_ATTENTION, _EXPERT)
+        for name in (_ATTENTION, *experts)
     ]
-    attention_end, expert_end = ends
-    attention_end.connect(_EXPERT, expert_end.listen())
-    if not any(isinstance(happening, PeerJoined) for happening in expert_end.poll(_JOIN_S)):
-        raise ChannelError(f"{_ATTENTION} did not join {_EXPERT} within {_JOIN_S} s")
-    return attention_end, expert_end
+    attention_end, *expert_ends = ends
+    for end in expert_ends:
+        attention_end.connect(end.name, end.listen())
+        if not any(isinstance(happening, PeerJoined) for happening in end.poll(_JOIN_S)):
+            raise ChannelError(f"{_ATTENTION} did not join {end.name} within {_JOIN_S} s")
+    return ends
 
 
 def _check_memory(spec: ModelSpec, dtype: torch.dtype, pool_tokens: int) -> None:

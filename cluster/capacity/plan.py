@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from cluster.capacity.plan_input import ModelProblem, read_plan_file
-from cluster.capacity.plan_routing import RoutingAnswer, in_order, placed, routing_answer
+from cluster.capacity.plan_routing import Placed, RoutingAnswer, in_order, routing_answer
 from cluster.capacity.plan_ways import WaysAnswer, ways_answer
 from contracts.clock import monotonic_s
 from contracts.plan import Order, Plan
@@ -18,7 +18,15 @@ from planner.costs.stages import PlanSpec
 from planner.findep.alternatives import Workload
 from planner.findep.beyond import solve_beyond
 from planner.findep.solver import PlannedBatch, solve
-from planner.findep.split_search import Split, Verdict, judge, over_layers, planned_split, search
+from planner.findep.split_search import (
+    NOTHING,
+    Split,
+    Verdict,
+    as_run,
+    judge,
+    planned_split,
+    search,
+)
 
 
 class PlanAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -58,7 +66,8 @@ class AlternativeAnswer(msgspec.Struct, kw_only=True):
 
 class FullAnswer(PlanAnswer, kw_only=True, omit_defaults=True):
     """What `tandem plan --json` prints. From `attention_ranks` on: of a SPEC with a model.
-    layers_differ: makespans are of the layers as they are, lower_bound_ms of their mean."""
+    layers_differ: makespans are of the layers as they are, lower_bound_ms of their mean.
+    shared_cores: there are fewer than ranks, and makespans say so; lower_bound_ms does not."""
 
     lower_bound_ms: float
     solve_ms: float
@@ -73,6 +82,7 @@ class FullAnswer(PlanAnswer, kw_only=True, omit_defaults=True):
     offload: list[OffloadedToken] = []
     offload_advice: str = ""
     layers_differ: bool = False
+    shared_cores: float | None = None
     routing: RoutingAnswer | None = None
     prefill: WaysAnswer | None = None
 
@@ -96,8 +106,11 @@ def plan_file(path: Path, *, devices: int | None, beyond: bool) -> Report:
     if profiled is not None:
         plain = workload._replace(routing_of=in_order(profiled, workload))
         before = _verdict(given._replace(workload=plain), beyond=beyond), plain
-        given = given._replace(workload=workload._replace(routing_of=placed(profiled, workload)))
-    verdict = _verdict(given, beyond=beyond)
+        placed = Placed(profiled, workload)
+        given = given._replace(workload=workload._replace(routing_of=placed))
+        verdict = _verdict_of_placed(given, placed, beyond=beyond)
+    else:
+        verdict = _verdict(given, beyond=beyond)
     assert verdict.best.spec is not None
     report = _report(verdict.best.spec, beyond=beyond, verdict=verdict)
     if given.tier is not None:
@@ -125,6 +138,20 @@ def _verdict(problem: ModelProblem, *, beyond: bool) -> Verdict:
     return judge(workload, [split])
 
 
+def _verdict_of_placed(problem: ModelProblem, placed: Placed, *, beyond: bool) -> Verdict:
+    """The best of all splits as they are sketched, then thoroughly, beside the same devices without
+    a split."""
+    workload = problem.workload
+    sketched = _verdict(problem, beyond=beyond)
+    best = sketched.best.deployment
+    placed.be_thorough(best.expert_ranks, workload.devices)
+    find = functools.partial(_best, beyond=beyond)
+    split = planned_split(workload, best, find, problem.max_r2)
+    others = [each for each in sketched.splits if each.deployment != best]
+    splits = sorted([split, *others], key=lambda each: each.deployment.attention_ranks)
+    return judge(workload, splits)
+
+
 def _report(spec: PlanSpec, *, beyond: bool, verdict: Verdict | None = None) -> Report:
     solve(spec)  # what numpy and the solver set up once is no part of a decision's time
     start_s = monotonic_s()
@@ -133,9 +160,10 @@ def _report(spec: PlanSpec, *, beyond: bool, verdict: Verdict | None = None) -> 
     solve_ms = 1e3 * (monotonic_s() - start_s)
     ranks = 1 if verdict is None else verdict.best.deployment.attention_ranks
     layers = () if verdict is None else verdict.best.layers
+    outside = NOTHING if verdict is None else verdict.best.outside
 
     def told(planned: PlannedBatch) -> PlanAnswer:
-        return _answer(over_layers(planned, spec, layers), ranks)
+        return _answer(as_run(planned, spec, layers, outside), ranks)
 
     answer = FullAnswer(
         **msgspec.structs.asdict(told(best)),
@@ -172,6 +200,8 @@ def _add_verdict(answer: FullAnswer, verdict: Verdict) -> None:
     answer.expert_ranks = best.deployment.expert_ranks
     answer.max_samples = best.spec.max_samples if best.spec is not None else None
     answer.layers_differ = bool(best.layers)
+    if best.outside.sharing is not None:
+        answer.shared_cores = best.outside.sharing.cores
     answer.disaggregate, answer.advice = verdict.disaggregate, verdict.advice
     answer.splits = [_split_answer(split) for split in verdict.splits]
     answer.alternatives = [

@@ -172,7 +172,7 @@ def _model_problem(file: ModelFile, where: str, devices: int | None) -> ModelPro
         devices=total_devices,
         sequence_tokens=file.sequence_tokens,
         context_tokens=file.context_tokens,
-        usable_bytes=(file.memory_bytes or hardware.memory_bytes) * file.memory_fraction,
+        usable_bytes=_memory_bytes(file, hardware, total_devices) * file.memory_fraction,
         max_samples=file.max_samples,
         backend=file.backend,
     )
@@ -234,7 +234,17 @@ def _split(file: ModelFile, devices: int | None, where: str) -> tuple[tuple[int,
     return (attention, expert), total
 
 
+def _memory_bytes(file: ModelFile, hardware: Hardware, devices: int) -> float:
+    """Of a rank's device; ranks that share devices share their memory."""
+    if file.memory_bytes is not None:
+        return file.memory_bytes
+    shared = max(1.0, devices / hardware.devices) if hardware.devices else 1.0
+    return hardware.memory_bytes / shared
+
+
 def _check_devices(hardware: Hardware, devices: int, where: str) -> None:
+    if hardware.shareable:
+        return
     if hardware.devices is not None and devices > hardware.devices:
         raise ConfigError(
             f"{where}: devices: {devices} wanted, hardware {hardware.name} has {hardware.devices}"

@@ -50,6 +50,8 @@ def _print_plans(console: Terminal, report: Report) -> None:
         )
     console.print(table)
     alike = "" if not answer.layers_differ else ", were all layers as their mean"
+    if answer.shared_cores is not None:
+        alike += ", had every rank a core"
     console.print(
         f"Solved in {answer.solve_ms:.2f} ms. No plan of the paper's kinds brings as many samples "
         f"in less than {_figure(answer.lower_bound_ms)} ms{alike}."
@@ -62,9 +64,10 @@ def _title(report: Report) -> str:
     answer = report.answer
     if answer.attention_ranks is None:
         return f"At most {report.spec.max_samples} samples in memory"
+    cores = "" if answer.shared_cores is None else f" on {answer.shared_cores:g} cores"
     return (
-        f"{answer.attention_ranks} attention and {answer.expert_ranks} expert ranks, at most "
-        f"{report.spec.max_samples} samples in the memory of each attention rank"
+        f"{answer.attention_ranks} attention and {answer.expert_ranks} expert ranks{cores}, at "
+        f"most {report.spec.max_samples} samples in the memory of each attention rank"
     )
 
 

@@ -27,10 +27,12 @@ from planner.costs.stage_fit import (
     AttentionSample,
     ExpertSample,
     LinkSample,
+    ServingSample,
     SharedSample,
     fit_attention,
     fit_expert,
     fit_link,
+    fit_serving,
     fit_shared,
 )
 
@@ -43,6 +45,10 @@ LINK_BYTES = (64, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 MAX_BATCH_TOKENS = 8192
 MAX_RAGGED_TOKENS = 2048
 LINK_SHARE = 0.2  # of the time
+SEVERAL_SHARE = 0.2  # of what is left, with several expert ranks
+SEVERAL = 4  # expert ranks, so that packets to more than one are told apart
+MAX_SEVERAL_TOKENS = 2048
+SERVED = ((1, 64), (4, 64), (16, 64), (32, 64), (64, 16), (1, 1024), (4, 512))  # count, tokens
 
 Chunks = tuple[tuple[int, int], ...]
 
@@ -66,12 +72,16 @@ def profile(settings: ProfileSettings) -> Hardware:
     dtype = resolve_dtype(spec, settings.dtype)
     bound_memory()  # as ranks do
     with _one_thread():
-        stages = _measure_stages(settings, spec, dtype)
+        stages, several, served = _measure_stages(settings, spec, dtype)
         links, link_fits = _measure_links(LINK_SHARE * settings.seconds)
     shape = shape_of(spec, dtype)
-    attention, attention_fit = fit_attention(shape, _attention_samples(spec, stages))
-    expert, expert_fit = fit_expert(shape, _expert_samples(stages))
+    attention_samples = _attention_samples(spec, stages) + _attention_samples(
+        spec, several, min(SEVERAL, spec.num_experts)
+    )
+    attention, attention_fit = fit_attention(shape, attention_samples)
+    expert, expert_fit = fit_expert(shape, _expert_samples(stages) + _expert_samples(several))
     shared, shared_fits = _shared(shape, stages)
+    serving, serving_fit = fit_serving(shape, attention, served)
     cores = machine.whole_cores()
     precision = str(dtype)[6:]
     return Hardware(
@@ -82,12 +92,14 @@ def profile(settings: ProfileSettings) -> Hardware:
         f"{precision}, one core a rank, torch {torch.__version__}",
         device=f"one core of {_processor()}",
         devices=cores,
+        shareable=True,
         memory_bytes=machine.total_bytes() // cores,
         attention=attention,
         shared=shared,
+        serving=serving,
         expert=expert,
         links=links,
-        fits=[attention_fit, *shared_fits, expert_fit, *link_fits],
+        fits=[attention_fit, *shared_fits, expert_fit, serving_fit, *link_fits],
     )
 
 
@@ -119,6 +131,7 @@ def batches(max_context_tokens: int) -> list[Chunks]:
         if start + new <= longest and count * new <= MAX_BATCH_TOKENS
     }
     found.update(_ragged(count, min(longest, MAX_RAGGED_TOKENS)) for count in (6, 12, 24, 48))
+    found.update(_prompts(count, longest) for count in (8, 16, 32))
     pool = [chunks for chunks in found if pool_tokens_for(chunks) <= 16 * MAX_BATCH_TOKENS]
     return sorted(pool, key=_size)
 
@@ -139,6 +152,13 @@ def _ragged(count: int, longest: int) -> Chunks:
     return tuple(chunks)
 
 
+def _prompts(count: int, longest: int) -> Chunks:
+    """So many of different lengths, as rows to classify have them: half of at most 67 tokens, the
+    longest of four to six times as many."""
+    lengths = [12 * (10 ** (1.5 * (number + 0.5) / count)) for number in range(count)]
+    return tuple((0, max(1, min(longest, round(each)))) for each in lengths)
+
+
 def _size(chunks: Chunks) -> float:
     """Of about its time, in tokens: enough for an order."""
     return sum((stop - start) * (1 + (start + stop) / 4096) for start, stop in chunks)
@@ -155,20 +175,55 @@ def label_of(chunks: Chunks) -> str:
 _Measured = dict[Chunks, list[PassTimes]]
 
 
-def _measure_stages(settings: ProfileSettings, spec: ModelSpec, dtype: torch.dtype) -> _Measured:
+def _measure_stages(
+    settings: ProfileSettings, spec: ModelSpec, dtype: torch.dtype
+) -> tuple[_Measured, _Measured, list[ServingSample]]:
+    """With one expert rank, with several, and outside of the layers."""
     wanted = batches(spec.max_context_tokens)
     budget_s = (1 - LINK_SHARE) * settings.seconds
     pool_tokens = max(pool_tokens_for(chunks) for chunks in wanted)
-    with stage_probe(settings.model_folder, spec, dtype, pool_tokens=pool_tokens) as probe:
-        start_s = monotonic_s()
-        chosen = _affordable(probe, wanted, budget_s)
-        measured: _Measured = {chunks: [] for chunks in chosen}
-        for number in range(MAX_ROUNDS):  # batches in turn, so that a slow second hits all of them
-            if number >= LEAST_ROUNDS and monotonic_s() - start_s > budget_s:
-                break
-            for chunks in chosen:
-                measured[chunks].append(probe.run(chunks, seed=number % SEEDS))
+    folder, ranks = settings.model_folder, min(SEVERAL, spec.num_experts)
+    with stage_probe(folder, spec, dtype, pool_tokens=pool_tokens) as probe:
+        served = _served(probe, spec.max_context_tokens, pool_tokens)
+        one = _rounds(probe, wanted, (1 - SEVERAL_SHARE) * budget_s)
+    few = [chunks for chunks in one if _tokens(chunks) <= MAX_SEVERAL_TOKENS][::2]
+    with stage_probe(folder, spec, dtype, pool_tokens=pool_tokens, expert_ranks=ranks) as probe:
+        several = _rounds(probe, few, SEVERAL_SHARE * budget_s)
+    return one, several, served
+
+
+def _rounds(probe: StageProbe, wanted: Sequence[Chunks], budget_s: float) -> _Measured:
+    start_s = monotonic_s()
+    chosen = _affordable(probe, wanted, budget_s)
+    measured: _Measured = {chunks: [] for chunks in chosen}
+    for number in range(MAX_ROUNDS):  # batches in turn, so that a slow second hits all of them
+        if number >= LEAST_ROUNDS and monotonic_s() - start_s > budget_s:
+            break
+        for chunks in chosen:
+            measured[chunks].append(probe.run(chunks, seed=number % SEEDS))
     return measured
+
+
+def _served(probe: StageProbe, longest: int, pool_tokens: int) -> list[ServingSample]:
+    """Batches of prompts as one micro-batch and as two; the first round warms up."""
+    samples = []
+    for count, tokens in SERVED:
+        lengths = [min(tokens, longest)] * count
+        for micro_batches in (1, 2):
+            if sum(lengths) > pool_tokens // 2 or micro_batches > count:
+                continue
+            seconds = [
+                probe.serve(lengths, micro_batches=micro_batches, seed=number)
+                for number in range(LEAST_ROUNDS + 1)
+            ]
+            ms = 1e3 * statistics.median(seconds[1:])
+            label = f"{count} prompts of {lengths[0]} tokens, r1={micro_batches}"
+            samples.append(ServingSample(label, micro_batches, count, sum(lengths), max(ms, 1e-3)))
+    return samples
+
+
+def _tokens(chunks: Chunks) -> int:
+    return sum(stop - start for start, stop in chunks)
 
 
 def _affordable(probe: StageProbe, wanted: Sequence[Chunks], budget_s: float) -> list[Chunks]:
@@ -187,8 +242,10 @@ def _affordable(probe: StageProbe, wanted: Sequence[Chunks], budget_s: float) ->
     return chosen
 
 
-def _attention_samples(spec: ModelSpec, measured: _Measured) -> list[AttentionSample]:
-    """The median of each batch and kind of layer."""
+def _attention_samples(
+    spec: ModelSpec, measured: _Measured, ranks: int = 1
+) -> list[AttentionSample]:
+    """The median of each batch and kind of layer, with so many expert ranks."""
     samples = []
     for chunks, passes in measured.items():
         tasks = [task for one in passes for task in one.attention]
@@ -200,7 +257,9 @@ def _attention_samples(spec: ModelSpec, measured: _Measured) -> list[AttentionSa
             ]
             if times:
                 ms = 1e3 * statistics.median(times)
-                samples.append(AttentionSample(label_of(chunks), chunks, window, ms))
+                copies = statistics.fmean(one.copies for one in passes)
+                label = label_of(chunks) + (f" to {ranks} ranks" if ranks > 1 else "")
+                samples.append(AttentionSample(label, chunks, window, ms, ranks, copies))
     return samples
 
 

@@ -72,7 +72,15 @@ def _formula(hardware: Hardware, stage: str) -> str:
             f"{cost.call_ms:.3g} + {cost.sequence_ms:.2g}/sequence + "
             f"{1e9 * cost.linear_ms_per_flop:.3g}/GFLOP linear + "
             f"{1e9 * cost.attended_ms_per_flop:.3g}/GFLOP attended + "
-            f"{1e6 * cost.context_ms_per_byte:.3g}/MB context"
+            f"{1e6 * cost.context_ms_per_byte:.3g}/MB context + "
+            f"{cost.packet_ms:.2g}/further rank + {1e6 * cost.copied_ms_per_byte:.2g}/MB copied"
+        )
+    if stage == "serving" and hardware.serving is not None:
+        serving = hardware.serving
+        return (
+            f"{serving.batch_ms:.3g} + {serving.micro_batch_ms:.2g}/micro-batch + "
+            f"{serving.sequence_ms:.2g}/sequence + {1e3 * serving.token_ms:.2g}/1000 tokens + "
+            "logits"
         )
     if stage == "shared" and hardware.shared is not None:
         return f"{hardware.shared.call_ms:.3g} + {1e9 * hardware.shared.ms_per_flop:.3g}/GFLOP"

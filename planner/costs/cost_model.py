@@ -6,13 +6,14 @@ expert ranks is a `Spread`, uniform unless one is given. docs/notation.md restat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from contracts.errors import ConfigError
 from contracts.hardware import AttentionCost, Hardware, LinkCost, SharedCost
-from planner.costs.model_shape import AttentionWork, ModelShape, layer_mean_work
+from planner.costs.model_shape import NO_WORK, AttentionWork, ModelShape, layer_mean_work
 from planner.costs.routing_shape import RankShare, Spread, uniform_spread
 from planner.costs.stages import Linear, StageModels
 
@@ -36,25 +37,61 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def attention_ms(cost: AttentionCost, shape: ModelShape, work: AttentionWork) -> float:
-    """Time of one layer's attention half for one micro-batch."""
+    """Time of one layer's attention half for one micro-batch, whose tokens go to one rank."""
     return cost.call_ms + shape.projections * cost.projection_ms + _per_sample_ms(cost, work)
 
 
 def batch_attention_ms(
-    cost: AttentionCost, shape: ModelShape, chunks: list[tuple[int, int]]
+    cost: AttentionCost,
+    shape: ModelShape,
+    chunks: Sequence[tuple[int, int]],
+    spread: Spread | None = None,
 ) -> float:
-    """The same for any ragged micro-batch of (start, stop) chunks, the mean over layers."""
-    works = [layer_mean_work(shape, start, stop) for start, stop in chunks]
-    total = works[0]
-    for work in works[1:]:
-        total = total.plus(work)
-    return attention_ms(cost, shape, total)
+    """The same for any ragged micro-batch of (start, stop) chunks, the mean over layers, of which
+    as many expert ranks get packets as `spread` says (None: one)."""
+    total = NO_WORK
+    for start, stop in chunks:
+        total = total.plus(layer_mean_work(shape, start, stop))
+    tokens = sum(stop - start for start, stop in chunks)
+    return attention_ms(cost, shape, total) + _packets_model(cost, shape, spread).at(tokens)
 
 
-def attention_model(cost: AttentionCost, shape: ModelShape, deployment: Deployment) -> Linear:
-    """x: samples of a micro-batch."""
-    alpha_ms = cost.call_ms + shape.projections * cost.projection_ms
-    return Linear(alpha_ms, _per_sample_ms(cost, _sample_work(shape, deployment)))
+def attention_model(
+    cost: AttentionCost, shape: ModelShape, deployment: Deployment, spread: Spread | None = None
+) -> Linear:
+    """x: samples of a micro-batch. spread: None where it sends no packets, or to one rank only."""
+    packets = _packets_model(cost, shape, spread)
+    alpha_ms = cost.call_ms + shape.projections * cost.projection_ms + packets.alpha_ms
+    packets_ms = packets.beta_ms * deployment.sequence_tokens
+    return Linear(alpha_ms, _per_sample_ms(cost, _sample_work(shape, deployment)) + packets_ms)
+
+
+def _packets_model(cost: AttentionCost, shape: ModelShape, spread: Spread | None) -> Linear:
+    """What packets to more than one expert rank cost the attention rank. x: tokens."""
+    if spread is None or spread.ranks == 1:
+        return Linear(0.0, 0.0)
+    row_bytes = shape.hidden_size * shape.element_bytes
+    more_copies = max(0.0, spread.copies - 1)
+    return Linear(
+        (spread.ranks - 1) * cost.packet_ms, more_copies * row_bytes * cost.copied_ms_per_byte
+    )
+
+
+def serving_ms(
+    hardware: Hardware, shape: ModelShape, *, micro_batches: int, sequences: float, tokens: float
+) -> float:
+    """What an attention rank does for a batch outside of its layers, logits of a row of each
+    sequence among it; 0 where that was not measured."""
+    cost = hardware.serving
+    if cost is None:
+        return 0.0
+    logits_ms = 2.0 * shape.hidden_size * shape.vocab_size * hardware.attention.linear_ms_per_flop
+    return (
+        cost.batch_ms
+        + cost.micro_batch_ms * micro_batches
+        + (cost.sequence_ms + logits_ms) * sequences
+        + cost.token_ms * tokens
+    )
 
 
 def quadratic_fraction(cost: AttentionCost, shape: ModelShape, deployment: Deployment) -> float:
@@ -169,7 +206,7 @@ def stage_models(
         for direction in ("a2e", "e2a")
     }
     return StageModels(
-        attention=attention_model(hardware.attention, shape, deployment),
+        attention=attention_model(hardware.attention, shape, deployment, spread),
         shared=shared_model(hardware, shape, deployment),
         expert=expert_model(hardware, shape, spread),
         a2e=links["a2e"],

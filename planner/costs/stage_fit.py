@@ -7,18 +7,40 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from contracts.hardware import AttentionCost, ExpertCost, Fit, LinkCost, Point, SharedCost
+from contracts.hardware import (
+    AttentionCost,
+    ExpertCost,
+    Fit,
+    LinkCost,
+    Point,
+    ServingCost,
+    SharedCost,
+)
 from planner.costs.fit import NonNegativeFit, fit_nonnegative
 from planner.costs.model_shape import NO_WORK, ModelShape, chunk_work
+
+_LEAST_MS = 1e-3  # of what is left of a measured time
 
 
 class AttentionSample(NamedTuple):
     """One layer's attention of a micro-batch of (start, stop) chunks, in a layer that sees `window`
-    tokens."""
+    tokens, whose rows go to so many expert ranks, each row to `copies` of them."""
 
     label: str
     chunks: Sequence[tuple[int, int]]
     window: int | None
+    ms: float
+    ranks: int = 1
+    copies: float = 1.0
+
+
+class ServingSample(NamedTuple):
+    """A batch of prompts, of each of which one row is read, outside of its layers."""
+
+    label: str
+    micro_batches: int
+    sequences: int
+    tokens: int
     ms: float
 
 
@@ -48,13 +70,16 @@ def fit_attention(
 ) -> tuple[AttentionCost, Fit]:
     """Raises ValueError for samples that cannot be fitted."""
     works = []
+    row_bytes = shape.hidden_size * shape.element_bytes
     for sample in samples:
         total = NO_WORK
         for start, stop in sample.chunks:
             total = total.plus(chunk_work(shape, start, stop, sample.window))
-        works.append((1.0, *total))
+        rows = sum(stop - start for start, stop in sample.chunks)
+        copied_bytes = (sample.copies - 1) * rows * row_bytes
+        works.append((1.0, *total, sample.ranks - 1.0, copied_bytes))
     fit = _fitted(works, [sample.ms for sample in samples])
-    call, sequence, linear, attended, context = fit.coefficients_F.tolist()
+    call, sequence, linear, attended, context, packet, copied = fit.coefficients_F.tolist()
     tokens = [sum(stop - start for start, stop in sample.chunks) for sample in samples]
     cost = AttentionCost(
         call_ms=call,
@@ -62,8 +87,28 @@ def fit_attention(
         linear_ms_per_flop=linear,
         attended_ms_per_flop=attended,
         context_ms_per_byte=context,
+        packet_ms=packet,
+        copied_ms_per_byte=copied,
     )
     return cost, _report("attention", "tokens", fit, tokens, samples)
+
+
+def fit_serving(
+    shape: ModelShape, attention: AttentionCost, samples: Sequence[ServingSample]
+) -> tuple[ServingCost, Fit]:
+    """What is left without logits, which cost what attention's linear FLOPs do. Raises ValueError
+    for samples that cannot be fitted."""
+    logits_ms = 2.0 * shape.hidden_size * shape.vocab_size * attention.linear_ms_per_flop
+    works = [(1.0, one.micro_batches, one.sequences, one.tokens) for one in samples]
+    left_ms = [max(_LEAST_MS, one.ms - logits_ms * one.sequences) for one in samples]
+    fit = _fitted(works, left_ms)
+    batch, micro_batch, sequence, token = fit.coefficients_F.tolist()
+    cost = ServingCost(
+        batch_ms=batch, micro_batch_ms=micro_batch, sequence_ms=sequence, token_ms=token
+    )
+    tokens = [one.tokens for one in samples]
+    rest = [one._replace(ms=ms) for one, ms in zip(samples, left_ms, strict=True)]
+    return cost, _report("serving", "tokens", fit, tokens, rest)
 
 
 def fit_shared(shape: ModelShape, samples: Sequence[SharedSample]) -> tuple[SharedCost, Fit]:
@@ -108,7 +153,7 @@ def _report(
     size_unit: str,
     fit: NonNegativeFit,
     sizes: Sequence[float],
-    samples: Sequence[AttentionSample | SharedSample | ExpertSample | LinkSample],
+    samples: Sequence[AttentionSample | ServingSample | SharedSample | ExpertSample | LinkSample],
 ) -> Fit:
     points = [
         Point(sample.label, float(size), sample.ms, float(predicted))

@@ -20,6 +20,7 @@ from planner.costs.cost_model import (
     attention_model,
     expert_model,
     find_link,
+    serving_ms,
     shared_model,
     tokens_per_expert,
 )
@@ -68,6 +69,14 @@ class Workload(NamedTuple):
     def routing(self, ranks: int) -> RoutingShape:
         """With experts divided among so many ranks."""
         return uniform(self.shape, ranks) if self.routing_of is None else self.routing_of(ranks)
+
+    @property
+    def cores(self) -> int | None:
+        """That ranks share, where there are fewer than devices; None: each has one."""
+        hardware = self.hardware
+        if not hardware.shareable or hardware.devices is None or hardware.devices >= self.devices:
+            return None
+        return hardware.devices
 
     def deployment(self, attention_ranks: int, expert_ranks: int) -> Deployment:
         return Deployment(
@@ -214,6 +223,15 @@ def _fitting(workload: Workload, weight_bytes: float, sample_bytes: float) -> in
 def _alternative(
     name: str, workload: Workload, samples: int, makespan_ms: float, exposed: float
 ) -> Alternative:
+    if workload.cores is not None:  # all compute at once
+        makespan_ms *= workload.devices / workload.cores
+    makespan_ms += serving_ms(
+        workload.hardware,
+        workload.shape,
+        micro_batches=1,
+        sequences=samples,
+        tokens=samples * workload.sequence_tokens,
+    )
     per_s = 1e3 * workload.devices * samples / makespan_ms
     return Alternative(name, per_s, makespan_ms, samples, max(0.0, exposed), "")
 

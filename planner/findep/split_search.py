@@ -11,6 +11,7 @@ from contracts.errors import ConfigError, ResourceError
 from planner.costs.cost_model import (
     Deployment,
     chunk_costs,
+    serving_ms,
     stage_models,
     tokens_per_expert,
 )
@@ -19,10 +20,24 @@ from planner.costs.stages import PlanSpec, StageModels
 from planner.findep.alternatives import Alternative, Workload, alternatives
 from planner.findep.recurrence import makespan_of_layers_ms
 from planner.findep.schedule import schedule_of
+from planner.findep.shared_cores import Sharing, shared_makespan_ms
 from planner.findep.solver import PlannedBatch
 
 DEFAULT_MAX_R2 = 64
 _BALANCED = 0.85  # busy fraction from which on a group counts as busy
+
+
+class Outside(NamedTuple):
+    """What a schedule does not have: what an attention rank does for a batch beside its layers, and
+    the cores that ranks share (None: each rank has its own)."""
+
+    batch_ms: float = 0.0
+    micro_batch_ms: float = 0.0
+    sample_ms: float = 0.0
+    sharing: Sharing | None = None
+
+
+NOTHING = Outside()
 
 
 class Split(NamedTuple):
@@ -34,6 +49,7 @@ class Split(NamedTuple):
     planned: PlannedBatch | None
     problem: str = ""
     layers: tuple[StageModels, ...] = ()
+    outside: Outside = NOTHING
 
     @property
     def samples_per_s(self) -> float:
@@ -92,17 +108,51 @@ def layer_stages(workload: Workload, deployment: Deployment) -> tuple[StageModel
     )
 
 
-def over_layers(
-    planned: PlannedBatch, spec: PlanSpec, layers: Sequence[StageModels]
+def outside_of(workload: Workload, deployment: Deployment) -> Outside:
+    """Of the workload's batches on that split."""
+
+    def of(micro_batches: int, samples: int) -> float:
+        return serving_ms(
+            workload.hardware,
+            workload.shape,
+            micro_batches=micro_batches,
+            sequences=samples,
+            tokens=samples * workload.sequence_tokens,
+        )
+
+    batch_ms, ranks = of(0, 0), (deployment.attention_ranks, deployment.expert_ranks)
+    sharing = None if workload.cores is None else Sharing(*ranks, workload.cores)
+    return Outside(batch_ms, of(1, 0) - batch_ms, of(0, 1) - batch_ms, sharing)
+
+
+def as_run(
+    planned: PlannedBatch,
+    spec: PlanSpec,
+    layers: Sequence[StageModels],
+    outside: Outside = NOTHING,
 ) -> PlannedBatch:
-    """With the makespan that it has where layers differ: a plan is found for their mean, which is
-    too short where now one stage limits and now another."""
-    if not layers:
-        return planned
-    schedules = [
-        schedule_of(msgspec.structs.replace(spec, stages=stages), planned.plan) for stages in layers
-    ]
-    return msgspec.structs.replace(planned, makespan_ms=makespan_of_layers_ms(schedules))
+    """With the makespan that it has where layers differ (a plan is found for their mean, which is
+    too short where now one stage limits and now another), where ranks share cores, and with what
+    an attention rank does for a batch beside."""
+    makespan_ms, sharing = planned.makespan_ms, outside.sharing
+    if layers or sharing is not None:
+        schedules = [
+            schedule_of(msgspec.structs.replace(spec, stages=stages), planned.plan)
+            for stages in layers or (spec.stages,) * spec.num_layers
+        ]
+        makespan_ms = (
+            makespan_of_layers_ms(schedules)
+            if sharing is None
+            else shared_makespan_ms(schedules, sharing)
+        )
+    beside_ms = (
+        outside.batch_ms
+        + outside.micro_batch_ms * planned.plan.r1
+        + outside.sample_ms * planned.samples
+    )
+    if sharing is not None:
+        beside_ms /= sharing.rate(attention=True, experts=False)
+    return msgspec.structs.replace(planned, makespan_ms=makespan_ms + beside_ms)
 
 
 def plan_split(workload: Workload, deployment: Deployment, solve: Solve, max_r2: int) -> Split:
@@ -116,8 +166,9 @@ def plan_split(workload: Workload, deployment: Deployment, solve: Solve, max_r2:
 def planned_split(workload: Workload, deployment: Deployment, solve: Solve, max_r2: int) -> Split:
     """Raises as `plan_spec` does."""
     spec = plan_spec(workload, deployment, max_r2)
-    layers = layer_stages(workload, deployment)
-    return Split(deployment, spec, over_layers(solve(spec), spec, layers), layers=layers)
+    layers, outside = layer_stages(workload, deployment), outside_of(workload, deployment)
+    planned = as_run(solve(spec), spec, layers, outside)
+    return Split(deployment, spec, planned, layers=layers, outside=outside)
 
 
 def search(workload: Workload, solve: Solve, max_r2: int = DEFAULT_MAX_R2) -> Verdict:

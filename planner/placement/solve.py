@@ -60,11 +60,13 @@ def solve_layer(
     costs: PlacementCosts | None = None,
     start: Sequence[int] | None = None,
     most_moves: int | None = None,
+    work: int = WORK,
     seed: int = 0,
 ) -> PlacedLayer:
     """costs: the usual ones where nothing is known. start: the expert of each slot as it is; the
     search begins there, an expert that moves has to save `costs.move`, and at most `most_moves`
-    do. The same arguments give the same placement. Raises ConfigError where slots do not fit."""
+    do. work: of the search from other starts, at most. The same arguments give the same placement.
+    Raises ConfigError where slots do not fit."""
     check_slots(routing.num_experts, slots_per_rank)
     ranks, top_k = len(slots_per_rank), routing.sets_PK.shape[1]
     fitted, kept = split(routing)
@@ -78,7 +80,7 @@ def solve_layer(
     if ranks > 1 and len(kept.sets_PK):
         sample = sample_of(fitted, costs, ranks)
         if start is None:
-            layout = _placed(fitted, sample, slots_per_rank, seed)
+            layout = _placed(fitted, sample, slots_per_rank, work, seed)
         else:
             layout = _followed(sample, slots_per_rank, before, most_moves)
         line = line_of(
@@ -88,7 +90,7 @@ def solve_layer(
 
 
 def _placed(
-    routing: LayerRouting, sample: Sample, slots_per_rank: Sequence[int], seed: int
+    routing: LayerRouting, sample: Sample, slots_per_rank: Sequence[int], work: int, seed: int
 ) -> Layout:
     E, homes_R = sample.experts, first_homes(sample.experts, slots_per_rank)
     rng = np.random.default_rng(seed)
@@ -96,11 +98,11 @@ def _placed(
     for ranks_E in starts(routing.counts, _together(sample), homes_R, rng):
         layouts.append(Layout(sample, np.arange(E), ranks_E))
         descend(layouts[-1], 20 * E)
-    found = _searched(layouts, WORK, rng)
+    found = _searched(layouts, work, rng)
     spare = sum(slots_per_rank) - E
     if spare:
         more_R = np.asarray(slots_per_rank) - homes_R
-        found = _searched([_with_replicas(each, more_R) for each in found[:BEST]], WORK // 4, rng)
+        found = _searched([_with_replicas(each, more_R) for each in found[:BEST]], work // 4, rng)
     return min(found, key=lambda layout: price_with_ids(layout, routing.counts))
 
 

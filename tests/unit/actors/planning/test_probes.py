@@ -46,6 +46,30 @@ def test_every_token_reaches_its_experts_in_a_pass(tiny_checkpoint: TinyCheckpoi
     assert all(spec.top_k <= task.active <= spec.num_experts for task in tasks)
 
 
+def test_with_several_expert_ranks_every_pair_is_on_one_and_tokens_travel_to_some(
+    tiny_checkpoint: TinyCheckpoint,
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    spec = read_spec(folder)
+    pool = pool_tokens_for(RAGGED)
+    with stage_probe(folder, spec, torch.float32, pool_tokens=pool, expert_ranks=4) as probe:
+        times = probe.run(RAGGED, seed=0)
+    assert 1 < times.copies <= spec.top_k
+    for layer in spec.moe_layers[1:]:
+        assert sum(task.pairs for task in times.expert if task.layer == layer) == 29 * spec.top_k
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
+def test_a_served_batch_takes_time_outside_of_its_layers(
+    family: str, tiny_checkpoint: TinyCheckpoint
+) -> None:
+    folder = tiny_checkpoint(family)
+    with stage_probe(folder, read_spec(folder), torch.float32, pool_tokens=512) as probe:
+        for micro_batches in (1, 2):
+            assert probe.serve([20, 7, 33], micro_batches=micro_batches, seed=1) > 0
+        assert probe.run(RAGGED, seed=0).attention  # goes on as before
+
+
 def test_few_layers_stand_for_many(tiny_checkpoint: TinyCheckpoint) -> None:
     spec = read_spec(tiny_checkpoint("gpt_oss", num_hidden_layers=12))
     cut = first_layers(spec)

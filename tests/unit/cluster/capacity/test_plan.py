@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cluster.capacity import plan_routing
 from cluster.cli.main import main
 from cluster.files.hardware import load_hardware
 from cluster.files.json_input import MAX_BYTES
@@ -413,3 +414,75 @@ def test_a_profile_of_another_model_is_one_line(tmp_path: Path, capsys: Captured
         (tmp_path / name).write_bytes((BUNDLED_FOLDER / name).read_bytes())
     assert plan(tmp_path, changed(ROUTED, "model", str(tmp_path))) == 2
     assert "routing" in one_line(capsys)
+
+
+# --- what ranks do beside their layers, and cores that they share
+
+
+def here(**changes: Any) -> dict[str, Any]:
+    """A machine as `tandem profile` writes it: two cores."""
+    tree: dict[str, Any] = json.loads(msgspec.json.encode(load_hardware("h200-node")))
+    return {**tree, "devices": 2, "shareable": True, "memory_bytes": 1 << 33, **changes}
+
+
+def answered(tmp_path: Path, capsys: Captured, **fields: Any) -> dict[str, Any]:
+    spec = {
+        "model": "bundled",
+        "hardware": here(),
+        "sequence_tokens": 256,
+        "attention_ranks": 1,
+        "expert_ranks": 1,
+        "max_samples": 64,
+        **fields,
+    }
+    assert plan(tmp_path, spec, "--json") == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def test_more_ranks_than_cores_share_them_and_are_slower(tmp_path: Path, capsys: Captured) -> None:
+    own = answered(tmp_path, capsys, expert_ranks=3, hardware=here(devices=4))
+    shared = answered(tmp_path, capsys, expert_ranks=3)
+    assert "shared_cores" not in own
+    assert shared["shared_cores"] == 2
+    assert own["makespan_ms"] < shared["makespan_ms"] <= 2 * own["makespan_ms"]
+    assert "shared_cores" not in answered(tmp_path, capsys)
+
+
+def test_more_ranks_than_devices_that_cannot_be_shared_are_refused(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    spec = {"model": "bundled", "hardware": "h200-node", "sequence_tokens": 1, "devices": 9}
+    assert plan(tmp_path, spec) == 2
+    assert "9 wanted, hardware h200-node has 8" in one_line(capsys)
+
+
+def test_ranks_that_share_cores_share_the_memory(tmp_path: Path, capsys: Captured) -> None:
+    hardware = here(memory_bytes=1 << 26)
+    two = answered(tmp_path, capsys, max_samples=1024, hardware=hardware)
+    four = answered(tmp_path, capsys, max_samples=1024, hardware=hardware, attention_ranks=3)
+    assert four["max_samples"] < two["max_samples"] / 2
+
+
+def test_what_a_rank_does_beside_its_layers_is_in_the_makespan(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    serving = {"batch_ms": 1.0, "micro_batch_ms": 0.5, "sequence_ms": 0.25, "token_ms": 0.001}
+    without = answered(tmp_path, capsys)
+    beside = answered(tmp_path, capsys, hardware=here(serving=serving))
+    samples = without["ma"] * without["r1"]
+    added = beside["makespan_ms"] - without["makespan_ms"]
+    least = 1.0 + 0.5 * without["r1"] + (0.25 + 0.256) * samples
+    assert (beside["ma"], beside["r1"]) == (without["ma"], without["r1"])
+    assert least < added < 1.1 * least  # and logits
+    assert beside["samples_per_s"] == pytest.approx(1e3 * samples / beside["makespan_ms"])
+    ways = zip(without["alternatives"], beside["alternatives"], strict=True)
+    assert all(now["samples_per_s"] < then["samples_per_s"] for then, now in ways)
+
+
+def test_of_many_layers_some_are_placed_and_stand_for_the_others() -> None:
+    assert plan_routing._spaced(5, 8) == [0, 1, 2, 3, 4]
+    assert plan_routing._spaced(94, 8) == [0, 13, 27, 40, 53, 66, 80, 93]
+    assert [plan_routing._nearest(layer, [0, 3, 9]) for layer in range(10)] == [
+        0, 0, 1, 1, 1, 1, 1, 2, 2, 2,
+    ]  # fmt: skip

@@ -23,9 +23,11 @@ from planner.costs.stage_fit import (
     AttentionSample,
     ExpertSample,
     LinkSample,
+    ServingSample,
     fit_attention,
     fit_expert,
     fit_link,
+    fit_serving,
 )
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
 
@@ -54,7 +56,7 @@ def test_a_profile_has_a_fit_for_every_stage_link_and_direction(
     hardware = load_hardware(str(profiled[0]))
     stages = [fit.stage for fit in hardware.fits]
     links = ["a2e shm", "e2a shm", "a2e tcp", "e2a tcp"]
-    assert stages == ["attention", "shared", "expert", *links]
+    assert stages == ["attention", "shared", "expert", "serving", *links]
     assert all(len(fit.points) >= 3 for fit in hardware.fits)
     assert hardware.kind == "measured"
 
@@ -142,6 +144,44 @@ def test_a_fit_of_uniform_batches_predicts_any_ragged_one(
     ragged = [(0, 13), (0, 700), (1000, 1001), (4000, 4100), (77, 78)]
     assert fit.r2 > 0.999
     assert batch_attention_ms(cost, model, ragged) == pytest.approx(ms(ragged), rel=0.02)
+
+
+def test_packets_and_copies_of_rows_are_told_apart_from_what_one_rank_costs() -> None:
+    row_bytes = QWEN.hidden_size * QWEN.element_bytes
+
+    def sample(tokens: int, ranks: int, copies: float) -> AttentionSample:
+        work = chunk_work(QWEN, 0, tokens, None)
+        alone = 0.5 + 1e-9 * work.linear_flops + 1e-9 * work.attended_flops
+        sent = 0.2 * (ranks - 1) + 1e-6 * (copies - 1) * tokens * row_bytes
+        return AttentionSample("", [(0, tokens)], None, alone + sent, ranks, copies)
+
+    one = [sample(tokens, 1, 1.0) for tokens in (16, 64, 256, 1024, 4096)]
+    four = [sample(tokens, 4, 2.5) for tokens in (16, 256, 1024)]
+    cost, _ = fit_attention(QWEN, one + four)
+    assert cost.packet_ms == pytest.approx(0.2, rel=1e-3)
+    assert cost.copied_ms_per_byte == pytest.approx(1e-6, rel=1e-3)
+    alone, _ = fit_attention(QWEN, one)
+    assert (alone.packet_ms, alone.copied_ms_per_byte) == (0.0, 0.0)
+
+
+def test_what_a_batch_takes_beside_its_layers_is_fitted_without_its_logits() -> None:
+    attention = load_hardware("h200-node").attention
+    logits = 2.0 * QWEN.hidden_size * QWEN.vocab_size * attention.linear_ms_per_flop
+    samples = [
+        ServingSample(
+            "",
+            cut,
+            count,
+            count * tokens,
+            0.4 + 0.6 * cut + (0.05 + logits + 0.002 * tokens) * count,
+        )
+        for count, tokens in ((1, 64), (16, 64), (64, 16), (4, 512))
+        for cut in (1, 2)
+    ]
+    cost, fit = fit_serving(QWEN, attention, samples)
+    found = (cost.batch_ms, cost.micro_batch_ms, cost.sequence_ms, cost.token_ms)
+    assert found == pytest.approx((0.4, 0.6, 0.05, 0.002), rel=1e-3)
+    assert fit.r2 == pytest.approx(1.0)
 
 
 def test_experts_and_links_are_fitted_to_what_made_them() -> None:

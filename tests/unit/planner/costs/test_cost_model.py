@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from actors.experts.dispatch import plan_dispatch
 from cluster.files.hardware import load_hardware
 from contracts.errors import ConfigError
-from contracts.hardware import AttentionCost, LinkCost
+from contracts.hardware import AttentionCost, LinkCost, ServingCost
 from models.decoder.kv_pool import kv_bytes_per_token
 from models.weights import layout
 from planner.costs.cost_model import (
@@ -22,10 +23,11 @@ from planner.costs.cost_model import (
     batch_attention_ms,
     link_model,
     quadratic_fraction,
+    serving_ms,
     stage_models,
 )
 from planner.costs.model_shape import chunk_work, hit_fraction
-from planner.costs.routing_shape import uniform_spread
+from planner.costs.routing_shape import RankShare, Spread, uniform_spread
 from planner.placement.contiguous import contiguous
 from planner.placement.slots import ExpertPlacement
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, spec_of, split
@@ -171,3 +173,35 @@ def test_a_split_without_printed_figures_is_refused_with_those_that_have() -> No
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"backend=tcp.*nccl"):
         stage_models(V2, TESTBED_A, split(4, 4), "tcp")
+
+
+def test_each_further_rank_and_copy_of_a_row_costs_the_attention_rank() -> None:
+    cost = AttentionCost(
+        call_ms=1.0,
+        linear_ms_per_flop=1e-9,
+        attended_ms_per_flop=1e-9,
+        packet_ms=0.25,
+        copied_ms_per_byte=1e-6,
+    )
+    share = RankShare(rows=0.5, pairs=QWEN.num_experts / 4)
+    spread = Spread(ranks=4, slots=32, mean=share, busiest=share)  # two copies of each token
+    chunks = [(0, 10), (5, 20)]
+    one, four = (
+        batch_attention_ms(cost, QWEN, chunks),
+        batch_attention_ms(cost, QWEN, chunks, spread),
+    )
+    row_bytes = QWEN.hidden_size * QWEN.element_bytes
+    assert four - one == pytest.approx(3 * 0.25 + (2 - 1) * 25 * row_bytes * 1e-6)
+    model = attention_model(cost, QWEN, split(1, 4, 10), spread)
+    assert model.at(3) == pytest.approx(batch_attention_ms(cost, QWEN, [(0, 10)] * 3, spread))
+    assert batch_attention_ms(cost, QWEN, chunks, uniform_spread(QWEN, 1)) == one
+
+
+def test_a_batch_beside_its_layers_is_what_was_measured_and_its_logits() -> None:
+    h200 = load_hardware("h200-node")
+    sizes = {"micro_batches": 2, "sequences": 3.0, "tokens": 100.0}
+    assert serving_ms(h200, QWEN, **sizes) == 0.0  # type: ignore[arg-type]
+    cost = ServingCost(batch_ms=1.0, micro_batch_ms=0.5, sequence_ms=0.1, token_ms=0.01)
+    found = serving_ms(msgspec.structs.replace(h200, serving=cost), QWEN, **sizes)  # type: ignore[arg-type]
+    logits = 3 * 2 * QWEN.hidden_size * QWEN.vocab_size * h200.attention.linear_ms_per_flop
+    assert found == pytest.approx(1.0 + 2 * 0.5 + 3 * 0.1 + 100 * 0.01 + logits)

@@ -16,7 +16,7 @@ from planner.findep.recurrence import makespan_ms, makespan_of_layers_ms
 from planner.findep.replay import replay
 from planner.findep.schedule import schedule_of
 from planner.findep.solver import PlannedBatch
-from planner.findep.split_search import over_layers, planned_split
+from planner.findep.split_search import as_run, planned_split
 from planner.placement.routing import LayerRouting, TokenCounts, measure
 from planner.placement.slots import LayerSlots
 from tests.unit.planner.findep.test_split_search import best, with_link, workload
@@ -130,7 +130,7 @@ def test_the_mean_is_short_where_now_one_stage_limits_and_now_another(
     mean = spec(stages(sum(costs) / 2), 40)
     plan = Plan(ma=2, r1=micro_batches)
     planned = PlannedBatch(plan, makespan_ms(schedule_of(mean, plan)), 2 * micro_batches)
-    ratio = over_layers(planned, mean, layers).makespan_ms / planned.makespan_ms
+    ratio = as_run(planned, mean, layers).makespan_ms / planned.makespan_ms
     assert least * (1 - 1e-9) <= ratio <= most * (1 + 1e-9)
 
 
