@@ -25,14 +25,21 @@ class RankMetrics(Telemetry):
     def __init__(self, spec: WorkerSpec, clock: Clock) -> None:
         super().__init__()
         self._spec, self._clock = spec, clock
+        self._stages: dict[Stage, Callable[[float], None]] = {}
         group = Group.PREFILL if spec.group is Group.PREFILL else "attention_expert"
         self.set(metrics.GROUP_EPOCH, group, to=spec.epoch)
 
     def span(self, span: TaskSpan) -> None:
         """Called by the loop's thread."""
-        if span.stage in _EXPORTED:
-            seconds = max(0.0, span.end_s - span.start_s)
-            self.note(metrics.STAGE, span.stage, self._spec.name, value=seconds)
+        note = self._stages.get(span.stage)
+        if note is None:
+            if span.stage not in _EXPORTED:
+                return
+            note = self._stages[span.stage] = self.noting(
+                metrics.STAGE, span.stage, self._spec.name
+            )
+        seconds = span.end_s - span.start_s
+        note(seconds if seconds > 0.0 else 0.0)
 
     def follow(self, timeline: Timeline, bytes_moved: Callable[[], tuple[int, int]]) -> None:
         """Has read at each scrape what they have counted so far."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -20,6 +21,7 @@ from contracts.metrics import Kind, Metric
 
 _EXEMPLAR = "request_id"
 _EXEMPLAR_CHARACTERS = 128 - len(_EXEMPLAR)  # name and value together, as OpenMetrics bounds them
+MOST_NOTED = 1024  # before they are added up: a twentieth of a millisecond
 Totals = dict[tuple[str, ...], float]  # by labels
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -29,24 +31,24 @@ class _Noted:
     """Values of a histogram that it has not been told yet. bounds: of its buckets."""
 
     def __init__(self, histogram: Histogram, bounds: Sequence[float]) -> None:
-        self._histogram, self._bounds = histogram, bounds
-        self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
-        self._lock = threading.Lock()
+        self._histogram, self._bounds = histogram, np.array(bounds)
+        self._values: deque[float] = deque()
+        self._telling = threading.Lock()
 
     def add(self, value: float) -> None:
-        bucket = bisect_left(self._bounds, value)
-        with self._lock:
-            self._counts[bucket] += 1
-            self._sum += value
+        self._values.append(value)
+        if len(self._values) >= MOST_NOTED:
+            self.tell()
 
     def tell(self) -> None:
-        with self._lock:
-            counts, total = self._counts, self._sum
-            self._counts, self._sum = [0] * len(counts), 0.0
-        for bucket, count in zip(self._histogram._buckets, counts, strict=True):
-            if count:
-                bucket.inc(count)
-        self._histogram._sum.inc(total)
+        with self._telling:
+            values = [self._values.popleft() for _ in range(len(self._values))]
+            buckets = np.searchsorted(self._bounds, values)
+            counts = np.bincount(buckets, minlength=len(self._bounds) + 1)
+            for bucket, count in zip(self._histogram._buckets, counts.tolist(), strict=True):
+                if count:
+                    bucket.inc(count)
+            self._histogram._sum.inc(sum(values))
 
 
 class Telemetry:
@@ -82,18 +84,13 @@ class Telemetry:
         exemplar = {_EXEMPLAR: request_id[:_EXEMPLAR_CHARACTERS]} if request_id else None
         child.observe(value, exemplar)
 
-    def note(self, metric: Metric, *labels: str, value: float) -> None:
-        """As `observe`, at a fifth of its cost: for what happens thousands of times a second. From
-        any thread."""
-        noted = self._noted.get((metric.name, labels))
-        if noted is None:
-            noted = self._noting(metric, labels)
-        noted.add(value)
-
-    def _noting(self, metric: Metric, labels: tuple[str, ...]) -> _Noted:
+    def noting(self, metric: Metric, *labels: str) -> Callable[[float], None]:
+        """What takes values of a histogram as `observe` does, at a tenth of its cost: for what
+        happens thousands of times a second. To be kept, and called from any thread."""
         child = self._child(metric, labels)
         assert isinstance(child, Histogram)
-        return self._noted.setdefault((metric.name, labels), _Noted(child, metric.buckets))
+        noted = _Noted(child, metric.buckets)
+        return self._noted.setdefault((metric.name, labels), noted).add
 
     def read(self, metric: Metric, *labels: str, of: Callable[[], float]) -> None:
         """Asks `of` at each exposition: for a gauge's value, or how much a counter has grown."""

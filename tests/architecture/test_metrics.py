@@ -15,7 +15,7 @@ DECLARED = {name: one for name, one in vars(metrics).items() if isinstance(one, 
 SETTERS = {  # of `Telemetry`
     Kind.COUNTER: {"count", "read", "read_each"},
     Kind.GAUGE: {"set", "read", "read_each"},
-    Kind.HISTOGRAM: {"observe", "_observe", "note"},
+    Kind.HISTOGRAM: {"observe", "_observe", "noting"},
 }
 LABELS_OF_TARGETS = {
     "cluster",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,14 +87,21 @@ def shown(telemetry: Telemetry) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
-@given(st.lists(st.lists(st.sampled_from((0.0, 1e-5, 2e-5, 0.1, 0.3, 1.0, 5.0)))))
+@given(
+    st.lists(
+        st.lists(st.sampled_from((0.0, 1e-5, 2e-5, 0.1, 0.3, 1.0, 5.0)), min_size=1), min_size=1
+    )
+)
 def test_what_is_noted_is_shown_as_if_it_had_been_observed(scrapes: list[list[float]]) -> None:
-    """In the buckets' bounds and beyond them, however often somebody asks between."""
+    """In the buckets' bounds and beyond them, however often somebody asks between, and however many
+    there are."""
     noted, observed = Telemetry(), Telemetry()
+    note = noted.noting(STAGE, "expert", "expert-1")
     for values in scrapes:
-        for value in values:
-            noted.note(STAGE, "expert", "expert-1", value=value)
-            observed.observe(STAGE, "expert", "expert-1", value=value)
+        with patch("actors.telemetry.telemetry.MOST_NOTED", 3):
+            for value in values:
+                note(value)
+                observed.observe(STAGE, "expert", "expert-1", value=value)
         found, wanted = shown(noted), shown(observed)
         assert found.keys() == wanted.keys()
         assert found == pytest.approx(wanted), "sums are added up in another order"
