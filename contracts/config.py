@@ -471,7 +471,8 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Seconds over which a client may read less than 1 KiB/s of its answer before it is cut off."""
     drain_s: Annotated[float, Meta(ge=0, le=86400)] = 20.0
     """Seconds for which `tandem serve` that is told to end (SIGTERM, Ctrl-C) goes on answering the
-    requests that it has; new ones get 503. A second signal ends it at once."""
+    requests that it has; new ones get 503. A second signal ends it at once. Behind `serve deploy`
+    the same when the application is removed or deployed anew."""
 
     @property
     def clients(self) -> list[ApiKey]:

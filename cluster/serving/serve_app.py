@@ -37,6 +37,7 @@ from cluster.fleet.fleet import Fleet
 from cluster.fleet.launch import launch
 from cluster.fleet.tracing import OneAtATime
 from cluster.serving.front import DirectFront
+from cluster.serving.serve_end import wait_idle
 from cluster.serving.wiring import AskGroups, build_ingress_app
 from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
@@ -167,8 +168,20 @@ class Groups:
         """What the clock of this process shows, and whose it is."""
         return monotonic_s(), this_boot()
 
+    async def __del__(self) -> None:
+        """From Serve behind whose proxy we are, when the application is removed or deployed anew:
+        the ranks end once they have answered what they have. Under `tandem serve` they have ended
+        by now."""
+        if self._config.http.front == "direct" or not self._launch.done():
+            return
+        if self._launch.exception() is None and not self._launch.result().beyond_repair:
+            limit_s = self._config.http.drain_s
+            if left := await wait_idle(self.status, limit_s):
+                event(log, "sequences_cut_off", logging.WARNING, left=left, after_s=limit_s)
+        await self.close()
+
     async def close(self) -> None:
-        """Ends the ranks in order. Serve calls nothing before it ends a replica, so we do."""
+        """Ends the ranks in order: under `tandem serve` its launcher asks for that."""
         if self._launch.done() and self._launch.exception() is not None:
             return  # it has cleaned up after itself
         fleet = await self._fleet()
@@ -283,6 +296,7 @@ def _trace_of(error: Exception) -> str:
 
 def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Application:
     """The application to hand to `serve.run`. launch_id: of whoever does."""
+    drain_s = 0.0 if config.http.front == "direct" else config.http.drain_s
     on_head = {"num_cpus": 0, "resources": ON_HEAD}
     anywhere = {"num_cpus": 0}
     groups = serve.deployment(
@@ -290,7 +304,7 @@ def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Applicat
         num_replicas=1,
         max_ongoing_requests=64,
         ray_actor_options=on_head,  # all ranks end with it: it must not end with another node
-        graceful_shutdown_timeout_s=15,
+        graceful_shutdown_timeout_s=15 + drain_s,
     )(Groups)
     ingress = serve.deployment(
         name="Ingress",
@@ -298,7 +312,7 @@ def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Applicat
         max_ongoing_requests=10_000,  # admission is cluster.routing's: 429, not Serve's 503
         # listening itself on host:port is a promise about the head node
         ray_actor_options=on_head if config.http.front == "direct" else anywhere,
-        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_timeout_s=5 + drain_s,
     )(serve.ingress()(Ingress))
     body = encode_config(config)
     return ingress.bind(body, groups.bind(body, launch_id))

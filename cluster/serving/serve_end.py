@@ -1,13 +1,19 @@
-"""When a server that runs is over: its user ends it, or it can serve no more. And how it drains."""
+"""When a server that runs is over: its user ends it, or it can serve no more. And how it drains:
+`tandem serve` asks its ingress; behind Serve's proxy, which sends nothing more to an application
+that is removed, ingress and launcher each wait for what they have.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from contracts.logs import event
+from contracts.worker import RankStatus
 
 log = logging.getLogger("tandem.serving")
 
@@ -47,3 +53,19 @@ def drain(ingress: Any, limit_s: float, hurry: threading.Event) -> None:
         except Exception as error:  # noqa: BLE001 - an ingress that is gone has nothing to drain
             event(log, "ingress_not_asked", logging.WARNING, error=str(error).partition("\n")[0])
         return
+
+
+async def wait_idle(
+    status: Callable[[], Awaitable[Sequence[RankStatus]]],
+    limit_s: float,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> int:
+    """Returns once no rank has a sequence at two looks in a row, between which an ingress may send
+    another one of a request that it has; or after limit_s: how many sequences are left."""
+    end_s, was_idle = time.monotonic() + limit_s, False
+    while True:
+        left = sum(rank.running + rank.waiting for rank in await status())
+        if (was_idle and not left) or time.monotonic() >= end_s:
+            return left
+        was_idle = not left
+        await sleep(LOOK_PERIOD_S)

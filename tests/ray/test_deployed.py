@@ -40,8 +40,16 @@ class File:
         told = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
         self.port = told["http_options"]["port"] = free_port()
         told["applications"][0]["args"]["kv"]["pool_tokens"] = 4096
+        told["applications"][0]["args"].setdefault("http", {})["drain_s"] = DEADLINE_S
         self.path = folder / "serve.yaml"
         self.path.write_text(yaml.safe_dump(told), encoding="utf-8")
+
+    def without_applications(self) -> Path:
+        """The same file, by which `serve deploy` takes all of them away."""
+        told = yaml.safe_load(self.path.read_text(encoding="utf-8"))
+        path = self.path.with_name("none.yaml")
+        path.write_text(yaml.safe_dump({**told, "applications": []}), encoding="utf-8")
+        return path
 
     def wait_healthy(self, process: subprocess.Popen[bytes] | None = None) -> None:
         end_s = time.monotonic() + DEADLINE_S
@@ -114,3 +122,28 @@ def test_serve_deploy(cluster: RayHead, tmp_path: Path) -> None:
     file.wait_healthy()
     assert file.answers()
     assert "RUNNING" in run(cluster, "serve", "status", "--address", cluster.dashboard)
+
+
+def test_an_application_that_is_taken_away_answers_what_it_has(
+    cluster: RayHead, tmp_path: Path
+) -> None:
+    file = File(tmp_path)
+    run(cluster, "serve", "deploy", "--address", cluster.dashboard, os.fspath(file.path))
+    file.wait_healthy()
+    body = {"model": "bundled", "prompt": "The", "max_tokens": 1500, "ignore_eos": True}
+    url = f"http://127.0.0.1:{file.port}/v1/completions"
+    with httpx.stream("POST", url, json={**body, "stream": True}, timeout=DEADLINE_S) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        none = os.fspath(file.without_applications())
+        run(cluster, "serve", "deploy", "--address", cluster.dashboard, none)
+        assert not file.answers(), "nobody else gets in"
+        chunks = [line for line in lines if line]
+    assert chunks[-1] == "data: [DONE]"
+    assert not [chunk for chunk in chunks if '"error"' in chunk]
+    told = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks[:-1]]
+    assert told[-1]["choices"][0]["finish_reason"] == "length", "to its last token"
+    end_s = time.monotonic() + DEADLINE_S
+    while cluster.running("Groups"):
+        assert time.monotonic() < end_s, "it has not ended"
+        time.sleep(0.5)

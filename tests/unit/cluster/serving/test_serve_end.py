@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
 
 from cluster.serving import serve_end
-from cluster.serving.serve_end import drain, wait_for_end
+from cluster.serving.serve_end import drain, wait_for_end, wait_idle
+from contracts.worker import RankStatus
 
 
 class FakeGroups:
@@ -76,3 +78,23 @@ def test_an_ingress_that_says_nothing_does_not_hold_up_the_end(
 ) -> None:
     monkeypatch.setattr(serve_end, "ANSWER_S", 0.01)
     drain(FakeGroups(TimeoutError()), 0.01, threading.Event())
+
+
+def test_ranks_are_idle_when_two_looks_in_a_row_find_no_sequence() -> None:
+    """Between two of them an ingress may send another sequence of a request that it has."""
+    looks = [(1, 2), (0, 0), (0, 1), (0, 0), (0, 0), (9, 9)]
+
+    async def status() -> list[RankStatus]:
+        running, waiting = looks.pop(0)
+        ranks = RankStatus(name="attention-0", healthy=True, running=running, waiting=waiting)
+        return [ranks, RankStatus(name="expert-0", healthy=True)]
+
+    assert asyncio.run(wait_idle(status, 60.0)) == 0
+    assert looks == [(9, 9)]
+
+
+def test_who_does_not_end_in_time_is_counted() -> None:
+    async def status() -> list[RankStatus]:
+        return [RankStatus(name="attention-0", healthy=True, running=2, waiting=1)]
+
+    assert asyncio.run(wait_idle(status, 0.01)) == 3
