@@ -117,6 +117,11 @@ class PlannerLink:
         """Runs `make` on the link's thread and sends what it returns."""
         self._call(self._send_report, make)
 
+    def move(self, address: str) -> None:
+        """The planner is there now, another process perhaps: connects to it. Without effect if it
+        was there before."""
+        self._call(self._move, address)
+
     def is_stale(self, known: KnownPlan) -> bool:
         """Whether the planner's models have moved since this answer."""
         return known.answer.version < self._version
@@ -141,6 +146,12 @@ class PlannerLink:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
             log.debug("%s: the link is closed", self._me.name)
+
+    def _move(self, address: str) -> None:
+        if address != self._address:
+            self._address = address
+            if self._writer is not None:
+                self._writer.transport.abort()
 
     def _cancel(self) -> None:
         for task in asyncio.all_tasks(self._loop):

@@ -86,7 +86,11 @@ class RankPlanning(Observer):
         return f"cold: {self._link.cold}" if absence is Absence.COLD else absence or READY
 
     def join(self, address: str) -> None:
-        """Connects to the planner, in the background, and again whenever it is lost."""
+        """Connects to the planner, in the background, and again whenever it is lost. May be called
+        again: it is elsewhere then."""
+        if self._link is not None:
+            self._link.move(address)
+            return
         config = self._spec.config.planner
         me = Identity(name=self._spec.name, token=self._spec.token, epoch=None)
         self._link = PlannerLink(

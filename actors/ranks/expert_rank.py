@@ -170,6 +170,9 @@ class ExpertReports:
 
     def join(self, address: str) -> None:
         """The planner there, from now on."""
+        if self._link is not None:
+            self._link.move(address)
+            return
         planner = self._spec.config.planner
         me = Identity(name=self._spec.name, token=self._spec.token, epoch=None)
         self._link = PlannerLink(

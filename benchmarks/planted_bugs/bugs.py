@@ -201,6 +201,13 @@ BUGS: tuple[Bug, ...] = (
         _GOING_ON,
     ),
     Bug(
+        "going on: ranks go on asking a planner that is lost",
+        "cluster/fleet/told_planner.py",
+        "if self._told.get(member.name) != now:",
+        "if member.name not in self._told:",
+        ("tests/unit/cluster/fleet/test_told_planner.py",),
+    ),
+    Bug(
         "going on: a choice that is complete goes on",
         "cluster/routing/endings.py",
         "return any(len(choice) > count and choice[:count] == generated",

@@ -16,6 +16,7 @@ from cluster.fleet.rank_group import RankGroup, kill_all
 from cluster.fleet.scaler import Scaler
 from cluster.fleet.scraped import Scraped
 from cluster.fleet.supervisor import Supervisor
+from cluster.fleet.told_planner import ToldPlanner
 from cluster.fleet.tracing import gather, trace_answer
 from contracts import metrics
 from contracts.clock import monotonic_s
@@ -49,7 +50,8 @@ class Fleet:
         self.scraped = scraped
         if scraped is not None:
             scraped.open(self._telemetry)
-        self._supervisor = Supervisor(groups, self._tell_scraped)
+        self._told_planner = ToldPlanner(groups)
+        self._supervisor = Supervisor(groups, self._each_round)
         self._supervisor.start()
         self._scalers: list[Scaler] = []
         if config is not None and config.scaling.max_prefill_ranks is not None:
@@ -154,7 +156,8 @@ class Fleet:
         members = [member for group in self._all_groups for member in group.members]
         return {(member.spec.group, member.name): float(member.is_up) for member in members}
 
-    def _tell_scraped(self) -> None:
+    def _each_round(self) -> None:
+        self._told_planner.update()
         if self.scraped is not None:
             self.scraped.update(self._all_groups)
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from actors.ranks.local_group import LocalGroup
+from actors.ranks.process import RankProcess
 from contracts.clock import monotonic_s
 from contracts.errors import CheckpointError, LaunchError, TandemError
-from contracts.worker import RankStatus
+from contracts.worker import Group, RankStatus
 from tests.support.group_harness import DEADLINE_S, RankConnection, greedy, group_config
 from tests.support.simulated_group import hardware
 
@@ -53,7 +54,7 @@ class Traffic:
 
 
 @pytest.mark.parametrize(("fault", "state"), [(signal.SIGKILL, "lost"), (signal.SIGSTOP, "slow")])
-def test_requests_go_on_by_default_when_the_planner_dies_or_hangs(
+def test_requests_go_on_by_default_when_the_planner_dies_or_hangs_and_ask_the_next_one(
     tiny_checkpoint: Checkpoints, fault: signal.Signals, state: str
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe")
@@ -72,14 +73,30 @@ def test_requests_go_on_by_default_when_the_planner_dies_or_hangs(
             client.submit(prompt(9, 300), sampling=greedy(2))  # of a shape that nobody knows
             traffic.goes_on_until(lambda status: status.notes["planner"] == state)
             if fault is signal.SIGKILL:
-                traffic.goes_on_until(
+                status = traffic.goes_on_until(
                     lambda status: status.sections["chosen_by"].get("default lost", 0) > 3
+                )
+                before = status.sections["chosen_by"]["planner"]
+                start_another_planner(group)
+                traffic.goes_on_until(
+                    lambda status: status.sections["chosen_by"]["planner"] > before
                 )
         finally:
             if fault is signal.SIGSTOP:
                 planner.send_signal(signal.SIGCONT)
         if fault is signal.SIGSTOP:
             traffic.goes_on_until(lambda status: status.notes["planner"] == "ready")
+
+
+def start_another_planner(group: LocalGroup) -> None:
+    """In the lost one's place; ranks are told of it."""
+    (spec,) = [spec for spec in group._specs if spec.group is Group.PLANNER]
+    group.processes[spec.name].close()
+    another = group.processes[spec.name] = RankProcess(spec.name)
+    ready = another.call("prepare", spec).result(DEADLINE_S)
+    another.call("start").result(DEADLINE_S)
+    for process in group.processes.values():
+        process.call("join_planner", ready.channel_address).result(DEADLINE_S)
 
 
 def test_a_group_without_a_hardware_file_comes_to_plan_by_itself(
