@@ -62,6 +62,10 @@ class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Ranks of the expert group, among which the routed experts of each layer are divided."""
     prefill_ranks: NonNegative = 0
     """Workers of the prefill pipeline: classification, scores, and completions of one token."""
+    ingress_replicas: Count = 1
+    """HTTP fronts. With http.front direct all listen on the one port, and Linux deals connections
+    out. Bounds on connections, memory and keys are each one's; of schedule.max_waiting each has its
+    part."""
     placement: Literal["pack", "spread"] = "pack"
     """ "pack": ranks on as few nodes as fit. "spread": the attention group and the expert group on
     different nodes."""

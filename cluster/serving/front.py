@@ -95,7 +95,9 @@ class FrontServer(uvicorn.Server):
 class DirectFront:
     """Serves `app` as long as its replica lives. Serve runs the app's lifespan, not this."""
 
-    def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
+    def __init__(self, app: ASGIApp, config: HttpConfig, *, shares_port: bool = False) -> None:
+        """shares_port: others like it listen on the same port."""
+        self._shares_port = shares_port
         self._app = app
         self._config = config
         self._server: FrontServer | None = None
@@ -108,7 +110,7 @@ class DirectFront:
         if is_shown and config.host not in LOOPBACK:
             hint = "/metrics, /load and /status need no key; set http.metrics_key"
             event(log, "metrics_open", logging.WARNING, host=config.host, hint=hint)
-        listening = await _bind_patiently(config.host, config.port)
+        listening = await _bind_patiently(config.host, config.port, self._shares_port)
         self.port: int = listening.getsockname()[1]
         self._server = FrontServer(self._app, config, listening)
         self._task = asyncio.create_task(self._server.serve())
@@ -158,24 +160,27 @@ def check_tls(http: HttpConfig) -> None:
         ) from None
 
 
-async def _bind_patiently(host: str, port: int) -> socket.socket:
+async def _bind_patiently(host: str, port: int, shares_port: bool) -> socket.socket:
     deadline_s = time.monotonic() + BIND_PATIENCE_S
     while True:
         try:
-            return bind(host, port)
+            return bind(host, port, shares_port=shares_port)
         except ResourceError:
             if time.monotonic() >= deadline_s:
                 raise
         await asyncio.sleep(0.1)
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
     """A bound TCP socket, the only one of its port: whoever binds the same must listen elsewhere.
-    Raises ResourceError that names host, port and what to do."""
+    shares_port: but for others of this user that share it too, among which Linux deals connections
+    out. Raises ResourceError that names host, port and what to do."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after an end, at once
+        if shares_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
         listener.listen(1)  # two may bind one address as long as neither listens
     except OSError as error:

@@ -247,7 +247,8 @@ class Ingress:
         self._exported = Exported(self._config, telemetry, "ingress", name, self._tell_scraped)
         await self._exported.open()
         if self._config.http.front == "direct":
-            self._front = DirectFront(app, self._config.http)
+            several = self._config.groups.ingress_replicas > 1
+            self._front = DirectFront(app, self._config.http, shares_port=several)
             await self._front.start()
             await self._groups.ingress_listens.remote()
         self._token = directory.token
@@ -256,10 +257,11 @@ class Ingress:
     async def _tell_scraped(self, target: bytes) -> None:
         await self._groups.export.remote(target)
 
-    async def drain(self, limit_s: float) -> int:
-        """Lets nobody else in. How many requests are still under way after limit_s, if not 0
-        sooner."""
-        return 0 if self._app is None else await self._app.drain(limit_s)
+    async def drain(self) -> tuple[str, int]:
+        """Lets nobody else in from now on. Which replica this is, and how many requests are under
+        way there still."""
+        left = 0 if self._app is None else await self._app.drain(0.0)
+        return serve.get_replica_context().replica_id.unique_id, left
 
     async def _addresses(self, suspects: dict[str, str]) -> dict[str, str]:
         """Where all that take requests are now; `suspects` will be replaced."""
@@ -308,7 +310,7 @@ def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Applicat
     )(Groups)
     ingress = serve.deployment(
         name="Ingress",
-        num_replicas=1,
+        num_replicas=config.groups.ingress_replicas,
         max_ongoing_requests=10_000,  # admission is cluster.routing's: 429, not Serve's 503
         # listening itself on host:port is a promise about the head node
         ray_actor_options=on_head if config.http.front == "direct" else anywhere,

@@ -19,6 +19,7 @@ log = logging.getLogger("tandem.serving")
 
 LOOK_PERIOD_S = 0.5
 ANSWER_S = 5.0
+DRAIN_PERIOD_S = 0.05
 
 
 def wait_for_end(groups: Any, token: bytes, stop: threading.Event, give_up_s: float) -> str:
@@ -39,20 +40,28 @@ def wait_for_end(groups: Any, token: bytes, stop: threading.Event, give_up_s: fl
     return ""
 
 
-def drain(ingress: Any, limit_s: float, hurry: threading.Event) -> None:
-    """Returns once the ingress has answered all that it has, or after limit_s, or when `hurry` is
-    set. It lets nobody in from the start. ingress: handle of the Ingress deployment."""
+def drain(ingress: Any, limit_s: float, hurry: threading.Event, replicas: int = 1) -> None:
+    """Returns once each ingress replica has answered all that it has, or after limit_s, or when
+    `hurry` is set. They let nobody in from the start. ingress: handle of the Ingress deployment,
+    which asks one of them, not always the same."""
     end_s = time.monotonic() + limit_s
-    asked = ingress.drain.remote(limit_s)
-    while not hurry.is_set() and time.monotonic() < end_s + ANSWER_S:
+    left: dict[str, int] = {}
+    while not hurry.wait(0.0 if len(left) < replicas else DRAIN_PERIOD_S):
         try:
-            if left := asked.result(timeout_s=LOOK_PERIOD_S):
-                event(log, "requests_cut_off", logging.WARNING, left=left, after_s=limit_s)
+            name, count = ingress.drain.remote().result(timeout_s=ANSWER_S)
+            left[name] = count
         except TimeoutError:
-            continue
+            pass  # of one that is busy
         except Exception as error:  # noqa: BLE001 - an ingress that is gone has nothing to drain
             event(log, "ingress_not_asked", logging.WARNING, error=str(error).partition("\n")[0])
-        return
+            if replicas == 1:
+                return
+        if len(left) >= replicas and not any(left.values()):
+            return
+        if time.monotonic() > end_s:
+            count = sum(left.values())
+            event(log, "requests_cut_off", logging.WARNING, left=count, after_s=limit_s)
+            return
 
 
 async def wait_idle(

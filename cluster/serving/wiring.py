@@ -86,7 +86,7 @@ def pipelines(config: TandemConfig, directory: Directory, find: Find | None = No
     """
     settings = RoutingConfig(
         block_tokens=config.kv.block_tokens,
-        max_waiting=config.schedule.max_waiting,
+        max_waiting=-(-config.schedule.max_waiting // config.groups.ingress_replicas),
         request_share=config.schedule.request_share,
         ls_max_wait_s=config.priority.ls_max_wait_s,
         be_max_wait_s=min(config.priority.be_max_wait_s, config.http.request_timeout_s),

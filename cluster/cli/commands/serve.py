@@ -68,6 +68,7 @@ def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> i
         if reason:
             print(f"tandem serve: can serve no more: {reason}", file=sys.stderr, flush=True)
         elif config.http.drain_s > 0:
-            drain(ingress_of(config.serve.name), config.http.drain_s, hurry)
+            ingress, replicas = ingress_of(config.serve.name), config.groups.ingress_replicas
+            drain(ingress, config.http.drain_s, hurry, replicas)
         print("stopping", flush=True)
     return EXIT_BEYOND_REPAIR if reason else 0

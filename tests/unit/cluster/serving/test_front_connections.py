@@ -309,6 +309,14 @@ def test_of_two_that_bind_at_the_same_time_one_is_refused() -> None:
             bind("127.0.0.1", port)
 
 
+def test_replicas_that_share_a_port_do_and_nobody_else_gets_it() -> None:
+    with bind("127.0.0.1", 0, shares_port=True) as one:
+        port = one.getsockname()[1]
+        bind("127.0.0.1", port, shares_port=True).close()
+        with pytest.raises(ResourceError, match=str(port)):
+            bind("127.0.0.1", port)
+
+
 def test_a_replica_takes_the_port_over_from_one_that_is_about_to_end() -> None:
     """FINDINGS B6: a restart must still be able to bind."""
     with serve_front() as old:

@@ -15,16 +15,16 @@ from contracts.worker import RankStatus
 class FakeGroups:
     """answers: what each question is answered with, or raises; the last one for ever."""
 
-    def __init__(self, *answers: str | int | Exception) -> None:
+    def __init__(self, *answers: str | tuple[str, int] | Exception) -> None:
         self.answers = list(answers)
         self.asked: list[object] = []
         self.problem = self.drain = self
 
-    def remote(self, token: object) -> FakeGroups:
-        self.asked.append(token)
+    def remote(self, *tokens: object) -> FakeGroups:
+        self.asked += tokens
         return self
 
-    def result(self, timeout_s: float) -> str | int:
+    def result(self, timeout_s: float) -> str | tuple[str, int]:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -34,6 +34,7 @@ class FakeGroups:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_end, "LOOK_PERIOD_S", 0.001)
+    monkeypatch.setattr(serve_end, "DRAIN_PERIOD_S", 0.001)
 
 
 def test_a_server_that_can_serve_no_more_ends_with_the_reason() -> None:
@@ -60,10 +61,21 @@ def test_a_user_who_ends_the_server_is_given_no_reason() -> None:
 
 
 def test_a_drain_lasts_as_long_as_the_ingress_needs() -> None:
-    ingress = FakeGroups(TimeoutError(), TimeoutError(), 0)
+    ingress = FakeGroups(("a", 2), TimeoutError(), ("a", 1), ("a", 0))
     drain(ingress, 60.0, threading.Event())
-    assert ingress.asked == [60.0]
-    assert ingress.answers == [0]
+    assert ingress.answers == [("a", 0)]
+
+
+def test_each_of_several_ingress_replicas_is_drained() -> None:
+    """Whichever Serve asks: until each has said that nothing is under way any more."""
+    told = [("a", 0), ("a", 0), ("b", 3), RuntimeError("it died"), ("a", 0), ("b", 1), ("b", 0)]
+    ingress = FakeGroups(*told)
+    drain(ingress, 60.0, threading.Event(), replicas=2)
+    assert ingress.answers == [("b", 0)]
+
+
+def test_a_drain_ends_at_its_limit_whatever_is_under_way() -> None:
+    drain(FakeGroups(("a", 1)), 0.01, threading.Event())
 
 
 def test_a_second_signal_or_an_ingress_that_is_gone_ends_it_at_once() -> None:
