@@ -68,8 +68,8 @@ def test_a_drain_lasts_as_long_as_the_ingress_needs() -> None:
 
 def test_each_of_several_ingress_replicas_is_drained() -> None:
     """Whichever Serve asks: until each has said that nothing is under way any more."""
-    told = [("a", 0), ("a", 0), ("b", 3), RuntimeError("it died"), ("a", 0), ("b", 1), ("b", 0)]
-    ingress = FakeGroups(*told)
+    failure = RuntimeError("it died")
+    ingress = FakeGroups(("a", 0), ("a", 0), ("b", 3), failure, ("a", 0), ("b", 1), ("b", 0))
     drain(ingress, 60.0, threading.Event(), replicas=2)
     assert ingress.answers == [("b", 0)]
 
