@@ -87,9 +87,12 @@ class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Seconds until ranks must be placed, loaded and joined. Also how long requests wait while no
     rank of their pipeline is left."""
     give_up_s: Seconds = 10.0
-    """Seconds for which a rank of the attention and expert groups, which is not replaced, may be of
-    no use before the server ends (`tandem serve`, exit status 3) or is started again (`serve
-    run`)."""
+    """Seconds for which the process that looks after the ranks may be silent before the server ends
+    (`tandem serve`, exit status 3)."""
+    repair_s: Seconds = 300.0
+    """Seconds for which requests wait for another attention or expert rank in the place of one that
+    is lost. Then they fail with its name, and the server ends (`tandem serve`, exit status 3) or is
+    started again (`serve run`). A rank that loads for longer needs more."""
 
     @property
     def ranks(self) -> int:

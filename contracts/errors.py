@@ -179,6 +179,12 @@ class PeerHungError(PeerError):
     code = "peer_hung"
 
 
+class RepairTimeoutError(ChannelError):
+    """A rank is lost, and nobody was in its place in time."""
+
+    code = "peer_lost"
+
+
 class HandshakeError(ChannelError):
     """A connection did not prove that it belongs to this cluster and epoch."""
 

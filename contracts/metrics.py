@@ -352,6 +352,13 @@ EXPERT_MOVE_TIME = _counter(
     Panel("Moving experts, seconds per second", "short", ("rank",)),
     unit="s",
 )
+REPAIRS = _counter(
+    "tandem_repairs_total",
+    "Times an attention rank went over to ranks that stand in for a lost one (stand_in), and that "
+    "a lost one's place was taken (return).",
+    ("rank", "kind"),
+    Panel("Repairs per second", "ops", ("kind",), warn=0.002, bad=0.01),
+)
 GROUP_EPOCH = _gauge(
     "tandem_group_epoch",
     "Epoch of a group; grows with each repair.",

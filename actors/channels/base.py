@@ -43,6 +43,9 @@ class Kind(enum.IntEnum):
     WITHDRAWN = 4  # from an expert rank: they will not be; why
     REFUSED = 5  # from an attention rank: it does not go over to it; why
     RETIRED = 6  # from an attention rank: it uses none before it any more
+    HELD = 7  # from an expert rank: its experts are there, for whoever joins or wants it; as PLACED
+    WANTED = 8  # from an attention rank: the placement as msgpack, whose experts it needs there
+    LEFT = 9  # from an attention rank: it needs them no more
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -139,19 +142,22 @@ class Packet:
 
 
 class PeerJoined(msgspec.Struct, frozen=True):
-    """A peer has connected to us. (Whoever calls `connect` is joined when it returns: no event.)"""
+    """A peer is joined: it has connected to us, or we have to it by `join`. (Whoever calls
+    `connect` is joined when it returns: no event.)"""
 
     peer: str
 
 
 class PeerLost:
-    """A peer died (connection closed) or hung (silent for too long). Told once per peer."""
+    """A peer died (connection closed) or hung (silent for too long). Told once per link. epoch: the
+    peer's."""
 
-    __slots__ = ("error", "peer")
+    __slots__ = ("epoch", "error", "peer")
 
-    def __init__(self, peer: str, error: PeerError) -> None:
+    def __init__(self, peer: str, error: PeerError, epoch: int = 0) -> None:
         self.peer = peer
         self.error = error
+        self.epoch = epoch
 
 
 Happening = Packet | PeerJoined | PeerLost
@@ -195,6 +201,10 @@ class Endpoint(Protocol):
     def connect(self, peer: str, address: str) -> None:
         """Joins `peer`. Raises HandshakeError, PeerError or ChannelError within deadline_s."""
 
+    def join(self, peer: str, address: str) -> None:
+        """As `connect`, from any thread: `poll` tells PeerJoined. One that is linked under that
+        name, at an older epoch, is lost then."""
+
     def peers(self) -> Sequence[str]:
         """Names of the peers whose links are up."""
 
@@ -208,7 +218,8 @@ class Endpoint(Protocol):
     def poll(self, timeout_s: float) -> list[Happening]:
         """What has happened; waits at most timeout_s (0: not at all), less if `wake` is called.
 
-        Packets of an older epoch are dropped here. Never raises for a lost peer: tells `PeerLost`.
+        Packets older than either end's epoch are dropped here. Never raises for a lost peer: tells
+        `PeerLost`.
         """
 
     def watch(self, descriptor: int) -> None:

@@ -37,7 +37,7 @@ from actors.channels.loop_watch import LoopWatch
 from actors.channels.pulse import Pulse
 from contracts.clock import Clock
 from contracts.config import ChannelConfig
-from contracts.errors import ChannelError, PeerError
+from contracts.errors import ChannelError, PeerDeadError, PeerError
 from contracts.logs import event
 
 log = logging.getLogger(f"tandem.{__name__}")
@@ -82,7 +82,7 @@ class BaseEndpoint(abc.ABC):
             self.backend,
             config.deadline_s,
             clock,
-            linked=self._links.__contains__,
+            linked=self._is_linked,
             joined=self._accepted,
             placement=placement,
         )
@@ -124,14 +124,34 @@ class BaseEndpoint(abc.ABC):
     def connect(self, peer: str, address: str) -> None:
         if peer in self._links:
             raise ChannelError(f"{self.name} is linked to {peer} already")
+        link = self._dialled(peer, address)
+        self._beat(link)
+        self._adopt(link)
+
+    def join(self, peer: str, address: str) -> None:
+        link = self._dialled(peer, address)
+        self._beat(link)
+        with self._lock:
+            if not self._closed:
+                self._inbox.append(link)
+                os.eventfd_write(self._wake_fd, 1)
+                return
+        link.heart.close()
+        link.close()
+        raise ChannelError(f"{self.name} is closed: it joins nobody")
+
+    def _dialled(self, peer: str, address: str) -> Link:
         joint = self._joiner.connect(peer, address, self._offer())
         try:
-            link = self._join(joint)
+            return self._join(joint)
         except OSError as error:
             joint.close()
             raise ChannelError(f"cannot join {peer}: {error}") from None
-        self._beat(link)
-        self._adopt(link)
+
+    def _is_linked(self, peer: str, epoch: int) -> bool:
+        """To that one or a newer one. From any thread."""
+        link = self._links.get(peer)
+        return link is not None and link.epoch >= epoch
 
     def _accepted(self, joint: Joint) -> None:
         """Joins a peer that has connected (handshake thread)."""
@@ -258,7 +278,7 @@ class BaseEndpoint(abc.ABC):
 
     def _deliver(self, packet: Packet, happenings: list[Happening]) -> None:
         link = self._links.get(packet.peer)
-        if packet.header.epoch < self.epoch or link is None:
+        if link is None or packet.header.epoch < min(self.epoch, link.epoch):
             packet.release()
             return
         packet.sent_s -= link.clock_ahead_s
@@ -269,9 +289,13 @@ class BaseEndpoint(abc.ABC):
             self._deliver(item, happenings)
         elif isinstance(item, _Loss):
             self._lose(item.link, item.error, happenings)
-        elif item.peer in self._links:  # two at once under one name: the first one stays
+        elif self._is_linked(item.peer, item.epoch):  # two at once: the first one stays
             self._forget(item)
         else:
+            before = self._links.get(item.peer)
+            if before is not None:
+                reason = f"{item.peer} has been replaced: another has its name, at a later epoch"
+                self._lose(before, PeerDeadError(reason, item.peer), happenings)
             self._adopt(item)
             happenings.append(PeerJoined(item.peer))
 
@@ -286,7 +310,7 @@ class BaseEndpoint(abc.ABC):
         del self._links[link.peer]
         self._lost[link.peer] = error
         self._forget(link)
-        happenings.append(PeerLost(link.peer, error))
+        happenings.append(PeerLost(link.peer, error, link.epoch))
 
     def _forget(self, link: Link) -> None:
         if self._pulse is not None:

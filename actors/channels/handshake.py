@@ -36,7 +36,8 @@ _BROKE = "the connection broke during the handshake"
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who we are. epoch None: this connection is not bound to an epoch (both sides say None)."""
+    """Who we are. epoch None: this connection is not bound to an epoch (both sides say None).
+    Whether a peer's epoch is the right one is for `answer` to judge."""
 
     name: str
     token: bytes
@@ -195,7 +196,7 @@ def _check_hello(me: Identity, challenge: _Challenge, hello: _Hello) -> None:
     bare = msgspec.structs.replace(hello, proof=b"")
     if not hmac.compare_digest(hello.proof, _proof(me, "initiator", challenge, bare)):
         raise HandshakeError("wrong token")
-    if hello.epoch != me.epoch:
+    if (hello.epoch is None) != (me.epoch is None):
         raise HandshakeError(f"it is at epoch {hello.epoch}, {me.name} is at epoch {me.epoch}")
     if hello.to is not None and hello.to != me.name:
         raise HandshakeError(f"it looks for {hello.to}, this is {me.name}")

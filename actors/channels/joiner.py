@@ -5,6 +5,9 @@
 On the way they compare their clocks, so that either knows when, on its own, the other sent a
 packet: the acceptor tells its time in its answer, the initiator, with the pulse socket, what it
 makes of that.
+
+Either says its epoch. Of a name that has come with a higher one, those before it are refused from
+then on: whoever has been replaced is not taken back, however late it wakes up.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class _Time(msgspec.Struct, frozen=True, array_like=True):
 
     boot: str
     now_s: float
+    epoch: int
 
 
 class _Half(msgspec.Struct, frozen=True):
@@ -52,6 +56,7 @@ class _Half(msgspec.Struct, frozen=True):
 
     sock: socket.socket
     name: str
+    epoch: int
     purpose: str
     since_s: float
     clock_ahead_s: float
@@ -59,7 +64,7 @@ class _Half(msgspec.Struct, frozen=True):
 
 class Joiner:
     """Makes joints. `joined` is called on a handshake's thread and takes over the joint's sockets;
-    `linked` says, on any thread, whether a name is taken."""
+    `linked` says, on any thread, whether a name is taken by a rank of that epoch or a newer one."""
 
     def __init__(
         self,
@@ -68,11 +73,11 @@ class Joiner:
         deadline_s: float,
         clock: Clock,
         *,
-        linked: Callable[[str], bool],
+        linked: Callable[[str, int], bool],
         joined: Callable[[Joint], None],
         placement: str = "",
     ) -> None:
-        self._me = me
+        self._me, self._epoch = me, me.epoch or 0
         self._backend = backend
         self._deadline_s = deadline_s
         self._clock = clock
@@ -81,6 +86,7 @@ class Joiner:
         self._joined = joined
         self._lock = threading.Lock()
         self._halves: dict[bytes, _Half] = {}
+        self._epochs: dict[str, int] = {}  # the newest that was heard of each name
         self._closed = False
         self._listener: Listener | None = None
 
@@ -92,18 +98,25 @@ class Joiner:
         return self._listener is not None
 
     def connect(self, peer: str, address: str, offer: bytes) -> Joint:
-        """Two proven sockets to `peer`. Raises HandshakeError or ChannelError in deadline_s."""
+        """Two proven sockets to `peer`. Raises HandshakeError or ChannelError in deadline_s. Any
+        thread."""
         end_s = monotonic_s() + self._deadline_s
         extra = _Extra(self._backend, secrets.token_bytes(16), offer, placement=self._placement)
-        data, ahead_s = self._dial(peer, address, _DATA, extra, end_s)
+        data, ahead_s, epoch = self._dial(peer, address, _DATA, extra, end_s)
         extra = msgspec.structs.replace(extra, clock_ahead_s=-ahead_s)
         try:
-            pulse, _ = self._dial(peer, address, _PULSE, extra, end_s)
+            pulse, _, _ = self._dial(peer, address, _PULSE, extra, end_s)
         except ChannelError:
             data.close()
             raise
         return Joint(
-            peer=peer, data=data, pulse=pulse, initiator=True, offer=offer, clock_ahead_s=ahead_s
+            peer=peer,
+            data=data,
+            pulse=pulse,
+            initiator=True,
+            offer=offer,
+            clock_ahead_s=ahead_s,
+            epoch=epoch,
         )
 
     def close(self) -> None:
@@ -118,9 +131,9 @@ class Joiner:
 
     def _dial(
         self, peer: str, address: str, purpose: str, extra: _Extra, end_s: float
-    ) -> tuple[socket.socket, float]:
-        """A proven socket, and how far the peer's clock is ahead of ours: to within half the time
-        that the handshake took."""
+    ) -> tuple[socket.socket, float, int]:
+        """A proven socket, how far the peer's clock is ahead of ours (to within half the time that
+        the handshake took), and the peer's epoch."""
         sock = dial(address, max(end_s - monotonic_s(), 1e-3))
         try:
             start_s = self._clock()
@@ -132,7 +145,9 @@ class Joiner:
                 extra=msgspec.msgpack.encode(extra),
                 deadline_s=max(end_s - monotonic_s(), 1e-3),
             )
-            return sock, _ahead_s(remote, (start_s + self._clock()) / 2)
+            told = _time(remote)
+            self._check_epoch(peer, told.epoch)
+            return sock, _ahead_s(told, (start_s + self._clock()) / 2), told.epoch
         except HandshakeError:
             sock.close()
             raise
@@ -147,14 +162,33 @@ class Joiner:
             )
         if extra.placement != self._placement:
             raise HandshakeError(other_placement("it", extra.placement, self._placement))
-        if self._linked(remote.name):
+        epoch = remote.epoch or 0
+        self._check_epoch(remote.name, epoch)
+        if self._linked(remote.name, epoch):
             raise HandshakeError(f"{remote.name} is linked to {self._me.name} already")
-        return msgspec.msgpack.encode(_Time(boot_id(), self._clock()))
+        return msgspec.msgpack.encode(_Time(boot_id(), self._clock(), self._epoch))
+
+    def _check_epoch(self, name: str, epoch: int) -> None:
+        """Raises HandshakeError for a rank that has been replaced."""
+        with self._lock:
+            newest = self._epochs.get(name, 0)
+            if epoch < newest:
+                raise HandshakeError(
+                    f"{name} is at epoch {epoch}, which has been replaced by {newest}"
+                )
+            self._epochs[name] = epoch
 
     def _accepted(self, sock: socket.socket, remote: Remote) -> None:
         """Keeps the first socket of a link, joins with the second (handshake thread)."""
         extra = _extra(remote)
-        mine = _Half(sock, remote.name, remote.purpose, monotonic_s(), extra.clock_ahead_s)
+        mine = _Half(
+            sock,
+            remote.name,
+            remote.epoch or 0,
+            remote.purpose,
+            monotonic_s(),
+            extra.clock_ahead_s,
+        )
         with self._lock:
             self._drop_late()
             other = self._halves.pop(extra.link_id, None)
@@ -162,7 +196,8 @@ class Joiner:
                 self._halves[extra.link_id] = mine
                 return
         sockets = {half.purpose: half.sock for half in (mine, other) if half is not None}
-        if other is None or other.name != mine.name or sockets.keys() != {_DATA, _PULSE}:
+        is_one = other is not None and (other.name, other.epoch) == (mine.name, mine.epoch)
+        if other is None or not is_one or sockets.keys() != {_DATA, _PULSE}:
             for half in (mine, other):
                 if half is not None:
                     half.sock.close()
@@ -175,6 +210,7 @@ class Joiner:
                 initiator=False,
                 offer=extra.offer,
                 clock_ahead_s=mine.clock_ahead_s or other.clock_ahead_s,
+                epoch=mine.epoch,
             )
         )
 
@@ -186,13 +222,16 @@ class Joiner:
                 self._halves.pop(link_id).sock.close()
 
 
-def _ahead_s(remote: Remote, now_s: float) -> float:
-    """How far the acceptor's clock is ahead of ours, which said now_s then."""
+def _time(remote: Remote) -> _Time:
     try:
-        time = msgspec.msgpack.decode(remote.extra, type=_Time)
+        return msgspec.msgpack.decode(remote.extra, type=_Time)
     except BAD_FRAME:
         raise HandshakeError(f"{remote.name} does not answer as a channel does") from None
-    return 0.0 if time.boot == boot_id() else time.now_s - now_s
+
+
+def _ahead_s(told: _Time, now_s: float) -> float:
+    """How far the acceptor's clock is ahead of ours, which said now_s then."""
+    return 0.0 if told.boot == boot_id() else told.now_s - now_s
 
 
 def _extra(remote: Remote) -> _Extra:

@@ -25,6 +25,7 @@ class Joint(msgspec.Struct, frozen=True, kw_only=True):
     initiator: bool
     offer: bytes
     clock_ahead_s: float = 0.0  # the peer's clock, of ours; of one machine it is the same
+    epoch: int = 0  # the peer's
 
     def close(self) -> None:
         self.data.close()
@@ -34,13 +35,14 @@ class Joint(msgspec.Struct, frozen=True, kw_only=True):
 class Link(abc.ABC):
     """One end of a link. Used by the endpoint's owner, except where a method says otherwise.
 
-    poll_fd: what the owner's poll must watch; None: threads of the link report instead.
+    poll_fd: what the owner's poll must watch; None: threads of the link report instead. epoch: the
+    peer's.
     """
 
     poll_fd: int | None = None
 
     def __init__(self, joint: Joint, clock: Clock) -> None:
-        self.peer = joint.peer
+        self.peer, self.epoch = joint.peer, joint.epoch
         self.heart = Heart(joint.pulse, joint.peer, clock())
         self.clock_ahead_s = joint.clock_ahead_s
         self.sent_bytes = 0

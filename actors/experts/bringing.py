@@ -8,6 +8,7 @@ middle goes with the thread.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,11 +93,12 @@ class CachedBringer:
     """A `Bringer` of ranks that read experts as they are wanted (`SomeThere`): a generation is a
     list of what is theirs. And of ranks whose experts stay where they are: it fits none there."""
 
-    def __init__(self, spec: WorkerSpec, model: ModelSpec) -> None:
-        self._spec, self._model = spec, model
+    def __init__(self, spec: WorkerSpec, model: ModelSpec, *, asked: bool = False) -> None:
+        """asked: attention ranks ask for it, because a rank was lost."""
+        self._spec, self._model, self._asked = spec, model, asked
 
     def misfit(self, placement: Placement) -> str:
-        return misfit(self._spec, self._model, placement)
+        return misfit(self._spec, self._model, placement, asked=self._asked)
 
     def begin(
         self, placement: Placement, done: Callable[[Brought[dict[int, tuple[int, ...]]]], None]
@@ -113,7 +115,8 @@ class CachedBringer:
 
 
 class ResidentBringer:
-    """A `Bringer` of ranks that have all of their experts (`AllThere`)."""
+    """A `Bringer` of ranks that have all of their experts (`AllThere`). asked: attention ranks ask
+    for it, because a rank was lost, and wait: as fast as it goes, however much it is."""
 
     def __init__(
         self,
@@ -123,8 +126,11 @@ class ResidentBringer:
         peers: Peers | None,
         loaded: str,
         clock: Clock = monotonic_s,
+        *,
+        asked: bool = False,
     ) -> None:
         """loaded: fingerprint of the checkpoint's files when this rank began to read them."""
+        self._asked = asked
         self._spec, self._layout, self._store, self._peers = spec, layout, store, peers
         self._loaded = loaded
         self._config: PlacementConfig = spec.config.placement
@@ -135,8 +141,8 @@ class ResidentBringer:
         store.let_go = self._let_go
 
     def misfit(self, placement: Placement) -> str:
-        reason = misfit(self._spec, self._layout.spec, placement)
-        return reason or self._too_much(self._lacking(placement))
+        reason = misfit(self._spec, self._layout.spec, placement, asked=self._asked)
+        return reason or ("" if self._asked else self._too_much(self._lacking(placement)))
 
     def begin(self, placement: Placement, done: Callable[[Brought[ExpertHalf]], None]) -> None:
         before, self._stopped = self._thread, threading.Event()
@@ -163,8 +169,8 @@ class ResidentBringer:
         threading.Thread(target=_let_go, args=(half.layers(),), name=name, daemon=True).start()
 
     def _lacking(self, placement: Placement) -> list[Key]:
-        half = self._store.half(self._placement.generation)
-        return lacking(half, placement.experts_of(self._spec.rank))
+        ids_of = placement.experts_of(self._spec.rank)
+        return lacking(self._store.nearest(ids_of), ids_of)
 
     def _too_much(self, keys: Sequence[Key]) -> str:
         wanted_bytes = len(keys) * self._layout.num_bytes(1)
@@ -188,7 +194,8 @@ class _Bringing:
     ) -> None:
         self._spec, self._layout = parts._spec, parts._layout
         self._peers, self._clock = parts._peers, parts._clock
-        self._half = parts._store.half(present.generation)
+        self._half = parts._store.nearest(placement.experts_of(self._spec.rank))
+        self._asked = parts._asked
         self._placement, self._present = placement, present
         self._stopped, self._loaded = stopped, parts._loaded
         self._lost: set[int] = set()  # peers that gave nothing
@@ -198,10 +205,12 @@ class _Bringing:
         self, before: threading.Thread | None, done: Callable[[Brought[ExpertHalf]], None]
     ) -> None:
         start_s, generation = self._clock(), self._placement.generation
-        pace = Pace(self._spec.config.placement.bytes_per_s, self._stopped, self._clock)
+        bytes_per_s = math.inf if self._asked else self._spec.config.placement.bytes_per_s
+        pace = Pace(bytes_per_s, self._stopped, self._clock)
         half, reason = None, ""
         try:
-            gives_way()
+            if not self._asked:
+                gives_way()
             if before is not None:
                 before.join(self._spec.config.placement.deadline_s)
             half = self._bring(pace)
@@ -284,9 +293,9 @@ def _let_go(layers: dict[int, ExpertLayer]) -> None:
         pause.wait(_LET_GO_S)
 
 
-def misfit(spec: WorkerSpec, model: ModelSpec, placement: Placement) -> str:
-    """Why a placement is none for this group; empty: it is one."""
-    if spec.config.placement.follow == "off":
+def misfit(spec: WorkerSpec, model: ModelSpec, placement: Placement, *, asked: bool = False) -> str:
+    """Why a placement is none for this group; empty: it is one. asked: by attention ranks."""
+    if spec.config.placement.follow == "off" and not asked:
         return "placement.follow=off: experts stay where they are"
     try:
         check_fits(placement, spec.expert_ranks, model.num_experts, model.moe_layers)

@@ -48,7 +48,7 @@ class Generations(Protocol):
     """What the rank does about generations of placement. Owned by the server's thread."""
 
     def heard(self, packet: Packet) -> None:
-        """An attention rank's REFUSED or RETIRED."""
+        """Of an attention rank: REFUSED, RETIRED, WANTED or LEFT."""
 
     def joined(self, peer: str) -> None: ...
 
@@ -160,7 +160,7 @@ class ExpertServer:
     def _take_aside(self, packet: Packet) -> None:
         """Nothing of it is computed."""
         kind, generation = packet.header.kind, packet.header.generation
-        if kind in (Kind.REFUSED, Kind.RETIRED):
+        if kind in (Kind.REFUSED, Kind.RETIRED, Kind.WANTED, Kind.LEFT):
             self._generations.heard(packet)
         elif kind is Kind.HINT and self._experts.holds(generation):
             self._experts.hinted(packet)

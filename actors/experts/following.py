@@ -1,14 +1,17 @@
-"""An attention rank follows the experts as they move: from one generation to the next.
+"""An attention rank follows the experts: from one generation to the next as they move, and to those
+that stand in when an expert rank is lost.
 
-Owned by the plane's thread. The rules are `AttentionGenerations`'s; here are the packets.
+Owned by the plane's thread. The rules are those of `AttentionGenerations` and `Attendance`; here
+are the packets.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from actors.channels.base import Endpoint, Kind, Packet
+from actors.channels.base import Endpoint, Kind, Packet, PeerLost
+from actors.experts.attendance import Absence, Attendance
 from actors.experts.generation_packets import Speaker, placement_of, reason_of
 from actors.experts.generations import Tell
 from actors.experts.switching import AttentionGenerations
@@ -17,12 +20,15 @@ from contracts.errors import ConfigError
 from contracts.logs import event
 from contracts.placement import Placement
 from planner.placement.slots import ExpertPlacement
+from planner.placement.stand_in import is_stand_in
 
 log = logging.getLogger("tandem.experts")
 
 
 class Following:
-    """slots: of the present generation. switches: how often that has changed."""
+    """slots: what the next layer is dispatched by. generation: the present one, which may have a
+    stand-in. switches: how often that has changed. repairs: how often lost ranks were stood in for
+    ("stand_in"), and came back ("return")."""
 
     def __init__(
         self,
@@ -36,15 +42,42 @@ class Following:
     ) -> None:
         """experts: names of all expert ranks. check: raises ConfigError where a placement is of
         another model or group."""
-        self.slots = ExpertPlacement(placement)
+        self.slots, self._used = ExpertPlacement(placement), placement
         self.switches = 0
+        self.repairs = {"stand_in": 0, "return": 0}
         self._generations = AttentionGenerations(experts, placement, deadline_s)
+        self._attendance = Attendance(experts, placement)
         self._speaker = Speaker(endpoint, clock)
+        self._experts, self._present = frozenset(experts), frozenset[str]()
         self._name, self._check, self._clock = endpoint.name, check, clock
 
     @property
     def generation(self) -> int:
         return self._generations.generation
+
+    @property
+    def used(self) -> int:
+        """The generation of `slots`."""
+        return self._used.generation
+
+    @property
+    def changes(self) -> int:
+        """How often `slots`, or who can be asked for them, has changed."""
+        return self._attendance.changes
+
+    @property
+    def absent(self) -> dict[str, Absence]:
+        """Ranks without the experts of the present generation. A copy, from any thread."""
+        return dict(self._attendance.absent)
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether others do the work of those. From any thread."""
+        return is_stand_in(self._used.generation)
+
+    def can(self, expert: str) -> bool:
+        """Whether it can be sent what `slots` says."""
+        return self._attendance.can(expert, self._used.generation)
 
     def began(self) -> int:
         return self._generations.began()
@@ -53,40 +86,117 @@ class Following:
         self._say(self._generations.ended(generation))
 
     def heard(self, packet: Packet) -> None:
-        """PLACED or WITHDRAWN; anything else is none of its business."""
-        header, now_s = packet.header, self._clock()
-        if header.kind is Kind.PLACED:
-            self._placed(packet, now_s)
-        elif header.kind is Kind.WITHDRAWN:
-            reason = f"{packet.peer}: {reason_of(packet)}"
-            self._say(self._generations.withdrawn(header.generation, reason, now_s))
+        """PLACED, WITHDRAWN or HELD; anything else is none of its business."""
+        kind = packet.header.kind
+        if kind is Kind.PLACED:
+            self._placed(packet)
+        elif kind is Kind.WITHDRAWN:
+            self._withdrawn(packet)
+        elif kind is Kind.HELD:
+            self._held(packet)
 
-    def lost(self, expert: str) -> None:
-        """The rank serves no more, but may stay linked to the others: they let go of what is to
-        come."""
-        self._say(self._generations.lost(expert))
+    def joined(self, expert: str) -> None:
+        """It says by itself what it has."""
+        self._attendance.joined(expert)
+
+    def lost(self, lost: PeerLost) -> None:
+        """Of an expert rank. What is to come is let go of by the others."""
+        now_s = self._clock()
+        self._say(self._generations.lost(lost.peer))
+        self._attend(self._attendance.lost(lost.peer, lost.error.message, lost.epoch, now_s))
 
     def look(self) -> None:
         """What is due by now."""
-        self._say(self._generations.look(self._clock()))
+        now_s = self._clock()
+        self._say(self._generations.look(now_s))
+        if self._attendance.absent:
+            self._attend(self._attendance.look(now_s))
         self._speaker.go_on()
 
-    def _placed(self, packet: Packet, now_s: float) -> None:
-        generation = packet.header.generation
+    @property
+    def leaves(self) -> bool:
+        """Whether somebody stands in who need not any more."""
+        return self._attendance.is_over
+
+    def leave(self, in_use: Collection[int]) -> None:
+        """in_use: generations of what is under way."""
+        self._say(self._attendance.leave(in_use))
+
+    def _placed(self, packet: Packet) -> None:
+        generation, now_s = packet.header.generation, self._clock()
         if generation <= self.generation:
             return
         try:
-            placement = placement_of(packet)
-            self._check(placement)
-        except (ValueError, ConfigError) as error:
+            placement = self._placement_of(packet)
+        except ValueError as error:
             self._say(self._generations.refuse(generation, str(error), now_s))
             return
-        telling = self._generations.placed(packet.peer, placement, packet.header.batch, now_s)
+        holders = self._generations.holders(generation) | {packet.peer}
+        self._say(self._generations.placed(packet.peer, placement, packet.header.batch, now_s))
         if self.generation == generation:
-            self.slots = ExpertPlacement(placement)
-            self.switches += 1
-            event(log, "placement_used", rank=self._name, generation=generation)
-        self._say(telling)
+            self._go_over(placement, holders)
+
+    def _withdrawn(self, packet: Packet) -> None:
+        generation, now_s = packet.header.generation, self._clock()
+        reason = f"{packet.peer}: {reason_of(packet)}"
+        if generation > self.generation and not is_stand_in(generation):
+            self._say(self._generations.withdrawn(generation, reason, now_s))
+            return
+        event(
+            log,
+            "experts_refused",
+            logging.WARNING,
+            rank=self._name,
+            generation=generation,
+            reason=f"{reason}: requests wait for another rank in the lost one's place",
+        )
+        self._attend(self._attendance.withdrawn(packet.peer, generation, reason, now_s))
+
+    def _held(self, packet: Packet) -> None:
+        """Of one that has just been joined, maybe a generation that all others use by now."""
+        generation = packet.header.generation
+        try:
+            placement = self._placement_of(packet)
+        except ValueError as error:
+            event(log, "placement_refused", logging.WARNING, rank=self._name, reason=error)
+            return
+        if generation > self.generation and not is_stand_in(generation):
+            self._say(self._generations.adopt(placement))
+            self._go_over(placement, ())
+        self._attend(self._attendance.held(packet.peer, generation, self._clock()))
+
+    def _placement_of(self, packet: Packet) -> Placement:
+        """Raises ValueError."""
+        placement = placement_of(packet)
+        try:
+            self._check(placement)
+        except ConfigError as error:
+            raise ValueError(error.message) from None
+        return placement
+
+    def _go_over(self, placement: Placement, holders: Collection[str]) -> None:
+        self.switches += 1
+        event(log, "placement_used", rank=self._name, generation=placement.generation)
+        self._attend(self._attendance.went_over(placement, holders, self._clock()))
+
+    def _attend(self, tells: Iterable[Tell]) -> None:
+        """Says it, and goes over to what is used now."""
+        self._say(tells)
+        attendance = self._attendance
+        came = self._experts - attendance.absent.keys() - self._present
+        self._present = self._experts - attendance.absent.keys()
+        for expert in came:
+            if expert in self._generations.lost_ones:
+                self.repairs["return"] += 1
+                event(log, "expert_rank_back", logging.WARNING, rank=self._name, peer=expert)
+            self._say(self._generations.returned(expert))
+        if attendance.placement == self._used:
+            return
+        self._used, self.slots = attendance.placement, ExpertPlacement(attendance.placement)
+        if self.stands_in:
+            self.repairs["stand_in"] += 1
+            absent = ", ".join(attendance.absent)
+            event(log, "experts_stand_in", logging.WARNING, rank=self._name, absent=absent)
 
     def _say(self, tells: Iterable[Tell]) -> None:
         refused = -1
@@ -101,4 +211,7 @@ class Following:
                     generation=refused,
                     reason=tell.reason,
                 )
-            self._speaker.say(tell)
+            wanted = None
+            if tell.kind is Kind.WANTED:
+                wanted = self._attendance.wanted(tell.generation)
+            self._speaker.say(tell, wanted)

@@ -17,6 +17,7 @@ from contracts.placement import Placement
 from contracts.requests import Priority
 
 _MOST_TEXT_BYTES: Final = 2000
+_IN_EACH_CLASS: Final = (Kind.RETIRED, Kind.LEFT)
 
 
 class Speaker:
@@ -28,18 +29,20 @@ class Speaker:
         self._unsaid: deque[tuple[Tell, Priority, bytes]] = deque()
 
     def say(self, tell: Tell, placement: Placement | None = None) -> None:
-        """placement: of PLACED. RETIRED goes in each class: a packet of one may overtake one of the
-        other."""
+        """placement: of PLACED, HELD and WANTED. RETIRED and LEFT go in each class: a packet of one
+        may overtake one of the other."""
         text = (tell.reason or " ").encode()[:_MOST_TEXT_BYTES]
         body = text if placement is None else msgspec.msgpack.encode(placement)
-        for priority in Priority if tell.kind is Kind.RETIRED else (Priority.LS,):
+        for priority in Priority if tell.kind in _IN_EACH_CLASS else (Priority.LS,):
             self._unsaid.append((tell, priority, body))
         self.go_on()
 
     def go_on(self) -> None:
         while self._unsaid:
+            tell, priority, body = self._unsaid[0]
             try:
-                self._send(*self._unsaid[0])
+                if tell.peer in self._endpoint.peers():  # else whoever has its name is told anew
+                    self._send(tell, priority, body)
             except PeerError:
                 pass  # `poll` tells of it
             except ChannelError:
@@ -68,7 +71,8 @@ def reason_of(packet: Packet) -> str:
 
 
 def placement_of(packet: Packet) -> Placement:
-    """Of PLACED. Raises ValueError where it is none, or another generation than its header says."""
+    """Of PLACED, HELD and WANTED. Raises ValueError where it is none, or another generation than
+    its header says."""
     try:
         placement = msgspec.msgpack.decode(_body(packet), type=Placement)
     except BAD_FRAME as error:

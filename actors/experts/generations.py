@@ -23,6 +23,7 @@ The attention ranks' side: actors/experts/switching.py.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
@@ -75,10 +76,11 @@ class Stage(enum.Enum):
 class _Next:
     """The generation that is to come."""
 
-    def __init__(self, placement: Placement, until_s: float) -> None:
+    def __init__(self, placement: Placement, until_s: float, stage: Stage = Stage.LOADING) -> None:
         self.placement = placement
         self.until_s = until_s
-        self.stage = Stage.LOADING
+        self.stage = stage
+        self.is_adopted = stage is Stage.PLACED  # nobody proposed it here
 
     @property
     def generation(self) -> int:
@@ -143,9 +145,29 @@ class ExpertGenerations:
         if reason:
             return self._withdrawn(generation, reason)
         self._next = _Next(placement, now_s + self._deadline_s)
+        self._ask_anew()
+        return [Load(placement)]
+
+    def adopt(self, placement: Placement) -> list[Action]:
+        """It is here because attention ranks use it and said so, not because it was proposed: this
+        rank has taken the place of a lost one. What was here before goes once nobody uses it."""
+        if self._next is not None or placement.generation <= self.current:
+            return []
+        self._newest = max(self._newest, placement.generation)
+        self._next = _Next(placement, math.inf, Stage.PLACED)
+        self._ask_anew()
+        return self._settle()
+
+    def let_go(self, generation: int) -> list[Action]:
+        """Whoever used what was adopted is gone."""
+        if self._next is None or not self._next.is_adopted or self.under_way != generation:
+            return []
+        self._next = None
+        return [Free(generation)]
+
+    def _ask_anew(self) -> None:
         for peer in self._peers.values():
             peer.refused, peer.attempt = False, LAUNCH_ATTEMPT
-        return [Load(placement)]
 
     def _objection(self, generation: int) -> str:
         if generation <= self._newest:
@@ -226,13 +248,15 @@ class ExpertGenerations:
         if self._next is None or self._next.stage is Stage.LOADING:
             return []
         generation, peers = self._next.generation, self._peers.values()
+        proposed = not self._next.is_adopted
         if all(peer.refused for peer in peers):
             reasons = [peer.reason for peer in peers] or ["no attention rank is linked any more"]
             self._next = None
-            return [Free(generation), Report(generation, Outcome.FAILED, reasons[0])]
+            failed = Report(generation, Outcome.FAILED, reasons[0])
+            return [Free(generation), *[failed][:proposed]]
         if all(peer.is_through_with_those_before(generation) for peer in peers):
             before, self.current, self._next = self.current, generation, None
-            return [Free(before), Report(generation, Outcome.RETIRED)]
+            return [Free(before), *[Report(generation, Outcome.RETIRED)][:proposed]]
         if not any(peer.uses(generation) for peer in peers):
             return []
         return list(self._placed_again(generation))

@@ -2,9 +2,12 @@
 
     planner's link ──propose──> │ loop: ExpertGenerations ──Load──> thread: Bringing ──┐
     attention ranks ──packets──> │      PLACED, WITHDRAWN            peer, checkpoint    │
-                                 │ <─────────────────── what it brought ────────────────┘
+                                 │ <─────────────────── what it brought ────────────────┤
+                    ──WANTED───> │ loop: Wanted ─────────────Load──> thread, at once ────┘
+                                 │      HELD, WITHDRAWN              checkpoint
 
-Owned by the server's thread, but for `propose`. The rules are `ExpertGenerations`'s.
+Owned by the server's thread, but for `propose`. The rules are those of `ExpertGenerations`, and of
+`Wanted` for what attention ranks need because a rank was lost.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from actors.channels.base import Endpoint, Kind, Packet
-from actors.experts.generation_packets import Speaker, reason_of
+from actors.experts.generation_packets import Speaker, placement_of, reason_of
 from actors.experts.generations import Action, ExpertGenerations, Free, Load, Report, Tell
+from actors.experts.wanted import Wanted
 from contracts.clock import Clock
 from contracts.logs import event
 from contracts.placement import Placement
 from contracts.planning import Outcome, PlacementOutcome
+from planner.placement.stand_in import is_stand_in
 
 log = logging.getLogger("tandem.experts")
 
@@ -71,7 +76,7 @@ class Bringer(Protocol[P]):
 
 class Moving(Generic[P]):
     """A `Generations` of an expert server. placement: the newest that all attention ranks use.
-    counts, loaded_bytes, load_s: so far."""
+    counts, loaded_bytes, load_s: so far; stood_in: how often it has stood in for others."""
 
     def __init__(
         self,
@@ -79,13 +84,19 @@ class Moving(Generic[P]):
         placement: Placement,
         store: Store[P],
         bringer: Bringer[P],
+        at_once: Bringer[P],
         *,
         deadline_s: float,
         clock: Clock,
         report: Callable[[PlacementOutcome], None] = lambda outcome: None,
     ) -> None:
+        """bringer: of what is proposed. at_once: of what is wanted; requests wait for it."""
         self.placement = placement
-        self._endpoint, self._store, self._bringer = endpoint, store, bringer
+        self._endpoint, self._store = endpoint, store
+        self._bringer, self._at_once = bringer, at_once
+        self._wanted = Wanted()
+        self._came_at_once: deque[Brought[P]] = deque()
+        self.stood_in = 0
         self._machine = ExpertGenerations(placement.generation, deadline_s)
         self._speaker = Speaker(endpoint, clock)
         self._clock, self._report = clock, report
@@ -120,15 +131,23 @@ class Moving(Generic[P]):
     def heard(self, packet: Packet) -> None:
         header = packet.header
         if header.kind is Kind.RETIRED:
-            self._do(self._machine.retired(packet.peer, header.generation, header.priority))
+            generation, priority = header.generation, header.priority
+            self._do_wanted(self._wanted.retired(packet.peer, generation, priority))
+            self._do(self._machine.retired(packet.peer, generation, priority))
         elif header.kind is Kind.REFUSED:
             reason = reason_of(packet)
             self._do(self._machine.refused(packet.peer, header.generation, header.batch, reason))
+        elif header.kind is Kind.WANTED:
+            self._want(packet)
+        elif header.kind is Kind.LEFT:
+            self._do_wanted(self._wanted.left(packet.peer, header.generation, header.priority))
 
     def joined(self, peer: str) -> None:
+        self._speaker.say(Tell(peer, Kind.HELD, self.placement.generation), self.placement)
         self._do(self._machine.joined(peer))
 
     def lost(self, peer: str) -> None:
+        self._do_wanted(self._wanted.lost(peer))
         self._do(self._machine.lost(peer))
 
     def look(self) -> Iterable[int]:
@@ -138,6 +157,9 @@ class Moving(Generic[P]):
             self._do(self._machine.proposed(placement, self._clock(), misfit))
         while self._brought:
             self._take(self._brought.popleft())
+        while self._came_at_once:
+            self._take_at_once(self._came_at_once.popleft())
+        self._adopt()
         self._do(self._machine.look(self._clock()))
         self._speaker.go_on()
         freed, self._freed = self._freed, []
@@ -145,6 +167,85 @@ class Moving(Generic[P]):
 
     def close(self) -> None:
         self._bringer.close()
+        self._at_once.close()
+
+    # --- what is wanted
+
+    def _want(self, packet: Packet) -> None:
+        try:
+            placement = placement_of(packet)
+        except ValueError as error:
+            self._endpoint.drop(packet.peer, str(error))
+            return
+        there = self._store.holds(placement.generation)
+        misfit = "" if there else self._at_once.misfit(placement)
+        wanted = self._wanted.wanted(packet.peer, placement, there=there, misfit=misfit)
+        self._do_wanted(wanted)
+
+    def _take_at_once(self, brought: Brought[P]) -> None:
+        generation = brought.generation
+        if generation != self._wanted.loading:
+            return  # nobody wants it any more
+        self.loaded_bytes += brought.loaded_bytes
+        self.load_s += brought.seconds
+        event(
+            log,
+            "experts_taken_over" if brought.experts is not None else "experts_not_taken_over",
+            logging.WARNING,
+            rank=self._endpoint.name,
+            generation=generation,
+            reason=brought.reason,
+            loaded_bytes=brought.loaded_bytes,
+            seconds=round(brought.seconds, 3),
+        )
+        if brought.experts is None:
+            self._do_wanted(self._wanted.failed(generation, brought.reason))
+            return
+        self._store.place(generation, brought.experts)
+        self.stood_in += is_stand_in(generation)
+        self._do_wanted(self._wanted.loaded(generation))
+
+    def _do_wanted(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Tell):
+                is_there = action.kind is Kind.HELD
+                placed = self._wanted.placement(action.generation) if is_there else None
+                self._speaker.say(action, placed)
+            elif isinstance(action, Load):
+                self._at_once.begin(action.placement, self._comes_at_once)
+            elif isinstance(action, Free):
+                self._leave(action.generation)
+        self._adopt()
+
+    def _comes_at_once(self, brought: Brought[P]) -> None:
+        self._came_at_once.append(brought)
+        self._endpoint.wake()
+
+    def _leave(self, generation: int) -> None:
+        """Nobody wants it any more. What has been proposed, or is in use, stays."""
+        if not self._store.holds(generation):
+            self._at_once.stop()
+            return
+        self._do(self._machine.let_go(generation))
+        if generation not in (self._machine.current, self._machine.under_way):
+            self._let_go(generation)
+
+    def _adopt(self) -> None:
+        """What attention ranks use here is the present generation, once they say so of all before
+        it."""
+        newest = self._wanted.newest(self._machine.current)
+        if newest is None or not self._store.holds(newest.generation):
+            return
+        if self._machine.under_way is None:
+            self._coming = newest
+            self._do(self._machine.adopt(newest))
+
+    def _let_go(self, generation: int) -> None:
+        if self._store.holds(generation):
+            self._store.free(generation)
+            self._freed.append(generation)
+
+    # --- what is proposed
 
     def _take(self, brought: Brought[P]) -> None:
         if brought.generation != self._machine.under_way:
@@ -180,9 +281,8 @@ class Moving(Generic[P]):
         self._endpoint.wake()
 
     def _free(self, generation: int) -> None:
-        if self._store.holds(generation):
-            self._store.free(generation)
-            self._freed.append(generation)
+        if not self._wanted.needs(generation):
+            self._let_go(generation)
         if generation != self.placement.generation:  # the next one comes to nothing
             self._bringer.stop()
             self._coming = None

@@ -16,7 +16,7 @@ from models.experts.cached_sum import CachedSum
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_wants import Guess, Want
 from models.experts.moe import ExpertHalf
-from models.experts.moved import expert_of, packed_memory
+from models.experts.moved import expert_of, lacking, packed_memory
 
 MOST_HINTED: Final = 16  # micro-batches: hints of earlier ones are forgotten
 
@@ -108,8 +108,9 @@ class AllThere:
     def free(self, generation: int) -> None:
         self.let_go(self._halves.pop(generation))
 
-    def half(self, generation: int) -> ExpertHalf:
-        return self._halves[generation]
+    def nearest(self, ids_of: Mapping[int, Sequence[int]]) -> ExpertHalf:
+        """The half that lacks fewest of those. From any thread."""
+        return min(list(self._halves.values()), key=lambda half: len(lacking(half, ids_of)))
 
     @property
     def count(self) -> int:

@@ -6,6 +6,7 @@ Packets are written straight into the channel's memory: no copy of a row is made
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -21,6 +22,7 @@ from actors.channels.base import (
     Kind,
     Packet,
     Part,
+    PeerJoined,
     PeerLost,
     transfer_span,
     transfers,
@@ -30,12 +32,14 @@ from actors.experts.dispatch_counts import DispatchCounts
 from actors.experts.following import Following
 from actors.experts.looking_ahead import LookingAhead
 from actors.experts.plane import TaskKey
+from actors.experts.remote_pending import RemotePending
 from actors.experts.routing_sample import RoutingSample
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
-from contracts.config import ChannelConfig
-from contracts.errors import ChannelError, PeerError, PeerHungError
+from contracts.config import ChannelConfig, GroupsConfig
+from contracts.errors import ChannelError, PeerError, PeerHungError, RepairTimeoutError
 from contracts.events import Stage, TaskSpan
+from contracts.logs import event
 from contracts.plan import Plan
 from kernels.steps import Steps, added, row_tiles, zeroed
 from models.experts.expert_wants import Guess
@@ -45,28 +49,12 @@ from planner.findep.split import token_group_bounds
 from planner.placement.replicas import MAX_TOP_K
 from planner.placement.slots import ExpertPlacement
 
-
-class RemotePending:
-    """Packets under way. replies: by (token group, expert rank)."""
-
-    __slots__ = ("generation", "guessed_s", "key", "missing", "replies", "sent_s", "slices")
-
-    def __init__(self, key: TaskKey, slices: list[RankSlice], generation: int) -> None:
-        self.key = key
-        self.generation = generation
-        self.slices = slices
-        self.replies: dict[tuple[int, int], Packet] = {}
-        self.missing = len(slices)
-        self.sent_s = 0.0  # the last of them
-        self.guessed_s = 0.0  # how long what they may want next was looked for meanwhile
-
-    @property
-    def is_complete(self) -> bool:
-        return not self.missing
+log = logging.getLogger("tandem.experts")
 
 
 class RemotePlane:
-    """One attention rank's way to all expert ranks. Their loss ends it."""
+    """One attention rank's way to all expert ranks. What was sent to one that is lost is sent
+    again, to whoever has its experts then; without `following` the loss ends the plane."""
 
     fatal = PeerError
     stage = None
@@ -83,25 +71,31 @@ class RemotePlane:
         clock: Clock,
         *,
         reply_s: float = ChannelConfig().reply_s,
+        repair_s: float = GroupsConfig().repair_s,
         foresight: Foresight | None = None,
         sample: RoutingSample | None = None,
         following: Following | None = None,
         counts: DispatchCounts | None = None,
     ) -> None:
         """expert_ranks: names, by rank number. reply_s: a rank that lives and answers nothing for
-        so long is given up. foresight: what it foretells is sent to the ranks that have those
+        so long is given up. repair_s: so long requests wait for another in the place of one that
+        is lost. foresight: what it foretells is sent to the ranks that have those
         experts (None: nothing is). sample: told where tokens go. following: how it goes over to
-        other placements (None: it does not). counts: of what is sent."""
+        other placements, and to other ranks in the places of lost ones (None: it does not).
+        counts: of what is sent."""
         self._endpoint = endpoint
         self._placement = placement
         self._expert_ranks = expert_ranks
         self._rank_of = {name: rank for rank, name in enumerate(expert_ranks)}
         self._timeline = timeline
         self._clock = clock
-        self._reply_s = reply_s
+        self._reply_s, self._repair_s = reply_s, repair_s
         self._heard_s: dict[str, float] = {}  # when each expert rank's last answer came
         self._following = following
-        self._generation = 0 if following is None else following.generation
+        self._generation = 0 if following is None else following.used
+        self._changes = -1  # of `following`, as it was looked at last
+        self._barred = frozenset[int]()  # ranks that cannot be sent what the placement says
+        self._leaves = False
         self._pending: dict[tuple[int, int], RemotePending] = {}  # by (batch, micro-batch)
         self._sample = sample
         self._counts = counts or DispatchCounts(len(expert_ranks))
@@ -134,13 +128,12 @@ class RemotePlane:
             placed,
         )
         self._counts.add(key.layer, tokens, slices, placed)
-        pending = self._pending[key.owner] = RemotePending(key, slices, self._generation)
-        if self._following is not None:
-            self._following.began()
+        present = 0 if self._following is None else self._following.began()
+        pending = self._pending[key.owner] = RemotePending(
+            key, routed.x_TD, slices, placed, self._generation, present
+        )
         try:
-            for piece in slices:
-                pending.sent_s = self._clock()
-                self._send(key, piece, routed.x_TD, pending.sent_s)
+            self._send(pending, slices)
         except ChannelError:
             self.drop(pending)
             raise
@@ -150,7 +143,21 @@ class RemotePlane:
             pending.guessed_s = self._clock() - start_s
         return pending
 
-    def _send(self, key: TaskKey, piece: RankSlice, x_TD: Tensor, sent_s: float) -> None:
+    def _send(self, pending: RemotePending, slices: Sequence[RankSlice]) -> None:
+        """What cannot be sent, because a rank is lost, is held."""
+        for piece in slices:
+            pending.sent_s = self._clock()
+            if piece.rank in self._barred:
+                pending.hold(piece)
+                continue
+            try:
+                self._send_slice(pending.key, piece, pending.x_TD, pending.sent_s)
+            except PeerError:  # `poll` tells of it
+                if self._following is None:
+                    raise
+                pending.hold(piece)
+
+    def _send_slice(self, key: TaskKey, piece: RankSlice, x_TD: Tensor, sent_s: float) -> None:
         pairs = len(piece.index_N)
         reservation = self._endpoint.reserve(
             self._expert_ranks[piece.rank],
@@ -238,28 +245,41 @@ class RemotePlane:
         elif self._pending:
             self._check_replies()
         if self._following is not None:
-            self._following.look()
+            self._follow(self._following)
         return bool(happenings)
 
     def _take(self, happenings: Sequence[Happening]) -> None:
-        """Raises the loss of an expert rank, the first one if there are several: the cause."""
+        """Without `following` it raises the loss of an expert rank, the first one if there are
+        several: the cause."""
         lost: PeerError | None = None
         for happening in happenings:
             if isinstance(happening, Packet):
                 self._take_packet(happening)
-            elif isinstance(happening, PeerLost) and happening.peer in self._rank_of:
-                lost = lost or happening.error
+            elif happening.peer not in self._rank_of:
+                continue
+            elif isinstance(happening, PeerJoined):
+                self._heard_s[happening.peer] = self._clock()
                 if self._following is not None:
-                    self._following.lost(happening.peer)
+                    self._following.joined(happening.peer)
+            elif self._following is None:
+                lost = lost or happening.error
+            else:
+                self._lose(self._following, happening)
         if lost is not None:
             raise lost
+
+    def _lose(self, following: Following, lost: PeerLost) -> None:
+        event(log, "peer_lost", logging.ERROR, rank=self._endpoint.name, reason=lost.error.message)
+        following.lost(lost)
+        for pending in self._pending.values():
+            pending.lose(self._rank_of[lost.peer])
 
     def _take_packet(self, packet: Packet) -> None:
         header = packet.header
         pending = self._pending.get((header.batch, header.micro_batch))
         if pending is None or header.kind is not Kind.E2A:
             if self._following is not None:
-                self._follow(self._following, packet)
+                self._following.heard(packet)
             packet.release()  # an answer to a batch that has failed, or no answer
             return
         pending.replies[header.token_group, self._rank_of[packet.peer]] = packet
@@ -267,28 +287,56 @@ class RemotePlane:
         self._heard_s[packet.peer] = packet.arrived_s
         self._timeline.add(transfer_span(packet, self._endpoint.name))
 
-    def _follow(self, following: Following, packet: Packet) -> None:
-        """What begins from now on may go to other experts; what has begun ends as it is."""
-        following.heard(packet)
-        self._placement, self._generation = following.slots, following.generation
+    def _follow(self, following: Following) -> None:
+        """What begins from now on may go to other experts. What has begun ends as it is, but for
+        what was sent to a rank that is lost."""
+        following.look()
+        if following.changes != self._changes:
+            self._changes = following.changes
+            self._placement, self._generation = following.slots, following.used
+            names = enumerate(self._expert_ranks)
+            self._barred = frozenset(rank for rank, name in names if not following.can(name))
+            self._leaves = following.leaves
+            for pending in list(self._pending.values()):
+                if pending.waits:
+                    placed = self._placement.layer(pending.key.layer)
+                    self._send(pending, pending.cut(placed, self._generation))
+        if self._leaves:
+            following.leave({used for p in self._pending.values() for used in p.in_use})
+            self._leaves = following.leaves
+        if self._barred and any(pending.waits for pending in self._pending.values()):
+            self._check_repair(following)
+
+    def _check_repair(self, following: Following) -> None:
+        """Raises RepairTimeoutError where what is under way has waited for too long."""
+        lost = min(following.absent.items(), key=lambda each: each[1].since_s, default=None)
+        if lost is None or self._clock() - lost[1].since_s < self._repair_s:
+            return
+        name, absence = lost
+        raise RepairTimeoutError(
+            f"{name} is lost, and nobody was in its place within {self._repair_s:g} s "
+            f"(groups.repair_s): {absence.reason}"
+        )
 
     def _check_replies(self) -> None:
-        """Raises PeerHungError for an expert rank that lives, but has answered nothing for
-        reply_s."""
+        """Loses an expert rank that lives, but has answered nothing for reply_s. Raises
+        PeerHungError for it where that ends the plane."""
         now_s = self._clock()
         for pending in self._pending.values():
             if not pending.missing or now_s - pending.sent_s < self._reply_s:
                 continue
-            for piece in pending.slices:
+            for piece in pending.under_way():
                 peer = self._expert_ranks[piece.rank]
-                came = (piece.token_group, piece.rank) in pending.replies
-                if not came and now_s - self._heard_s.get(peer, 0.0) >= self._reply_s:
-                    raise PeerHungError(
-                        f"{peer} lives, but has answered nothing for {self._reply_s:g} s "
-                        f"(channel.reply_s): batch {pending.key.batch} waits at layer "
-                        f"{pending.key.layer}",
-                        peer,
-                    )
+                if now_s - self._heard_s.get(peer, 0.0) < self._reply_s:
+                    continue
+                reason = (
+                    f"{peer} lives, but has answered nothing for {self._reply_s:g} s "
+                    f"(channel.reply_s): batch {pending.key.batch} waits at layer "
+                    f"{pending.key.layer}"
+                )
+                if self._following is None:
+                    raise PeerHungError(reason, peer)
+                self._endpoint.drop(peer, reason)
 
     def steps(
         self, hidden_TD: Tensor, pending: RemotePending, shared_TD: Tensor | None
@@ -330,7 +378,7 @@ class RemotePlane:
     def _forget(self, pending: RemotePending) -> None:
         del self._pending[pending.key.owner]
         if self._following is not None:
-            self._following.ended(pending.generation)
+            self._following.ended(pending.present)
 
 
 def _rounded(hidden_TD: Tensor, total_TD: Tensor) -> Steps[None]:

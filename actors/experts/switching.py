@@ -28,6 +28,7 @@ class _Candidate:
         self.refused = False
         self.placement: Placement | None = None
         self.placed: set[str] = set()
+        self.excused: set[str] = set()  # have been lost since
 
 
 class AttentionGenerations:
@@ -42,11 +43,21 @@ class AttentionGenerations:
         self._candidates: dict[int, _Candidate] = {}
         self._live: Counter[int] = Counter()
         self._owes_retired = False
-        self._lost = ""  # an expert rank: the first
+        self._lost: set[str] = set()
 
     @property
     def generation(self) -> int:
         return self.current.generation
+
+    @property
+    def lost_ones(self) -> frozenset[str]:
+        """Expert ranks, until others with their experts are in their places."""
+        return frozenset(self._lost)
+
+    def holders(self, generation: int) -> frozenset[str]:
+        """Who has said PLACED of one that is to come, in the present attempt."""
+        candidate = self._candidates.get(generation)
+        return frozenset() if candidate is None else frozenset(candidate.placed)
 
     # --- from expert ranks
 
@@ -61,14 +72,18 @@ class AttentionGenerations:
             candidate.refused, candidate.since_s = False, now_s
         if candidate.placement not in (None, placement):
             return self._refuse(generation, f"{expert} has another placement than the rest")
-        if self._lost:
-            return self._refuse(generation, f"{self._lost} is lost")
+        if self._lost and not candidate.attempt:
+            return self._refuse(generation, f"{min(self._lost)} is lost")
         candidate.placement = placement
         candidate.placed.add(expert)
-        if len(candidate.placed) < len(self._experts):
+        if candidate.placed | candidate.excused < set(self._experts):
             return []
+        return self.adopt(placement)
+
+    def adopt(self, placement: Placement) -> list[Tell]:
+        """It is used from now on: by all others too, or they are about to."""
         self.current, self._owes_retired = placement, True
-        self._candidates = {g: c for g, c in self._candidates.items() if g > generation}
+        self._candidates = {g: c for g, c in self._candidates.items() if g > placement.generation}
         return self._settle()
 
     def withdrawn(self, generation: int, reason: str, now_s: float) -> list[Tell]:
@@ -80,14 +95,23 @@ class AttentionGenerations:
         return self._refuse(generation, reason)
 
     def lost(self, expert: str) -> list[Tell]:
-        """It says PLACED to nobody any more."""
-        self._lost = self._lost or expert
+        """It says PLACED to nobody any more. What somebody uses all the same is gone over to
+        without its word."""
+        self._lost.add(expert)
+        for candidate in self._candidates.values():
+            candidate.excused.add(expert)
         return [
             tell
             for generation, candidate in list(self._candidates.items())
             if not candidate.refused
             for tell in self._refuse(generation, f"{expert} is lost")
         ]
+
+    def returned(self, expert: str) -> list[Tell]:
+        """It is there, or another in its place, with the experts of the present generation: it is
+        told that nothing before that is used."""
+        self._lost.discard(expert)
+        return [Tell(expert, Kind.RETIRED, self.generation)] if self.generation else []
 
     def look(self, now_s: float) -> list[Tell]:
         """What is due by now."""
@@ -129,6 +153,7 @@ class AttentionGenerations:
             for oldest in refused[: len(refused) - _REMEMBERED + 1]:
                 del self._candidates[oldest]
             self._candidates[generation] = _Candidate(now_s)
+            self._candidates[generation].excused |= self._lost
         return self._candidates[generation]
 
     def _refuse(self, generation: int, reason: str) -> list[Tell]:

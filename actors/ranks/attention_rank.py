@@ -6,6 +6,7 @@ Channels, their heartbeats and the planner's link have threads of their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from actors.batching.due_times import DueTimes
 from actors.batching.finisher import Finisher
@@ -29,7 +30,7 @@ from actors.ranks.priorities import Priorities
 from actors.ranks.rank import Links, Rank, recording
 from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import load_half, prepare_process, serving_rank, unusable
-from actors.telemetry.rank_metrics import RankMetrics
+from actors.telemetry.rank_metrics import RankMetrics, growth
 from actors.telemetry.timeline import Timeline
 from contracts import metrics
 from contracts.clock import monotonic_s
@@ -80,7 +81,7 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     recorded = recorded.following(endpoint.bytes_moved)
     sample = _sample(spec, half.spec, planning)
     following = _following(spec, half.spec, endpoint)
-    telemetry.read(metrics.PLACEMENT_GENERATION, spec.name, of=lambda: following.generation)
+    _show(following, spec.name, telemetry)
     counts = DispatchCounts(spec.expert_ranks)
     counts.show(telemetry, spec.name)
     plane = _plane(spec, half, endpoint, recorded.timeline, following, sample, counts)
@@ -119,7 +120,7 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
         observers=[planning, WarmUp(unusable(spec, half)), due_times, patience, Placed(following)],
         batching=batching or priorities.batching(by_default),
     )
-    links = Links(lambda addresses: _connect(endpoint, addresses), planning.join, planning.pin)
+    links = Links(Joining(endpoint), planning.join, planning.pin)
     return serving_rank(spec, served, serving, recorded, links, started_s=started_s)
 
 
@@ -167,6 +168,13 @@ def _following(spec: WorkerSpec, model: ModelSpec, endpoint: Endpoint) -> Follow
     )
 
 
+def _show(following: Following, name: str, telemetry: RankMetrics) -> None:
+    telemetry.read(metrics.PLACEMENT_GENERATION, name, of=lambda: following.generation)
+    for kind in following.repairs:
+        of = partial(following.repairs.__getitem__, kind)
+        telemetry.read(metrics.REPAIRS, name, kind, of=growth(of))
+
+
 def _plane(
     spec: WorkerSpec,
     half: AttentionHalf,
@@ -184,6 +192,7 @@ def _plane(
         timeline,
         monotonic_s,
         reply_s=spec.config.channel.reply_s,
+        repair_s=spec.config.groups.repair_s,
         foresight=foresight(spec, half) if are_cached else None,
         sample=sample,
         following=following,
@@ -191,25 +200,51 @@ def _plane(
     )
 
 
-def _connect(endpoint: Endpoint, addresses: dict[str, str]) -> None:
-    """Joins the expert ranks: name -> channel address."""
-    for peer, address in addresses.items():
-        try:
-            endpoint.connect(peer, address)
-        except ChannelError as error:  # says what happened, but not always to whom
-            message = f"cannot join {peer}: {error.message}"
-            raise type(error)(message, *error.args[1:]) from None
+class Joining:
+    """Joins the expert ranks at those addresses, by name: all that it has no link to, or that are
+    elsewhere now. From one thread at a time, beside the loop."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._joined: dict[str, str] = {}
+
+    def __call__(self, addresses: dict[str, str]) -> None:
+        """Raises what keeps it from joining one, once it has joined the others."""
+        failed: ChannelError | None = None
+        for peer, address in addresses.items():
+            if self._joined.get(peer) == address and peer in self._endpoint.peers():
+                continue
+            try:
+                self._endpoint.join(peer, address)
+                self._joined[peer] = address
+            except ChannelError as error:  # says what happened, but not always to whom
+                message = f"cannot join {peer}: {error.message}"
+                failed = failed or type(error)(message, *error.args[1:])
+        if failed is not None:
+            raise failed
 
 
 class Placed(Observer):
-    """Says in the rank's status where experts are thought to be."""
+    """Says in the rank's status where experts are thought to be, and which expert ranks it has
+    lost."""
 
     def __init__(self, following: Following) -> None:
         self._following = following
 
     def sections(self) -> dict[str, dict[str, float]]:
         following = self._following
-        return {"placement": {"generation": following.generation, "switches": following.switches}}
+        placement = {"generation": following.generation, "switches": following.switches}
+        lost = {name: one.epoch for name, one in following.absent.items() if one.epoch}
+        found: dict[str, dict[str, float]] = {"placement": {**placement, **following.repairs}}
+        return found | {"lost": dict(lost)} if lost else found
+
+    def notes(self) -> dict[str, str]:
+        absent = {name: one for name, one in self._following.absent.items() if one.is_lost}
+        if not absent:
+            return {}
+        meanwhile = "others stand in" if self._following.stands_in else "requests wait"
+        reasons = "; ".join(one.reason for one in absent.values())
+        return {"experts": f"{', '.join(absent)} lost, {meanwhile}: {reasons}"}
 
 
 class WarmUp(Observer):

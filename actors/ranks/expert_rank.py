@@ -112,13 +112,16 @@ def _held(
     dtype, device = resolve_dtype(model, spec.config.model.dtype), torch.device(spec.device)
     own, generation = spec.own_experts, spec.placement.generation
 
-    def moving(store: AllThere | SomeThere, bringer: Bringer[Any]) -> Moving[Any]:
+    def moving(
+        store: AllThere | SomeThere, bringer: Bringer[Any], at_once: Bringer[Any]
+    ) -> Moving[Any]:
         deadline_s = spec.config.placement.deadline_s
         made: Moving[Any] = Moving(
             endpoint,
             spec.placement,
             store,
             bringer,
+            at_once,
             deadline_s=deadline_s,
             clock=monotonic_s,
             report=reports.tell,
@@ -130,7 +133,8 @@ def _held(
         cache = expert_cache(spec, ExpertLayout(model, dtype, device), telemetry, own=own)
         endpoint.watch(cache.fileno())
         some = SomeThere(cache, own, clamped_gate(model), generation)
-        return Held(some, moving(some, CachedBringer(spec, model)))
+        listed = CachedBringer(spec, model, asked=True)
+        return Held(some, moving(some, CachedBringer(spec, model), listed))
     moves = spec.config.placement.follow != "off"
     folder, progress = Path(spec.model_folder), progress_line(spec.name, sys.stderr)
     checkpoint = Checkpoint(folder)
@@ -139,13 +143,13 @@ def _held(
         checkpoint, model, own, dtype=dtype, device=device, progress=progress, apart=moves
     )
     every = AllThere(half, generation)
-    if not moves:
-        return Held(every, moving(every, CachedBringer(spec, model)))
     layout = ExpertLayout(model, dtype, device)
+    at_once = ResidentBringer(spec, layout, every, None, loaded, asked=True)
+    if not moves:
+        return Held(every, moving(every, CachedBringer(spec, model), at_once))
     exchange = ExpertExchange(spec, layout, every.memory_of) if layout.packed else None
-    return Held(
-        every, moving(every, ResidentBringer(spec, layout, every, exchange, loaded)), exchange
-    )
+    bringer = ResidentBringer(spec, layout, every, exchange, loaded)
+    return Held(every, moving(every, bringer, at_once), exchange)
 
 
 def _show(moving: Moving[Any], name: str, telemetry: RankMetrics) -> None:

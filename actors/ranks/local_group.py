@@ -3,9 +3,12 @@ without Ray."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from concurrent.futures import wait
 from types import TracebackType
+
+import msgspec
 
 from actors.channels.handshake import new_token
 from actors.ranks.process import RankProcess
@@ -14,6 +17,7 @@ from actors.ranks.rendezvous import (
     Seat,
     contiguous_placements,
     form_group,
+    introduce,
     make_specs,
 )
 from contracts.config import TandemConfig
@@ -57,6 +61,7 @@ class LocalGroup:
         prefill = [seat] * groups.prefill_ranks
         planners = [Seat("cpu", "127.0.0.1", 1)] if planner else []
         self._specs = make_specs(formation, attention, expert, planners, prefill)
+        self._epoch = formation.epoch
         self._timeout_s = groups.ready_timeout_s
         self.processes: dict[str, RankProcess] = {}
         self.ready: list[RankReady] = []
@@ -79,6 +84,23 @@ class LocalGroup:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def replace(self, *names: str) -> None:
+        """Other processes in the places of these, which are killed, under one new epoch; the others
+        are told of them. Raises as `form_group`; they are gone then."""
+        self._epoch += 1
+        for name in names:
+            self.processes[name].send_signal(signal.SIGKILL)
+            self.processes[name].close()
+            self.processes[name] = RankProcess(name)
+        lost = [spec for spec in self._specs if spec.name in names]
+        specs = [msgspec.structs.replace(spec, epoch=self._epoch) for spec in lost]
+        others = [ready for ready in self.ready if ready.name not in names]
+        handles = [self.processes[spec.name] for spec in specs]
+        told = form_group(specs, handles, timeout_s=self._timeout_s, others=others)
+        by_name = {ready.name: ready for ready in (*others, *told)}
+        self.ready = [by_name[spec.name] for spec in self._specs]
+        introduce(self.ready, self.processes)
 
     @property
     def client_addresses(self) -> dict[str, str]:

@@ -125,13 +125,13 @@ def form_group(
         deadline_s,
     )
     known = [*others, *ready]
-    experts = {each.name: each.experts_address for each in ready if each.experts_address}
-    for group, addresses, who in (
-        (Group.ATTENTION, channel_addresses(known, Group.EXPERT), "the expert ranks"),
-        (Group.PREFILL, channel_addresses(known, Group.PREFILL), "the other prefill workers"),
-        (Group.EXPERT, experts, "the other expert ranks"),
+    for group, who in (
+        (Group.ATTENTION, "the expert ranks"),
+        (Group.PREFILL, "the other prefill workers"),
+        (Group.EXPERT, "the other expert ranks"),
     ):
-        if group is Group.EXPERT and not experts:
+        addresses = peer_addresses(known, group)
+        if group is Group.EXPERT and not addresses:
             continue  # they move nothing among themselves
         members = [(spec.name, h) for spec, h in pairs if spec.group is group]
         connecting = [(name, handle.call("connect", addresses)) for name, handle in members]
@@ -144,6 +144,23 @@ def form_group(
     starting = [(spec.name, handle.call("start")) for spec, handle in pairs]
     _gather(starting, "start its loop", deadline_s)
     return ready
+
+
+def peer_addresses(ready: Sequence[RankReady], group: Group) -> dict[str, str]:
+    """Of all that `connect` of a rank of `group` takes, by name."""
+    if group is Group.EXPERT:
+        return {each.name: each.experts_address for each in ready if each.experts_address}
+    return channel_addresses(ready, Group.EXPERT if group is Group.ATTENTION else group)
+
+
+def introduce(ready: Sequence[RankReady], handles: Mapping[str, WorkerHandle]) -> None:
+    """Tells all that run, by name, of each other; waits for nobody. Whoever was told before keeps
+    the links that he has."""
+    for group in (Group.ATTENTION, Group.PREFILL, Group.EXPERT):
+        addresses = peer_addresses(ready, group)
+        for name, handle in handles.items() if addresses else ():
+            if name.startswith(f"{group.value}-"):
+                handle.call("connect", addresses)
 
 
 def channel_addresses(ready: Sequence[RankReady], group: Group) -> dict[str, str]:

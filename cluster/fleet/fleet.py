@@ -146,10 +146,10 @@ class Fleet:
         read = self._telemetry.read
         self._telemetry.read_each(metrics.RANK_UP, self._up)
         for group in self._all_groups:
-            if group.kind in (Group.PREFILL, Group.PLANNER):  # whose ranks are replaced
-                restarts = growth(partial(getattr, group, "restarts"))
-                read(metrics.GROUP_EPOCH, group.kind, of=partial(getattr, group, "epoch"))
-                read(metrics.RANK_RESTARTS, group.kind, of=restarts)
+            restarts = growth(partial(getattr, group, "restarts"))
+            name = "attention_expert" if group.kind is Group.ATTENTION else group.kind
+            read(metrics.GROUP_EPOCH, name, of=partial(getattr, group, "epoch"))
+            read(metrics.RANK_RESTARTS, name, of=restarts)
 
     def _up(self) -> dict[tuple[str, ...], float]:
         """By group and rank, of those that there are now."""

@@ -8,25 +8,28 @@ start_again ── place, prepare, connect, start ──> others, under epoch + 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
 import ray
 
 from actors.ranks.remote import RayRank
-from actors.ranks.rendezvous import Formation, channel_addresses, form_group
+from actors.ranks.rendezvous import Formation, form_group, introduce
 from cluster.fleet.member import Member
 from cluster.fleet.nodes import Node, resolve_backend
 from cluster.fleet.repair import GroupHealth, policy_of
 from contracts.errors import TandemError
 from contracts.logs import event
-from contracts.worker import RankReady, WorkerSpec
+from contracts.worker import Group, RankReady, WorkerSpec
 
 log = logging.getLogger("tandem.fleet")
 
 PLACE_PERIOD_S = 1.0  # how often a rank that has no node yet is looked for
+INTRODUCE_PERIOD_S = 1.0  # how often ranks that miss one that is there are told of it
 
 
 class RankGroup:
@@ -42,7 +45,9 @@ class RankGroup:
         self.restarts = 0
         self.beyond_repair = ""
         self._config = formation.config
-        self._unhealthy_since_s: float | None = None
+        self.planner: RankGroup | None = None  # that its ranks ask
+        self._out_since_s: dict[str, float] = {}  # of ranks whose place has nobody of use
+        self._introduced_s = -math.inf
         self._suspects: dict[str, str] = {}  # what routers say: client address -> reason
         self._lock = threading.Lock()  # guards the epoch, the counts, and who is told of whom
 
@@ -68,14 +73,33 @@ class RankGroup:
             for member in self.members
             if not member.replaced_for and (reason := self._check(member, now_s, stalled_s))
         }
-        if not problems:
-            self._unhealthy_since_s = None
-        elif self._unhealthy_since_s is None:
-            self._unhealthy_since_s = now_s
-        else:
-            self._unhealthy_since_s += stalled_s
-        unhealthy_s = 0.0 if self._unhealthy_since_s is None else now_s - self._unhealthy_since_s
-        return GroupHealth([member.name for member in self.members], problems, unhealthy_s)
+        problems = self._told_lost(now_s) | problems
+        replaced = {one.name: one.replaced_for for one in self.members if one.replaced_for}
+        since_s = self._out_since_s
+        self._out_since_s = {
+            name: since_s[name] + stalled_s if name in since_s else now_s
+            for name in (*problems, *replaced)
+        }
+        out_s = now_s - min(self._out_since_s.values(), default=now_s)
+        names = [member.name for member in self.members]
+        return GroupHealth(names, problems, out_s, replaced)
+
+    def _told_lost(self, now_s: float) -> dict[str, str]:
+        """Expert ranks that are well by their own account, and that half of the attention ranks or
+        more have lost: why. Whom fewer miss, or an earlier one of the name, is introduced again."""
+        told: Counter[str] = Counter()
+        asked = [one for one in self.members if one.spec.group is Group.ATTENTION and one.is_up]
+        lost = [one.status.sections.get("lost", {}) for one in asked if one.status]
+        there = {one.name: one.spec.epoch for one in self.members if one.is_up}
+        missed = [
+            (name, epoch) for epochs in lost for name, epoch in epochs.items() if name in there
+        ]
+        told.update(name for name, epoch in missed if epoch == there[name])
+        if missed and now_s - self._introduced_s >= INTRODUCE_PERIOD_S:
+            self._introduced_s = now_s
+            self._introduce()
+        most = [name for name, count in told.items() if 2 * count >= len(asked)]
+        return dict.fromkeys(most, "attention ranks have lost it, and it does not say why")
 
     def next_epoch(self) -> int:
         with self._lock:
@@ -104,6 +128,7 @@ class RankGroup:
             specs = self._specs(lost, found, epoch)
             others = [member.ready for member in self.members if not member.replaced_for]
             ready = form_group(specs, handles, timeout_s=timeout_s, others=others)
+            self._join_planner(handles)
         except BaseException as error:
             kill_all(handles)
             if isinstance(error, TimeoutError):
@@ -145,9 +170,13 @@ class RankGroup:
         nothing, and they are told of, and tell, when they are back."""
         with self._lock:
             working = [member for member in self.members if not member.replaced_for]
-            addresses = channel_addresses([member.ready for member in working], self.kind)
-            for member in working:
-                member.handle.call("connect", addresses)
+            handles = {member.name: member.handle for member in working}
+            introduce([member.ready for member in working], handles)
+
+    def _join_planner(self, handles: Sequence[RayRank]) -> None:
+        for planner in () if self.planner is None else self.planner.ready:
+            for handle in handles:
+                handle.call("join_planner", planner.channel_address)
 
     def _settled(self, member: Member, handle: RayRank, closing: threading.Event) -> Node:
         """Where its process has started. While no node has room for it, it waits; else raises

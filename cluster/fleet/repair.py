@@ -2,7 +2,7 @@
 
 prefill workers             replace_each   another in the place of each that is lost
 prefill workers, all_to_all rebuild        they work in lockstep or not at all: all start again
-attention and expert ranks  give_up        not repaired yet: after a while the server ends
+attention and expert ranks  repair         replace_each; one that nobody replaces ends the server
 planner                     do_without     the ranks go on with their default plans
 """
 
@@ -18,11 +18,13 @@ from contracts.worker import Group
 
 class GroupHealth(NamedTuple):
     """names: of all its ranks. problems: why those that are not being replaced already are of no
-    use, by name. unhealthy_s: for how long there have been problems, without a break."""
+    use, by name; replaced: why the others are. out_s: for how long the place of the one that has
+    been out longest has had nobody of use, without a break."""
 
     names: Sequence[str]
     problems: Mapping[str, str]
-    unhealthy_s: float
+    out_s: float
+    replaced: Mapping[str, str] = {}
 
 
 class Replace(NamedTuple):
@@ -48,7 +50,7 @@ def policy_of(group: Group, config: TandemConfig) -> Policy:
     if group is Group.PLANNER:
         return do_without
     if group is not Group.PREFILL:
-        return partial(give_up, after_s=config.groups.give_up_s)
+        return partial(repair, within_s=config.groups.repair_s)
     return rebuild if config.prefill.experts == "all_to_all" else replace_each
 
 
@@ -62,12 +64,14 @@ def rebuild(health: GroupHealth) -> Sequence[Action]:
     return [] if first is None else [Replace(health.names, *first)]
 
 
-def give_up(health: GroupHealth, *, after_s: float) -> Sequence[Action]:
-    """A rank may recover for so long. The others can do nothing without it."""
-    if not health.problems or health.unhealthy_s < after_s:
-        return []
-    told = [why if name in why else f"{name}: {why}" for name, why in health.problems.items()]
-    return [GiveUp("; ".join(told))]
+def repair(health: GroupHealth, *, within_s: float) -> Sequence[Action]:
+    """Others stand in for a lost one, or wait for another in its place, which may take so long."""
+    replacing = replace_each(health)
+    if health.out_s < within_s:
+        return replacing
+    problems = {**health.replaced, **health.problems}
+    told = [why if name in why else f"{name}: {why}" for name, why in problems.items()]
+    return [*replacing, GiveUp("; ".join(told))]
 
 
 def do_without(health: GroupHealth) -> Sequence[Action]:

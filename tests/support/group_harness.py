@@ -83,16 +83,40 @@ class ThreadGroup:
         formation = Formation(config, str(folder), self.token, 1, backend, placements=placements)
         seat = Seat("cpu", "127.0.0.1", groups.attention_ranks)
         specs = make_specs(formation, [seat] * groups.attention_ranks, [seat] * groups.expert_ranks)
+        self._epoch = formation.epoch
         self.experts = [expert_rank(s) for s in specs if s.group is Group.EXPERT]
         self.attention = [attention_rank(s) for s in specs if s.group is Group.ATTENTION]
-        self.ranks = [*self.attention, *self.experts]
         for worker in self.experts:
             worker.connect({w.ready.name: w.ready.experts_address for w in self.experts})
-        addresses = {w.ready.name: w.ready.channel_address for w in self.experts}
-        for attention_worker in self.attention:
-            attention_worker.connect(addresses)
+        self._introduce()
         for worker in self.ranks:
             worker.start()
+
+    def _introduce(self) -> None:
+        """Those that were not stopped."""
+        addresses = {
+            w.ready.name: w.ready.channel_address for w in self.experts if not w._stopping.is_set()
+        }
+        for attention_worker in self.attention:
+            attention_worker.connect(addresses)
+
+    def replace(self, name: str) -> Rank:
+        """Another rank in its place, under a new epoch; the other one is stopped by now, or here.
+        Attention ranks are told of it, or it of the expert ranks."""
+        self._epoch += 1
+        ranks = self.attention if name.startswith("attention") else self.experts
+        number = next(n for n, rank in enumerate(ranks) if rank.spec.name == name)
+        ranks[number].stop()
+        make = attention_rank if ranks is self.attention else expert_rank
+        spec = msgspec.structs.replace(ranks[number].spec, epoch=self._epoch)
+        ranks[number] = make(spec)
+        self._introduce()
+        ranks[number].start()
+        return ranks[number]
+
+    @property
+    def ranks(self) -> list[Rank]:
+        return [*self.attention, *self.experts]
 
     def __enter__(self) -> ThreadGroup:
         return self

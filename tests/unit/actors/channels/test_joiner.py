@@ -23,7 +23,9 @@ def joined() -> list[Joint]:
 @pytest.fixture
 def joiner(joined: list[Joint]) -> Iterator[Joiner]:
     me = Identity(name="expert-0", token=secrets.token_bytes(16), epoch=1)
-    made = Joiner(me, "shm", 5.0, monotonic_s, linked=lambda name: False, joined=joined.append)
+    made = Joiner(
+        me, "shm", 5.0, monotonic_s, linked=lambda name, epoch: False, joined=joined.append
+    )
     yield made
     made.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import threading
@@ -157,12 +158,65 @@ def test_messages_of_an_older_epoch_are_dropped(backend: str) -> None:
         packet.release()
 
 
-def test_peers_of_different_epochs_do_not_join(backend: str) -> None:
-    left, right = endpoint("left", backend, epoch=1), endpoint("right", backend, epoch=2)
+def test_a_later_epoch_takes_the_place_of_the_one_before_which_is_refused_then(
+    backend: str,
+) -> None:
+    right = endpoint("right", backend, epoch=1)
+    lefts = [endpoint("left", backend, epoch=epoch) for epoch in (1, 2)]
     try:
-        with pytest.raises(HandshakeError, match="epoch 1, right is at epoch 2"):
-            left.connect("right", right.listen())
-        assert right.poll(0) == []
+        address = right.listen()
+        lefts[0].connect("right", address)
+        assert wait_for(right, PeerJoined) == [PeerJoined("left")]
+        lefts[1].connect("right", address)
+        happenings: list[Happening] = []
+        while len(happenings) < 2:
+            happenings += right.poll(10.0)
+        lost, joined = happenings
+        assert isinstance(lost, PeerLost)
+        assert (lost.epoch, "replaced" in lost.error.message) == (1, True)
+        assert joined == PeerJoined("left")
+        with contextlib.suppress(ChannelError):  # it has seen that, or sees it now
+            lefts[0].drop("right", "")
+        lefts[0].poll(1.0)
+        with pytest.raises(HandshakeError, match="epoch 1, which has been replaced by 2"):
+            lefts[0].connect("right", address)
+        send(lefts[1], "right", [torch.ones(3)], header(1, epoch=2))
+        first_packet(right).release()
+        send(right, "left", [torch.ones(3)], header(2, epoch=2))
+        first_packet(lefts[1]).release()
+    finally:
+        for each in (*lefts, right):
+            each.close()
+
+
+def test_an_acceptor_of_an_epoch_that_has_been_replaced_is_not_joined(backend: str) -> None:
+    left = endpoint("left", backend, epoch=1)
+    rights = [endpoint("right", backend, epoch=epoch) for epoch in (2, 1)]
+    try:
+        addresses = [right.listen() for right in rights]
+        left.connect("right", addresses[0])
+        with pytest.raises(HandshakeError, match="right is at epoch 1, which has been replaced"):
+            left.join("right", addresses[1])
+        assert left.peers() == ("right",)
+    finally:
+        for each in (left, *rights):
+            each.close()
+
+
+def test_a_peer_that_is_joined_from_another_thread_is_told_by_poll(backend: str) -> None:
+    left, right = endpoint("left", backend), endpoint("right", backend)
+    try:
+        address = right.listen()
+        thread = threading.Thread(target=left.join, args=("right", address))
+        thread.start()
+        thread.join(10.0)
+        assert wait_for(left, PeerJoined) == [PeerJoined("right")]
+        wait_for(right, PeerJoined)
+        send(left, "right", [torch.ones(3)], header(1))
+        first_packet(right).release()
+        left.close()
+        with pytest.raises(ChannelError):
+            left.join("right", address)
     finally:
         left.close()
         right.close()

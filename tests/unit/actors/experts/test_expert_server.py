@@ -141,7 +141,7 @@ def test_after_a_rank_whose_be_work_waited_is_lost_idle_time_makes_no_credit() -
 
 def test_token_groups_of_two_generations_are_never_one_call() -> None:
     rig = Rig(be_share=0.0)
-    rig.experts.place(1, rig.experts.half(0))
+    rig.experts.place(1, rig.experts.nearest({}))
     for generation in (0, 1, 0, 1):
         rig.ask(LS, generation=generation)
     rig.step(8)
@@ -163,7 +163,7 @@ def test_tokens_for_a_generation_that_is_not_here_end_the_link_and_are_not_compu
 
 def test_what_waits_for_a_generation_that_is_gone_is_released_without_an_answer() -> None:
     rig = Rig(be_share=0.0)
-    rig.experts.place(1, rig.experts.half(0))
+    rig.experts.place(1, rig.experts.nearest({}))
     begun = rig.ask(BE)
     rig.step()  # to its first yield
     waiting = rig.ask(BE)

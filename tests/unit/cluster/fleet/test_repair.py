@@ -13,7 +13,7 @@ LOST = {"prefill-0": "its loop failed", "prefill-2": "no answer for 3.1 s"}
 
 
 def actions(group: Group, health: GroupHealth, *overrides: str) -> list[Action]:
-    config = load_config(None, ["groups.prefill_ranks=3", "groups.give_up_s=10", *overrides])
+    config = load_config(None, ["groups.prefill_ranks=3", "groups.repair_s=10", *overrides])
     return list(policy_of(group, config)(health))
 
 
@@ -36,12 +36,25 @@ def test_workers_in_lockstep_are_replaced_all_at_once_whoever_is_lost() -> None:
     ]
 
 
-def test_attention_and_expert_ranks_are_given_up_after_the_grace_each_by_its_name() -> None:
-    problems = {"attention-0": "expert-0 closed", "expert-0": "expert-0: its actor died"}
-    names = tuple(problems)
-    assert not actions(Group.ATTENTION, GroupHealth(names, problems, 9.9))
-    assert actions(Group.ATTENTION, GroupHealth(names, problems, 10.0)) == [
-        GiveUp("attention-0: expert-0 closed; expert-0: its actor died")
+def test_attention_and_expert_ranks_are_replaced_each_alone_and_at_once() -> None:
+    problems = {"attention-0": "its loop failed", "expert-0": "expert-0: its actor died"}
+    assert actions(Group.ATTENTION, GroupHealth(tuple(problems), problems, 0.0)) == [
+        Replace(["attention-0"], "attention-0", "its loop failed"),
+        Replace(["expert-0"], "expert-0", "expert-0: its actor died"),
+    ]
+
+
+def test_attention_and_expert_ranks_that_nobody_replaces_in_time_are_given_up_by_name() -> None:
+    names, out = ("attention-0", "expert-0"), {"expert-0": "expert-0: its actor died"}
+    assert not actions(Group.ATTENTION, GroupHealth(names, {}, 9.9, out))
+    assert actions(Group.ATTENTION, GroupHealth(names, {}, 10.0, out)) == [
+        GiveUp("expert-0: its actor died")
+    ]
+    assert actions(
+        Group.ATTENTION, GroupHealth(names, {"attention-0": "it failed"}, 10.0, out)
+    ) == [
+        Replace(["attention-0"], "attention-0", "it failed"),
+        GiveUp("expert-0: its actor died; attention-0: it failed"),
     ]
 
 

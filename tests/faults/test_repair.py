@@ -1,0 +1,237 @@
+"""The attention/expert group repairs itself while it serves: ranks are killed and stopped in the
+middle of generations, every stream ends with the tokens of an undisturbed run (float32), and
+nothing is left of whoever stood in."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.ranks.expert_rank import ExpertLoop, expert_rank
+from actors.ranks.local_group import LocalGroup
+from actors.ranks.rank import Rank
+from contracts.config import ChannelConfig
+from contracts.errors import ChannelError
+from contracts.worker import RankStatus
+from models.decoder.local import LocalModel
+from tests.support.channels_support import nothing_leaks  # noqa: F401
+from tests.support.group_harness import (
+    DEADLINE_S,
+    RankConnection,
+    ThreadGroup,
+    greedy,
+    group_config,
+)
+from tests.support.tiny_models import prompts
+
+pytestmark = pytest.mark.usefixtures("ranks_are_forked")
+Checkpoints = Callable[..., Path]
+PROMPTS = prompts(7, [20, 31, 9])
+TOKENS = 24
+
+
+@pytest.fixture(scope="session")
+def deep(tiny_checkpoint: Checkpoints) -> Path:
+    return tiny_checkpoint("qwen3_moe", num_hidden_layers=4, num_experts=8)
+
+
+@pytest.fixture(scope="session")
+def right(deep: Path) -> list[list[int]]:
+    local = LocalModel.load(deep, dtype="float32")
+    return [local.greedy(prompt, TOKENS) for prompt in PROMPTS]
+
+
+class Load:
+    """Generations on each attention rank, whose tokens are known."""
+
+    def __init__(self, clients: list[RankConnection], right: list[list[int]]) -> None:
+        self._right = right
+        self._asked = [
+            (client, [client.submit(prompt, sampling=greedy(TOKENS)) for prompt in PROMPTS])
+            for client in clients
+        ]
+
+    def wait_begun(self) -> None:
+        for client, requests in self._asked:
+            client.wait_begun(requests[0])
+
+    def check(self) -> None:
+        for client, requests in self._asked:
+            assert [client.generated(request)[0] for request in requests] == self._right
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def experts_there(rank: Rank) -> int:
+    assert isinstance(rank.loop, ExpertLoop)
+    return rank.loop.held.moving.experts
+
+
+@contextlib.contextmanager
+def threads(
+    folder: Path, right: list[list[int]], *ranks: int, **sections: Any
+) -> Iterator[tuple[ThreadGroup, Callable[[], Load]]]:
+    config = group_config(*ranks, **sections)
+    with ThreadGroup(folder, config) as group, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(group.client(n)) for n in range(ranks[0])]
+
+        def load() -> Load:
+            made = Load(clients, right)
+            made.wait_begun()
+            return made
+
+        yield group, load
+
+
+# --- expert ranks, each a thread
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3])
+def test_streams_go_on_when_an_expert_rank_is_lost_and_its_experts_come_home(
+    deep: Path, right: list[list[int]], experts: int
+) -> None:
+    with threads(deep, right, 2, experts) as (group, load):
+        before = [experts_there(rank) for rank in group.experts]
+        running = load()
+        group.experts[0].stop()
+        if experts > 1:
+            running.check()
+            running = load()
+        group.replace("expert-0")
+        running.check()
+        load().check()
+        until(lambda: [experts_there(rank) for rank in group.experts] == before)
+        for rank in group.attention:
+            status = rank.status()
+            assert "experts" not in status.notes
+            assert "lost" not in status.sections
+            placement = status.sections["placement"]
+            assert (placement["stand_in"], placement["return"]) == (int(experts > 1), 1)
+
+
+def test_two_expert_ranks_may_be_lost_at_once_or_one_in_the_take_over_of_the_other(
+    deep: Path, right: list[list[int]]
+) -> None:
+    with threads(deep, right, 1, 3) as (group, load):
+        before = [experts_there(rank) for rank in group.experts]
+        running = load()
+        group.experts[0].stop()
+        group.experts[2].stop()
+        running.check()
+        group.replace("expert-2")
+        running = load()
+        group.experts[1].stop()
+        running.check()
+        group.replace("expert-0")
+        group.replace("expert-1")
+        load().check()
+        until(lambda: [experts_there(rank) for rank in group.experts] == before)
+
+
+def test_requests_wait_where_nobody_has_room_to_stand_in(
+    deep: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.experts.bringing.available_bytes", lambda: 0)
+    with threads(deep, right, 1, 2) as (group, load):
+        running = load()
+        group.experts[1].stop()
+        until(lambda: "requests wait" in group.attention[0].status().notes.get("experts", ""))
+        group.replace("expert-1")
+        running.check()
+        assert group.attention[0].status().sections["placement"]["stand_in"] == 0
+
+
+def test_an_expert_rank_that_comes_back_with_an_old_epoch_is_refused_by_name(
+    deep: Path, right: list[list[int]]
+) -> None:
+    with threads(deep, right, 1, 1) as (group, load):
+        address = group.experts[0].ready.channel_address
+        old = group.experts[0].spec
+        group.replace("expert-0")
+        load().check()
+        late = expert_rank(old)
+        try:
+            assert late.ready.channel_address != address
+            with pytest.raises(ChannelError, match=r"expert-0 is at epoch 1, which has been rep"):
+                group.attention[0].connect({"expert-0": late.ready.channel_address})
+        finally:
+            late.stop()
+        load().check()
+
+
+# --- attention ranks
+
+
+def test_another_attention_rank_takes_the_place_of_a_lost_one_while_the_others_go_on(
+    deep: Path, right: list[list[int]]
+) -> None:
+    with ThreadGroup(deep, group_config(2, 2)) as group, group.client(1) as other:
+        doomed = group.client(0)
+        lost = Load([doomed], right)
+        running = Load([other], right)
+        lost.wait_begun()
+        running.wait_begun()
+        group.replace("attention-0")
+        running.check()
+        doomed.close()
+        with group.client(0) as again:
+            Load([again, other], right).check()
+        assert group.attention[0].status().epoch == 2
+
+
+# --- processes
+
+
+@contextlib.contextmanager
+def processes(
+    folder: Path, right: list[list[int]], *ranks: int, backend: str = "shm", **sections: Any
+) -> Iterator[tuple[LocalGroup, Callable[[], Load]]]:
+    config = group_config(*ranks, **sections)
+    with (
+        LocalGroup(str(folder), config, backend=backend) as group,
+        contextlib.ExitStack() as stack,
+    ):
+        clients = [
+            stack.enter_context(RankConnection(*item, group.token))
+            for item in group.client_addresses.items()
+        ]
+
+        def load() -> Load:
+            made = Load(clients, right)
+            made.wait_begun()
+            return made
+
+        yield group, load
+
+
+def status_of(group: LocalGroup, name: str) -> RankStatus:
+    status: RankStatus = group.processes[name].call("status").result(5.0)
+    return status
+
+
+@pytest.mark.parametrize(("fault", "backend"), [(signal.SIGKILL, "shm"), (signal.SIGSTOP, "tcp")])
+def test_an_expert_rank_that_is_killed_or_stopped_costs_no_stream_a_token(
+    deep: Path, right: list[list[int]], fault: signal.Signals, backend: str
+) -> None:
+    channel = {"silence_s": ChannelConfig().silence_s} if fault is signal.SIGSTOP else {}
+    with processes(deep, right, 2, 2, backend=backend, channel=channel) as (group, load):
+        running = load()
+        group.processes["expert-1"].send_signal(fault)
+        running.check()
+        assert "others stand in" in status_of(group, "attention-0").notes["experts"]
+        running = load()
+        group.replace("expert-1")
+        running.check()
+        load().check()
+        assert "experts" not in status_of(group, "attention-1").notes
