@@ -1,107 +1,231 @@
-"""Is what a prefill worker says of its capacity true? Workers are processes with a fixed quota of a
-core each (cgroup v1, root), so that another one brings its own. At light load one worker says how
-much would go, and what another one would add; then as much comes as there is room for, before one
-worker and before two.
+"""Is what the board *Capacity* says true? Ranks are processes with a fixed quota of a core each
+(cgroup v1, root), so that another one brings its own. As much comes as there is room for, before so
+many ranks and before one more of each kind; and before fresh ranks, which know nothing of that, a
+part of it: those, or their planner, say how much would go, and what another one would add.
 
-    python -m benchmarks.capacity_measured [--quota 0.25] [--light 3]
+    python -m benchmarks.capacity_measured [--generating] [--quota 0.25] [--light 0.33]
+
+Rows to classify before one prefill worker and two; with --generating requests of 16 tokens before
+one attention and one expert rank, and one more of either.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from actors.ranks.local_group import LocalGroup
 from benchmarks.harness import record
-from benchmarks.prefill_rows import Rows
-from benchmarks.prefill_sides import RoutedPrefill
+from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
 from cluster.files.model_folder import resolve_model_folder
+from cluster.fleet.codec import Directory
+from cluster.serving.wiring import pipelines
+from contracts import metrics
 from contracts.config import BUNDLED, TandemConfig
 from contracts.loading import load_config
+from contracts.messages import Submit
+from contracts.requests import Priority, Sampling
 from models.spec.model import read_spec
 
 CGROUPS = Path("/sys/fs/cgroup/cpu")
-PERIOD_US = 10_000
+PERIOD_US = 4_000  # as short as may be: a batch that begins with a fresh quota is quicker by that
 SHARES = 65_536  # before whatever else runs on the machine
-WINDOW_S = 62.0  # of the workers' own figures, and a little
+WINDOW_S = 62.0  # of the ranks' own figures, and a little
+SHOWN_S = 16.0  # until a planner has said what was
 WARM_S = 5.0
 AT_ONCE = 512  # rows under way at full load
-SMALLEST, LARGEST = 40, 160  # tokens of a row
+PER_RANK = 96  # requests under way at full load, of each attention rank
+SEQUENCES = 32  # of a batch that generates
+SMALLEST, LARGEST = 40, 160  # tokens of a row or prompt
+OUTPUT_TOKENS = 16
+
+Ask = Callable[[], Awaitable[None]]  # one row or request, to its end
+Ranks = tuple[int, int, int]  # attention, expert, prefill
+
+
+class Load(NamedTuple):
+    """Of one pipeline. more: by kind, what to measure beside `ranks`. model: the bundled one, or a
+    random one whose stages last longer than a period."""
+
+    pipeline: str
+    ranks: Ranks
+    more: dict[str, Ranks]
+    settings: list[str]
+    model: dict[str, Any]
+
+
+ROWS = Load("prefill", (0, 0, 1), {"prefill": (0, 0, 2)}, [], {"folder": BUNDLED})
+GENERATING = Load(
+    "generation",
+    (1, 1, 0),
+    {"attention": (2, 1, 0), "expert": (1, 2, 0)},
+    [f"schedule.max_batch_sequences={SEQUENCES}", "kv.pool_tokens=32768"],
+    {**MEDIUM, "num_hidden_layers": 4, "num_experts": 16},
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quota", type=float, default=0.25, help="of a core, each worker")
-    parser.add_argument("--light", type=float, default=3.0, help="rows/s")
-    parser.add_argument("--seconds", type=float, default=25.0, help="of full load")
+    parser.add_argument("--generating", action="store_true")
+    parser.add_argument("--quota", type=float, default=0.25, help="of a core, each rank")
+    parser.add_argument("--light", type=float, default=0.33, help="of full load")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of full load")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    one, two = _one(1, options), _one(2, options)
-    truth = two["full_per_s"] / one["full_per_s"] - 1
-    summary = {
-        "one": one,
-        "two": two,
-        "headroom_said_over_true": (one["said_per_s"] - options.light)
-        / (one["full_per_s"] - options.light),
-        "one_more_said_over_true": one["said_gain"]
-        * one["said_per_s"]
-        / (two["full_per_s"] - one["full_per_s"]),
-        "gain_true": truth,
+    if not 0 < options.light < 1:
+        parser.error(f"--light {options.light}: give a part of full load, between 0 and 1")
+    load = GENERATING if options.generating else ROWS
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = _model_folder(load, Path(scratch))
+        summary = _summary(load, folder, options)
+    print(json.dumps(summary, indent=1))
+    name = "capacity_generating" if options.generating else "capacity_measured"
+    record(name, options, {}, summary, load.model)
+
+
+def _model_folder(load: Load, scratch: Path) -> Path:
+    if "folder" in load.model:
+        return resolve_model_folder(load.model["folder"])
+    return write_random_checkpoint(scratch, load.model)
+
+
+def _summary(load: Load, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    def full_per_s(ranks: Ranks) -> float:
+        with _group(load, folder, ranks, options.quota) as (group, config):
+            per_s = asyncio.run(_full(group, config, load, folder, options.seconds))
+        print(f"ranks {ranks}: {per_s:.1f} a second", file=sys.stderr)
+        return per_s
+
+    now_per_s = full_per_s(load.ranks)
+    light_per_s = options.light * now_per_s
+    with _group(load, folder, load.ranks, options.quota) as (group, config):
+        said = asyncio.run(_said(group, config, load, folder, light_per_s))
+    print(f"said at {light_per_s:.1f} a second: {said}", file=sys.stderr)
+    more = {}
+    for kind, ranks in load.more.items():
+        then_per_s, gain = full_per_s(ranks), said[f"gain_{kind}"]
+        more[kind] = {
+            "full_per_s": then_per_s,
+            "gain_said": gain,
+            "gain_true": then_per_s / now_per_s - 1,
+            "whole_said_over_true": (1 + gain) * said["per_s"] / then_per_s,
+        }
+    return {
+        "full_per_s": now_per_s,
+        "light_per_s": light_per_s,
+        "said": said,
+        "said_over_true": said["per_s"] / now_per_s,
+        "headroom_said_over_true": (said["per_s"] - light_per_s) / (now_per_s - light_per_s),
+        "one_more": more,
     }
-    print(summary)
-    record("capacity_measured", options, {}, summary, {"folder": BUNDLED})
 
 
-def _one(workers: int, options: argparse.Namespace) -> dict[str, float]:
-    folder = resolve_model_folder(BUNDLED)
-    config = load_config(
-        None,
-        [
-            "groups.attention_ranks=0",
-            "groups.expert_ranks=0",
-            f"groups.prefill_ranks={workers}",
-            "model.dtype=float32",
-        ],
-    )
-    with (
-        LocalGroup(str(folder), config) as group,
-        _quotas([process.pid for process in group.processes.values()], options.quota),
-    ):
-        return asyncio.run(_measured(group, folder, config, options))
+@contextmanager
+def _group(
+    load: Load, folder: Path, ranks: Ranks, quota: float
+) -> Iterator[tuple[LocalGroup, TandemConfig]]:
+    sizes = zip(("attention", "expert", "prefill"), ranks, strict=True)
+    settings = [f"groups.{kind}_ranks={count}" for kind, count in sizes]
+    common = ["model.dtype=float32", "channel.spin_s=0", f"model.path={folder}"]
+    config = load_config(None, [*settings, *common, *load.settings])
+    with LocalGroup(str(folder), config, planner=load is GENERATING) as group:
+        pids = [one.pid for name, one in group.processes.items() if not name.startswith("planner")]
+        with _quotas(pids, quota):
+            yield group, config
 
 
-async def _measured(
-    group: LocalGroup, folder: Path, config: TandemConfig, options: argparse.Namespace
-) -> dict[str, float]:
-    side = RoutedPrefill(group, folder, config, torch.float32)
-    source, vocabulary = random.Random(os.getpid()), read_spec(folder).vocab_size
+@asynccontextmanager
+async def _asking(
+    group: LocalGroup, config: TandemConfig, load: Load, folder: Path
+) -> AsyncIterator[Ask]:
+    """Of prompts that have no other's prefix."""
+    backend = pipelines(config, _directory(group, load))
+    source = random.Random(os.getpid())
+    vocabulary = read_spec(folder).vocab_size
+
+    def submit(sampling: Sampling | None) -> Submit:
+        tokens = source.randint(SMALLEST, LARGEST)
+        return Submit(
+            request_id=0,
+            token_ids=[source.randrange(4, vocabulary) for _ in range(tokens)],
+            sampling=sampling,
+            priority=Priority.BE if sampling is None else Priority.LS,
+            candidates=[5, 6] if sampling is None else None,
+        )
 
     async def row() -> None:
-        tokens = source.randint(SMALLEST, LARGEST)
-        ids = [source.randrange(4, vocabulary) for _ in range(tokens)]  # no other's prefix
-        await side.run(Rows([ids], [5, 6]))
+        await backend.score(submit(None), patient=True)
 
-    await side.start()
-    found: dict[str, float] = {}
+    async def generation() -> None:
+        sampling = Sampling(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+        async for _ in backend.generate(submit(sampling), patient=True):
+            pass
+
+    backend.start()
+    await backend.wait_ready()
     try:
-        if config.groups.prefill_ranks == 1:
-            await _at_rate(row, options.light)
-            found["used_fraction"] = _mean(group, "tandem_capacity_used_fraction")
-            found["said_per_s"] = options.light / found["used_fraction"]
-            found["said_gain"] = _mean(group, "tandem_capacity_gain_fraction")
-        found["full_per_s"] = await _full(row, options.seconds)
+        yield generation if load is GENERATING else row
     finally:
-        await side.close()
-    return found
+        await backend.close()
+
+
+async def _said(
+    group: LocalGroup, config: TandemConfig, load: Load, folder: Path, per_s: float
+) -> dict[str, float]:
+    """Of light load: what would go in all, and the gains, by kind."""
+    seconds = WINDOW_S + (SHOWN_S if load is GENERATING else 0.0)
+    of = {"pipeline": load.pipeline}
+    async with _asking(group, config, load, folder) as ask:
+        ended = await _at_rate(ask, per_s, seconds)
+        used = _mean(group, metrics.CAPACITY_USED.name, **of)
+        gains = {
+            f"gain_{kind}": _mean(group, metrics.CAPACITY_GAIN.name, **of, kind=kind)
+            for kind in load.more
+        }
+        await ended
+    return {"used_fraction": used, "per_s": per_s / used, **gains}
+
+
+async def _full(
+    group: LocalGroup, config: TandemConfig, load: Load, folder: Path, seconds: float
+) -> float:
+    """Per second while as many as there is room for are always under way."""
+    ended = 0
+    at_once = PER_RANK * config.groups.attention_ranks if load is GENERATING else AT_ONCE
+    async with _asking(group, config, load, folder) as ask:
+        begin_s = time.monotonic() + WARM_S
+        end_s = begin_s + seconds
+
+        async def asking() -> None:
+            nonlocal ended
+            while time.monotonic() < end_s:
+                await ask()
+                ended += begin_s < time.monotonic() <= end_s
+
+        await asyncio.gather(*(asking() for _ in range(at_once)))
+    return ended / seconds
+
+
+def _directory(group: LocalGroup, load: Load) -> Directory:
+    at = group.client_addresses
+    return Directory(
+        client_addresses=at if load is GENERATING else {},
+        prefill_addresses={} if load is GENERATING else at,
+        token=group.token,
+        backend="shm",
+        epoch=1,
+        ranks=group.ready,
+    )
 
 
 @contextmanager
@@ -121,36 +245,26 @@ def _quotas(pids: list[int], quota: float) -> Iterator[None]:
             folder.rmdir()
 
 
-async def _at_rate(row: Any, per_s: float) -> None:
-    """Open loop, Poisson."""
-    source, end_s = random.Random(0), time.monotonic() + WINDOW_S
+async def _at_rate(ask: Ask, per_s: float, seconds: float) -> Awaitable[Any]:
+    """Open loop, Poisson. What is left to wait for."""
+    source, end_s = random.Random(0), time.monotonic() + seconds
     asked = []
     due_s = time.monotonic()
     while due_s < end_s:
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-        asked.append(asyncio.create_task(row()))
+        asked.append(asyncio.ensure_future(ask()))
         due_s += source.expovariate(per_s)
-    await asyncio.gather(*asked)
+    return asyncio.gather(*asked)
 
 
-async def _full(row: Any, seconds: float) -> float:
-    """Rows per second while AT_ONCE are always under way."""
-    begin_s = time.monotonic() + WARM_S
-    end_s, ended = begin_s + seconds, 0
-
-    async def asking() -> None:
-        nonlocal ended
-        while time.monotonic() < end_s:
-            await row()
-            ended += begin_s < time.monotonic() <= end_s
-
-    await asyncio.gather(*(asking() for _ in range(AT_ONCE)))
-    return ended / seconds
-
-
-def _mean(group: LocalGroup, name: str) -> float:
+def _mean(group: LocalGroup, name: str, **labels: str) -> float:
+    """Of the series of that name with these labels."""
     text = "".join(group.metrics().values())
-    found = [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name)]
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    lines = [line for line in text.splitlines() if line.startswith(name)]
+    found = [float(line.rpartition(" ")[2]) for line in lines if all(one in line for one in wanted)]
+    if not found:
+        raise SystemExit(f"nobody has said {name} of {labels}")
     return sum(found) / len(found)
 
 

@@ -112,6 +112,11 @@ def cpu_ms(telemetry: Telemetry, *, open_metrics: bool) -> list[float]:
     return samples
 
 
+def _lost_s(alone: list[float], times: list[float]) -> list[float]:
+    """By how much a round was longer than the one that nobody scraped beside it."""
+    return [b - a for a, b in zip(alone, times, strict=True)]
+
+
 def _other_threads_s() -> float:
     """CPU time so far of all threads but the loop's: the exporter's."""
     return time.process_time() - time.thread_time()
@@ -152,6 +157,11 @@ def measure() -> Result:
         "open_metrics_ms": statistics.median(open_metrics),
         "answered_per_s": {name: counts[name] / sum(times[name]) for name in VARIANTS},
         "exporter_cpu_fraction": {name: others_s[name] / sum(times[name]) for name in VARIANTS},
+        "loop_ms_per_scrape": {
+            name: 1e3 * statistics.median(_lost_s(times["alone"], times[name])) / per_round
+            for name in VARIANTS
+            if name != "alone" and (per_round := counts[name] / ROUNDS)
+        },
         "time_over_alone": {
             name: statistics.median(b / a for a, b in zip(times["alone"], times[name], strict=True))
             for name in VARIANTS

@@ -159,7 +159,7 @@ class Bench:
     def threshold_flops(self) -> int:
         """As a streamed worker gives it to its router (Eq. 3), without the margin."""
         reference = min(self.options.max_tokens, REFERENCE_TOKENS)
-        calibration = calibrate(
+        calibration, _ = calibrate(
             self.workers["streamed"].time_layers,
             max_tokens=reference,
             context_tokens=self.options.row_tokens,

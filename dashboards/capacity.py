@@ -51,7 +51,7 @@ ROWS = (
                 "reqps",
                 "Requests per second that could come beyond those of now, if they are as those of "
                 "the last minute: by the planner's model of the measured stage times, at batches "
-                "as full as they may be.",
+                "as full as they may be. Of the ranks alone: what an ingress can do is not in it.",
                 (Query(HEADROOM, "{{pipeline}}"),),
                 warn=1.0,
                 bad=0.1,

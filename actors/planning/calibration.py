@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +16,9 @@ from planner.routing.saturation import reference_prompts
 
 BUDGET_S = 2.0  # of all passes together, roughly
 PROBE_TOKENS = 128
-_PASSES = 3
+LEAST_TOKENS = 8  # of the smallest batch that is timed
+_PASSES, _MOST_PASSES = 3, 8
+_SMALLER = 8  # times, each of the smaller batches than the one before
 _WORTHWHILE = 2.0  # a larger reference batch, else the one that was timed will do
 _PRODUCT, _GPU_PRODUCT, _ROUNDS = 768, 8192, 4
 
@@ -22,12 +26,50 @@ TimeLayers = Callable[[Sequence[int]], list[float]]
 """Runs prompts of these lengths; wall seconds of each layer that has experts."""
 
 
-def calibrate(time_layers: TimeLayers, *, max_tokens: int, context_tokens: int) -> Calibration:
+class TimedBatch(NamedTuple):
+    """prompts: tokens of each, none cached. seconds: of all layers together, on average."""
+
+    prompts: tuple[int, ...]
+    seconds: float
+
+
+class Reference(NamedTuple):
+    """batches: the one that is calibrated with, and smaller ones, as far as time allowed."""
+
+    calibration: Calibration
+    batches: tuple[TimedBatch, ...]
+
+
+def calibrate(time_layers: TimeLayers, *, max_tokens: int, context_tokens: int) -> Reference:
     """Times of the largest batch that a worker runs. Where that would take too long, those of a
     smaller one, with the compute scaled up: transfers take as long for any batch.
 
-    The first pass of a size compiles its products, and is left out. Of the others the fastest time
-    of each layer counts, so that other work on the machine does not. A GPU takes hardly longer for
+    For the threshold the fastest time of each layer counts, so that other work on the machine does
+    not. Batches beside each other are told by their means: a short pass finds a quiet moment, a
+    long one does not.
+    """
+    lengths, passes = _largest(time_layers, max_tokens, context_tokens)
+    timed = [TimedBatch(lengths, statistics.fmean(map(sum, passes)))]
+    timed += _smaller(time_layers, timed[0], context_tokens)
+    best_l = [min(times) for times in zip(*passes, strict=True)]
+    tokens = sum(lengths)
+    if tokens < max_tokens:
+        compute_s = best_l[0] * max_tokens / tokens
+        lengths = reference_prompts(max_tokens, context_tokens)
+        best_l = [max(compute_s, layer_s) for layer_s in best_l]
+        timed.append(TimedBatch(lengths, sum(best_l)))
+    calibration = Calibration(
+        first_layer_s=best_l[0], slowest_layer_s=max(best_l), reference_prompts=lengths
+    )
+    return Reference(calibration, tuple(timed))
+
+
+def _largest(
+    time_layers: TimeLayers, max_tokens: int, context_tokens: int
+) -> tuple[tuple[int, ...], list[list[float]]]:
+    """Prompts of the largest batch that there is time for, and its layers' times in each pass.
+
+    The first pass of a size compiles its products, and is left out. A GPU takes hardly longer for
     some thousand tokens than for one: there sizes grow until the time does.
     """
     tokens = min(max_tokens, PROBE_TOKENS)
@@ -42,17 +84,27 @@ def calibrate(time_layers: TimeLayers, *, max_tokens: int, context_tokens: int) 
         tokens = larger
     if sum(passes[0]) < BUDGET_S:
         passes.append(time_layers(lengths))
-    best_l = [min(times) for times in zip(*passes, strict=True)]
-    if tokens == max_tokens:
-        return Calibration(
-            first_layer_s=best_l[0], slowest_layer_s=max(best_l), reference_prompts=lengths
-        )
-    compute_s = best_l[0] * max_tokens / tokens
-    return Calibration(
-        first_layer_s=compute_s,
-        slowest_layer_s=max(compute_s, *best_l),
-        reference_prompts=reference_prompts(max_tokens, context_tokens),
-    )
+    return lengths, passes
+
+
+def _smaller(time_layers: TimeLayers, largest: TimedBatch, context_tokens: int) -> list[TimedBatch]:
+    """Batches of an eighth of the tokens each, as long as the budget lasts: none of them takes
+    longer than the one before."""
+    found: list[TimedBatch] = []
+    tokens, last_s, left_s = sum(largest.prompts) // _SMALLER, largest.seconds, BUDGET_S
+    while tokens >= LEAST_TOKENS and _PASSES * last_s <= left_s:
+        lengths = reference_prompts(tokens, context_tokens)
+        left_s -= sum(time_layers(lengths))
+        times: list[float] = []
+        while len(times) < _PASSES - 1 or (
+            len(times) < _MOST_PASSES and sum(times) < largest.seconds / _SMALLER
+        ):
+            times.append(sum(time_layers(lengths)))
+        last_s = statistics.fmean(times)
+        left_s -= sum(times)
+        found.append(TimedBatch(lengths, last_s))
+        tokens //= _SMALLER
+    return found
 
 
 def product_flops_per_s(

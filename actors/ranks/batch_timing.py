@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from actors.batching.scheduled_batch import ScheduledBatch
+from actors.planning.calibration import TimedBatch
 from actors.telemetry.telemetry import Telemetry
 from contracts import metrics
 from contracts.clock import Clock
 from contracts.metrics import Pipeline
 from contracts.worker import Group, WorkerSpec
-from planner.online.prefill_capacity import Batch, PrefillCapacity
+from planner.online.prefill_capacity import Batch, PrefillCapacity, ReferenceTime
 from planner.routing.request_work import RequestWork
 
 
@@ -23,6 +26,15 @@ class BatchTiming:
             max_tokens=prefill.max_batch_tokens,
             max_sequences=prefill.max_batch_sequences,
             started_s=clock(),
+        )
+
+    def refer(self, batches: Sequence[TimedBatch]) -> None:
+        """To what they took, before the first one is formed."""
+        self._capacity.refer(
+            [
+                ReferenceTime(sum(self._work(0, tokens) for tokens in prompts), 1e3 * seconds)
+                for prompts, seconds in batches
+            ]
         )
 
     def show(self, telemetry: Telemetry) -> None:

@@ -6,6 +6,7 @@ from actors.batching.observer import Observer, Serving
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager
+from actors.planning.calibration import Reference
 from actors.ranks.batch_timing import BatchTiming
 from actors.ranks.worker_log import WorkerLog
 from actors.telemetry.rank_metrics import RankMetrics
@@ -14,7 +15,7 @@ from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.errors import RequestError
 from contracts.messages import Event, Submit
-from contracts.routing import Calibration, Prompt, RequestKey
+from contracts.routing import Prompt, RequestKey
 from contracts.worker import WorkerSpec
 from planner.routing.request_work import RequestWork
 from planner.routing.saturation import saturation_of, threshold
@@ -45,8 +46,9 @@ class PrefillLog(Observer):
         self._timing.show(telemetry)
         self._loop: Serving
 
-    def calibrated(self, calibration: Calibration) -> None:
-        self._log.calibrated(calibration)
+    def calibrated(self, reference: Reference) -> None:
+        self._log.calibrated(reference.calibration)
+        self._timing.refer(reference.batches)
 
     def begin(self, loop: Serving) -> None:
         self._loop = loop

@@ -212,10 +212,9 @@ class ReferencePass(Observer):
         max_tokens = min(prefill.max_batch_tokens, pool_tokens // 2)
         if prefill.saturation is not None or max_tokens == 0 or prefill.experts == "all_to_all":
             return  # in lockstep a layer lasts as long as the slowest worker's
-        calibration = calibrate(
-            self._time_layers, max_tokens=max_tokens, context_tokens=context_tokens
+        self._log.calibrated(
+            calibrate(self._time_layers, max_tokens=max_tokens, context_tokens=context_tokens)
         )
-        self._log.calibrated(calibration)
 
     def _time_layers(self, lengths: Sequence[int]) -> list[float]:
         generator = torch.Generator().manual_seed(0)

@@ -1,12 +1,15 @@
 """How much more of the work of late a prefill worker would do, by its own batches' times.
 
-A batch takes alpha + beta * FLOPs: alpha is launches, and what transfers no computation hides. At
-the knee a batch is as full as it may be, so that its FLOPs per second are more than now.
+A batch takes alpha + beta * x. x is what such a batch took in the reference passes at the start:
+products of many rows are quicker by the FLOP than those of few, and no line through small batches
+knows that. Without such passes x is the batch's FLOPs. At the knee a batch is as full as it may be.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from planner.costs.refit import OnlineLinear
@@ -27,6 +30,33 @@ class Batch(NamedTuple):
     ms: float | None
 
 
+class ReferenceTime(NamedTuple):
+    flops: float
+    ms: float
+
+
+class ReferenceCurve:
+    """From FLOPs to ms: through the points, no smaller than the first, and beyond the last one as
+    many FLOPs a second as there."""
+
+    def __init__(self, times: Sequence[ReferenceTime]) -> None:
+        """Raises ValueError unless there is one, and all are above 0."""
+        self._times = sorted(times)
+        if not self._times or min(min(each) for each in self._times) <= 0:
+            raise ValueError(f"reference times {times}: give one or more, of FLOPs and ms above 0")
+
+    def at(self, flops: float) -> float:
+        first, last = self._times[0], self._times[-1]
+        if flops <= first.flops:
+            return first.ms
+        if flops >= last.flops:
+            return last.ms * flops / last.flops
+        index = bisect_left(self._times, flops, key=lambda time: time.flops)
+        below, above = self._times[index - 1], self._times[index]
+        part = (flops - below.flops) / (above.flops - below.flops)
+        return below.ms + part * (above.ms - below.ms)
+
+
 class PrefillCapacity:
     """Of one worker; owned by one thread, but for `used_fraction`, which any may call."""
 
@@ -35,14 +65,19 @@ class PrefillCapacity:
         self._max_tokens, self._max_sequences = max_tokens, max_sequences
         self._started_s = started_s
         self._batches: deque[Batch] = deque(maxlen=16_384)
+        self._curve: ReferenceCurve | None = None
         self._model: OnlineLinear | None = None
         self._timed: list[tuple[float, float]] = []
+
+    def refer(self, times: Sequence[ReferenceTime]) -> None:
+        """What batches took alone, before the first one is added."""
+        self._curve = ReferenceCurve(times)
 
     def add(self, batch: Batch) -> None:
         self._batches.append(batch)
         if batch.ms is None or batch.ms <= 0:
             return
-        x = batch.flops / _UNIT
+        x = self._size(batch.flops)
         if self._model is not None:
             self._model.update(x, batch.ms)
             return
@@ -63,5 +98,9 @@ class PrefillCapacity:
         flops, tokens = sum(b.flops for b in late), sum(b.tokens for b in late)
         sequences = sum(b.sequences for b in late)
         full = min(self._max_tokens / tokens, self._max_sequences / sequences)  # of all that came
-        full_ms = self._model.model.at(full * flops / _UNIT)
+        full_ms = self._model.model.at(self._size(full * flops))
         return full_ms / full / (1e3 * window_s)
+
+    def _size(self, flops: float) -> float:
+        """x of the model."""
+        return flops / _UNIT if self._curve is None else self._curve.at(flops)

@@ -3,6 +3,7 @@ they can (simulated): how much would go, and what one more rank adds."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import msgspec
@@ -16,7 +17,12 @@ from planner.costs.stages import Linear, StageModels
 from planner.online import capacity as capacities
 from planner.online.capacity import Capacity, capacity
 from planner.online.planner import OnlinePlanner
-from planner.online.prefill_capacity import Batch, PrefillCapacity
+from planner.online.prefill_capacity import (
+    Batch,
+    PrefillCapacity,
+    ReferenceCurve,
+    ReferenceTime,
+)
 from tests.support.model_shapes import QWEN3_235B, shape
 from tests.support.simulated_group import hardware, setup_of
 from tests.support.simulated_serving import Report, SimulatedServing, Traffic
@@ -161,3 +167,34 @@ def test_a_prefill_worker_foretells_full_batches_from_small_ones() -> None:
     at_most_per_s = 1e3 * full / ms(full * 1e9)
     assert worker.used_fraction(60.0) == pytest.approx(prompts_per_s / at_most_per_s, rel=0.05)
     assert worker.used_fraction(121.0) == 0.0
+
+
+def test_a_prefill_worker_knows_that_full_batches_are_quicker_by_the_flop() -> None:
+    """A machine whose products gain with their rows, three times as slow as it was at the start,
+    and 4 ms for each batch beside."""
+
+    def reference_ms(flops: float) -> float:
+        return 12.0 * math.pow(flops / 1e9, 0.8)
+
+    def ms(flops: float) -> float:
+        return 4.0 + 3.0 * reference_ms(flops)
+
+    worker = PrefillCapacity(max_tokens=4096, max_sequences=256, started_s=0.0)
+    sizes = (0.5e9, 1e9, 4e9, 32e9)
+    worker.refer([ReferenceTime(flops, reference_ms(flops)) for flops in sizes])
+    for number in range(1, 61):
+        prompts = number % 3 + 1
+        worker.add(Batch(float(number), prompts * 1e9, 128 * prompts, prompts, ms(prompts * 1e9)))
+    full = 4096 / 128
+    at_most_per_s = 1e3 * full / ms(full * 1e9)
+    assert worker.used_fraction(60.0) == pytest.approx(2.0 / at_most_per_s, rel=WITHIN)
+
+
+def test_reference_times_are_kept_between_and_beyond_what_was_measured() -> None:
+    curve = ReferenceCurve([ReferenceTime(4e9, 30.0), ReferenceTime(1e9, 10.0)])
+    assert curve.at(0.0) == curve.at(1e9) == 10.0
+    assert curve.at(2.5e9) == pytest.approx(20.0)
+    assert curve.at(8e9) == pytest.approx(60.0)
+    for nonsense in ([], [ReferenceTime(1e9, 0.0)]):
+        with pytest.raises(ValueError, match="reference times"):
+            ReferenceCurve(nonsense)

@@ -35,7 +35,7 @@ class SimulatedLayers:
 
 def test_times_are_those_of_the_largest_batch_without_what_disturbed_a_single_pass() -> None:
     layers = SimulatedLayers(token_s=1e-6, transfer_s=0.008, disturbed=True)
-    calibration = calibrate(layers, max_tokens=4096, context_tokens=2048)
+    calibration, _ = calibrate(layers, max_tokens=4096, context_tokens=2048)
     assert calibration.reference_prompts == (512,) * 8
     assert abs(calibration.first_layer_s - 4096e-6) < 1e-9
     assert abs(calibration.slowest_layer_s - 0.008) < 1e-9
@@ -46,12 +46,14 @@ def test_a_slow_worker_measures_a_smaller_batch_and_tells_of_the_largest(
     transfer_s: float, slowest_s: float
 ) -> None:
     layers = SimulatedLayers(token_s=1e-3, transfer_s=transfer_s)
-    calibration = calibrate(layers, max_tokens=4096, context_tokens=2048)
+    calibration, batches = calibrate(layers, max_tokens=4096, context_tokens=2048)
     assert PROBE_TOKENS <= max(layers.sizes) < 4096
     assert layers.seconds < 4 * BUDGET_S + 5 * 4 * 3 * transfer_s
     assert calibration.reference_prompts == (512,) * 8
     assert calibration.first_layer_s == pytest.approx(4.096)
     assert calibration.slowest_layer_s == pytest.approx(slowest_s)
+    seconds = {sum(prompts): seconds for prompts, seconds in batches}
+    assert seconds[4096] == pytest.approx(4.096 + 3 * slowest_s), "all layers, by the same rule"
 
 
 def test_a_gpu_that_takes_as_long_for_a_probe_as_for_thousands_measures_the_largest_batch() -> None:
@@ -60,15 +62,36 @@ def test_a_gpu_that_takes_as_long_for_a_probe_as_for_thousands_measures_the_larg
             return [max(1e-3, time) for time in super().__call__(lengths)]
 
     layers = WithAFloor(token_s=1e-7, transfer_s=0.01)
-    calibration = calibrate(layers, max_tokens=131_072, context_tokens=2048)
-    assert layers.sizes[-1] == 131_072
+    calibration, _ = calibrate(layers, max_tokens=131_072, context_tokens=2048)
+    assert max(layers.sizes) == 131_072
     assert calibration.first_layer_s == pytest.approx(131_072e-7)
     assert calibration.slowest_layer_s == pytest.approx(131_072e-7)
 
 
+def test_smaller_batches_are_timed_as_long_as_there_is_time_for_them() -> None:
+    layers = SimulatedLayers(token_s=1e-6, transfer_s=1e-4)
+    _, batches = calibrate(layers, max_tokens=4096, context_tokens=2048)
+    seconds = {sum(prompts): seconds for prompts, seconds in batches}
+    assert list(seconds) == [4096, 512, 64, 8]
+    assert seconds[512] == pytest.approx(4 * 512e-6)
+    assert seconds[64] == pytest.approx(64e-6 + 3 * 1e-4)
+    copied = SimulatedLayers(token_s=1e-6, transfer_s=0.5)
+    _, batches = calibrate(copied, max_tokens=4096, context_tokens=2048)
+    assert len(batches) == 1, "a pass of any size would take as long as all of them may"
+
+
+def test_what_disturbs_every_other_pass_is_in_the_times_of_all_sizes() -> None:
+    """A long pass finds no quiet moment: were the best of the short ones told, batches would seem
+    to gain less by their size than they do."""
+    layers = SimulatedLayers(token_s=1e-6, transfer_s=1e-6, disturbed=True)
+    _, batches = calibrate(layers, max_tokens=4096, context_tokens=2048)
+    for prompts, seconds in batches:
+        assert seconds / sum(prompts) == pytest.approx(4e-6 * 1.0625, rel=0.03)
+
+
 def test_a_batch_is_never_larger_than_asked_for() -> None:
     layers = SimulatedLayers(token_s=1e-7, transfer_s=1e-6)
-    calibration = calibrate(layers, max_tokens=40, context_tokens=16)
+    calibration, _ = calibrate(layers, max_tokens=40, context_tokens=16)
     assert calibration.reference_prompts == (16, 16, 8)
     assert max(layers.sizes) == 40
 
