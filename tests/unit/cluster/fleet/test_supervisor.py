@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -37,6 +38,13 @@ class FakeRank(RayRank):
         return answer
 
 
+class NobodyComes(Supervisor):
+    """Without Ray: nobody is killed, or found for a place."""
+
+    def _replace(self, group: RankGroup, lost: Sequence[Member]) -> None:
+        assert all(member in group.members for member in lost)
+
+
 class Rig:
     """One attention rank, one expert rank, and the planner."""
 
@@ -52,7 +60,7 @@ class Rig:
         members = [Member(*each) for each in zip(specs, places, self.ranks, told, strict=True)]
         self.group = RankGroup(members[:2], formation)
         planner = RankGroup(members[2:], formation)
-        self.supervisor = Supervisor([self.group, planner])
+        self.supervisor = NobodyComes([self.group, planner])
         self.now_s = 0.0
 
     def pass_time(self, seconds: float, *, stalled_s: float = 0.0) -> str:
