@@ -38,6 +38,9 @@ _LEVELS, _FEW_PAIRS = "planner/placement/levels.py", "planner/placement/few_pair
 _ROUTER = ("tests/property/test_router.py", "tests/unit/planner/routing/test_router.py")
 _PROMISES = ("tests/property/test_promises.py", "tests/property/test_router.py")
 _JOURNAL = ("tests/unit/actors/ranks/test_worker_log.py",)
+_PENDING = "actors/experts/remote_pending.py"
+_AGAIN = ("tests/unit/actors/experts/test_remote_pending.py",)
+_ATTENDANCE = ("tests/unit/actors/experts/test_attendance.py",)
 _HANDSHAKE = ("tests/unit/actors/channels/test_handshake.py",)
 _SHARES = ("tests/property/test_share_floor.py",)
 _CHOICE = ("tests/unit/planner/policies/test_preemption.py",)
@@ -467,10 +470,10 @@ BUGS: tuple[Bug, ...] = (
         _HANDSHAKE,
     ),
     Bug(
-        "handshake: another epoch is let in",
-        _SHAKES,
-        "if hello.epoch != me.epoch:",
-        "if hello.epoch is None and me.epoch is not None:",
+        "handshake: one without an epoch is let in",
+        "actors/channels/handshake.py",
+        "if (hello.epoch is None) != (me.epoch is None):",
+        "if hello.epoch is not None and me.epoch is None:",
         _HANDSHAKE,
     ),
     Bug(
@@ -917,8 +920,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "placement: gone over to before all have it",
         _SWITCHING,
-        "if len(candidate.placed) < len(self._experts):",
-        "if len(candidate.placed) < len(self._experts) - 1:",
+        "if candidate.placed | candidate.excused < set(self._experts):",
+        "if not candidate.placed | candidate.excused:",
         _FOLLOWING,
     ),
     Bug(
@@ -1319,5 +1322,61 @@ BUGS: tuple[Bug, ...] = (
         "self._retired.discard(worker)",
         "pass",
         _COMES,
+    ),
+    Bug(
+        "repair: a rank that has been replaced is taken back",
+        "actors/channels/joiner.py",
+        "if epoch < newest:",
+        "if epoch < 0:",
+        ("tests/unit/actors/channels/test_links.py",),
+    ),
+    Bug(
+        "repair: a later epoch does not take the place of the one before",
+        "actors/channels/endpoint.py",
+        "return link is not None and link.epoch >= epoch",
+        "return link is not None",
+        ("tests/unit/actors/channels/test_links.py",),
+    ),
+    Bug(
+        "repair: what a lost rank has not answered is not sent again",
+        _PENDING,
+        "            if piece.rank == rank:\n                self.hold(piece)",
+        "            if piece.rank == rank:\n                continue",
+        _AGAIN,
+    ),
+    Bug(
+        "repair: what was answered is asked for again",
+        _PENDING,
+        "if reply not in self.replies and not (",
+        "if not (",
+        _AGAIN,
+    ),
+    Bug(
+        "repair: what is cut anew answers for another part of its token group",
+        "actors/experts/resend.py",
+        "first_group + len(slices),",
+        "piece.token_group,",
+        _AGAIN,
+    ),
+    Bug(
+        "repair: local experts are those of another placement",
+        "actors/experts/resend.py",
+        "low, high = before.bounds[piece.rank]",
+        "low, high = placed.bounds[piece.rank]",
+        ("tests/property/test_stand_in.py",),
+    ),
+    Bug(
+        "repair: who stands in is used before all have said that they do",
+        "actors/experts/attendance.py",
+        "all(self.can(e, wanted) for e in present)",
+        "any(self.can(e, wanted) for e in present)",
+        _ATTENDANCE,
+    ),
+    Bug(
+        "repair: who stands in is left while something under way needs it",
+        "actors/experts/attendance.py",
+        "if generation not in in_use:",
+        "if generation:",
+        _ATTENDANCE,
     ),
 )

@@ -120,10 +120,7 @@ def launch_pipeline(common: Formation, placed: Placed, with_kv: Counter[str]) ->
     members = [Member(*each) for each in zip(specs, found, handles, ready, strict=True)]
     planners = [member for member in members if member.spec.group is Group.PLANNER]
     ranks = [member for member in members if member.spec.group is not Group.PLANNER]
-    groups = [RankGroup(some, formation) for some in (ranks, planners) if some]
-    if planners and ranks:
-        groups[0].planner = groups[1]
-    return groups
+    return [RankGroup(some, formation) for some in (ranks, planners) if some]
 
 
 def _formation(common: Formation, placed: Placed) -> Formation:

@@ -45,7 +45,6 @@ class RankGroup:
         self.restarts = 0
         self.beyond_repair = ""
         self._config = formation.config
-        self.planner: RankGroup | None = None  # that its ranks ask
         self._out_since_s: dict[str, float] = {}  # of ranks whose place has nobody of use
         self._introduced_s = -math.inf
         self._suspects: dict[str, str] = {}  # what routers say: client address -> reason
@@ -128,7 +127,6 @@ class RankGroup:
             specs = self._specs(lost, found, epoch)
             others = [member.ready for member in self.members if not member.replaced_for]
             ready = form_group(specs, handles, timeout_s=timeout_s, others=others)
-            self._join_planner(handles)
         except BaseException as error:
             kill_all(handles)
             if isinstance(error, TimeoutError):
@@ -172,11 +170,6 @@ class RankGroup:
             working = [member for member in self.members if not member.replaced_for]
             handles = {member.name: member.handle for member in working}
             introduce([member.ready for member in working], handles)
-
-    def _join_planner(self, handles: Sequence[RayRank]) -> None:
-        for planner in () if self.planner is None else self.planner.ready:
-            for handle in handles:
-                handle.call("join_planner", planner.channel_address)
 
     def _settled(self, member: Member, handle: RayRank, closing: threading.Event) -> Node:
         """Where its process has started. While no node has room for it, it waits; else raises

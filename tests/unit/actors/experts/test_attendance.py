@@ -1,0 +1,134 @@
+"""Which expert ranks can be asked for what, and who stands in for those that are lost."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from actors.channels.base import Kind
+from actors.experts.attendance import Attendance
+from actors.experts.generations import Tell
+from contracts.placement import Placement
+from planner.placement.stand_in import is_stand_in, stand_in
+
+NAMES = ("expert-0", "expert-1", "expert-2")
+LAUNCH = Placement(num_experts=3, slots_per_rank=(1, 1, 1), expert_of_slot=((0, 1, 2),))
+LATER = msgspec.structs.replace(LAUNCH, generation=1, expert_of_slot=((2, 1, 0),))
+
+
+@pytest.fixture
+def present() -> Attendance:
+    """All are there."""
+    made = Attendance(NAMES, LAUNCH)
+    for name in NAMES:
+        made.joined(name)
+    for name in NAMES:
+        assert not made.held(name, 0, 0.0)
+    return made
+
+
+def lose(attendance: Attendance, name: str, now_s: float = 1.0) -> list[tuple[str, int]]:
+    tells = attendance.lost(name, f"{name} closed its connection", 1, now_s)
+    assert {tell.kind for tell in tells} <= {Kind.WANTED}
+    return [(tell.peer, tell.generation) for tell in tells]
+
+
+def number(*lost: int, of: Placement = LAUNCH) -> int:
+    found = stand_in(of, lost)
+    assert found is not None
+    return found.generation
+
+
+def test_nobody_is_asked_before_he_has_said_what_he_has() -> None:
+    attendance = Attendance(NAMES, LAUNCH)
+    assert not any(attendance.can(name, 0) for name in NAMES)
+    for name in NAMES:
+        attendance.joined(name)
+        assert not attendance.can(name, 0)
+        attendance.held(name, 0, 0.0)
+        assert attendance.can(name, 0)
+    assert not attendance.absent
+
+
+def test_ranks_that_start_later_than_others_are_not_taken_for_lost() -> None:
+    attendance = Attendance(NAMES, LAUNCH)
+    for name in NAMES:
+        attendance.joined(name)
+    attendance.held("expert-0", 0, 0.0)
+    assert not attendance.look(1000.0)
+
+
+def test_one_that_was_never_linked_is_stood_in_for_after_a_while() -> None:
+    attendance = Attendance(
+        NAMES[:2],
+        msgspec.structs.replace(
+            LAUNCH, num_experts=2, slots_per_rank=(1, 1), expert_of_slot=((0, 1),)
+        ),
+    )
+    attendance.joined("expert-0")
+    assert not attendance.held("expert-0", 0, 0.0)
+    (tell,) = attendance.look(1.0)
+    assert (tell.peer, tell.kind, is_stand_in(tell.generation)) == ("expert-0", Kind.WANTED, True)
+
+
+def test_others_stand_in_once_all_of_them_have_said_so_and_are_left_when_it_is_back(
+    present: Attendance,
+) -> None:
+    wanted = number(1)
+    assert lose(present, "expert-1") == [("expert-0", wanted), ("expert-2", wanted)]
+    present.held("expert-0", wanted, 1.1)
+    assert present.placement == LAUNCH
+    present.held("expert-2", wanted, 1.2)
+    assert present.placement == stand_in(LAUNCH, [1])
+    present.joined("expert-1")
+    assert not present.is_over
+    present.held("expert-1", 0, 2.0)
+    assert present.placement == LAUNCH
+    assert not present.absent
+    assert present.is_over
+    assert not present.leave({wanted})  # something under way needs it
+    assert [(t.peer, t.kind) for t in present.leave(set())] == [
+        ("expert-0", Kind.LEFT),
+        ("expert-2", Kind.LEFT),
+    ]
+    assert not present.leave(set())
+
+
+def test_a_second_loss_wants_another_stand_in_of_whoever_is_left(present: Attendance) -> None:
+    lose(present, "expert-1")
+    assert lose(present, "expert-2") == [("expert-0", number(1, 2))]
+    present.held("expert-0", number(1), 1.5)
+    assert present.placement == LAUNCH
+    present.held("expert-0", number(1, 2), 1.6)
+    assert present.placement == stand_in(LAUNCH, [1, 2])
+    assert [tell.generation for tell in present.leave(set())] == [number(1)]
+
+
+def test_when_one_has_no_room_nobody_stands_in(present: Attendance) -> None:
+    lose(present, "expert-1")
+    present.held("expert-0", number(1), 1.1)
+    assert not present.withdrawn("expert-2", number(1), "no memory", 1.2)
+    assert present.placement == LAUNCH
+    assert present.refused == "no memory"
+    assert [tell.generation for tell in present.leave(set())] == [number(1)] * 2
+
+
+def test_whoever_takes_a_place_is_asked_for_the_present_generation(present: Attendance) -> None:
+    present.went_over(LATER, NAMES, 1.0)
+    wanted = number(1, of=LATER)
+    assert lose(present, "expert-1") == [("expert-0", wanted), ("expert-2", wanted)]
+    present.joined("expert-1")
+    assert present.held("expert-1", 0, 2.0) == [Tell("expert-1", Kind.WANTED, 1)]
+    assert present.wanted(1) == LATER
+    assert not present.can("expert-1", 1)
+    present.held("expert-1", 1, 3.0)
+    assert not present.absent
+    assert present.placement == LATER
+
+
+def test_nothing_before_the_present_generation_is_asked_for(present: Attendance) -> None:
+    lose(present, "expert-1")
+    present.went_over(LATER, ("expert-0", "expert-2"), 2.0)
+    assert present.placement == LATER
+    assert present.can("expert-0", 1)
+    assert not present.can("expert-1", 1)
