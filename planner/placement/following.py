@@ -33,6 +33,7 @@ LEAST_TOKENS = 1024  # sampled: grouping 16 experts by so many is within 1 % of 
 LEAST_GAIN = 0.03  # of a layer's time, of one that has not moved of late
 COPY_BYTES_PER_S = 1e9  # what a core brings in if it does nothing else
 BUSY_FRACTION = 0.5  # of its time a group computes, where no stage has been measured
+LOAD_LIMIT = 1.05  # aimed at on the window, so that the traffic's stays within 1.1
 LOOK_S = 2.0
 BACK_OFF_S, MOST_REST_S = 10.0, 600.0
 _REMEMBERED = 4  # proposals
@@ -152,10 +153,11 @@ def _prices(routing: Routing, current: Placement, costs: MoveCosts) -> _Prices:
     time as a group is busy."""
     layers, top_k = routing.paths_PLK.shape[1:]
     if costs.pair_ms is not None and costs.copy_ms is not None:
-        return _Prices(PlacementCosts(costs.pair_ms, costs.copy_ms), top_k, current.ranks)
+        prices = PlacementCosts(costs.pair_ms, costs.copy_ms, LOAD_LIMIT)
+        return _Prices(prices, top_k, current.ranks)
     busy_ms = 1e3 * BUSY_FRACTION / max(routing.tokens_per_s, 1.0) / layers
     pair_ms = busy_ms * current.ranks / top_k
-    return _Prices(PlacementCosts(pair_ms, busy_ms), top_k, current.ranks)
+    return _Prices(PlacementCosts(pair_ms, busy_ms, LOAD_LIMIT), top_k, current.ranks)
 
 
 def _solved(
