@@ -26,7 +26,7 @@ from planner.placement.lines import (
     moved,
     ranks_of,
 )
-from planner.placement.objective import Objective, PlacementCosts, usual_costs
+from planner.placement.objective import LOAD_LIMIT, Objective, PlacementCosts, usual_costs
 from planner.placement.routing import LayerRouting, Measured, TokenCounts, measure
 from planner.placement.samples import sample_of, split
 from planner.placement.search import descend, fill, improved
@@ -38,6 +38,8 @@ WORK = 100_000_000  # of the search among layouts, about two seconds; with repli
 FOLLOW_WORK = WORK // 20  # of a search that begins where experts are
 BEST = 2  # of the starts are searched on from
 NEARLY = 0.9  # where nothing is known, a load may be over even by so much of what it is in order
+MANY = 8  # experts of a rank, from which on evening out costs few copies: over by no more than ...
+FINE = 0.6  # ... of a mean expert's share of the rank
 LOCAL = 0.2  # of a layer's price, if all pairs were on the ranks that their token ids belong to
 
 
@@ -74,8 +76,8 @@ def solve_layer(
     if costs is None:
         costs = usual_costs(top_k, ranks)
         if start is None:
-            limit = 1 + NEARLY * (measure(fitted, layer_slots(before, slots_per_rank)).load - 1)
-            costs = costs._replace(load_limit=max(costs.load_limit, limit))
+            over = measure(fitted, layer_slots(before, slots_per_rank)).load - 1
+            costs = costs._replace(load_limit=_limit(over, routing.num_experts / ranks))
     line = before
     if ranks > 1 and len(kept.sets_PK):
         sample = sample_of(fitted, costs, ranks)
@@ -87,6 +89,14 @@ def solve_layer(
             layout.experts_S, layout.ranks_S, slots_per_rank, () if start is None else before
         )
     return _judged(routing, kept, slots_per_rank, costs, before, line, following=start is not None)
+
+
+def _limit(over_in_order: float, experts_per_rank: float) -> float:
+    """Of a rank's load where nothing is known. Texts that were kept out load ranks less evenly."""
+    over = max(LOAD_LIMIT - 1, NEARLY * over_in_order)
+    if experts_per_rank >= MANY:
+        over = min(over, FINE / experts_per_rank)
+    return 1 + over
 
 
 def _placed(

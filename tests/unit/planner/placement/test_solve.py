@@ -51,6 +51,22 @@ def test_planted_groups_are_found_again(experts: int, groups: int, seed: int) ->
         assert len(set(group_E[list(line[rank * each : (rank + 1) * each])])) == 1
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_many_experts_on_a_rank_are_evened_out_finely(seed: int) -> None:
+    """16 on each of 4 ranks, hot experts side by side: in order the busiest has half as much
+    again."""
+    rng = np.random.default_rng(seed)
+    weight_E = np.repeat([3.0, 1.5, 1.0, 0.5], 16) * rng.uniform(0.5, 1.5, 64)
+    score_PE = np.log(weight_E) + rng.gumbel(size=(5000, 64))
+    sets_PK = np.argpartition(-score_PE, 3, axis=1)[:, :3]
+    routing = routing_of(64, sets_PK, np.arange(5000) % 300)
+    placed = solve_layer(routing, [16] * 4, work=10**6)
+    fitted, _ = split(routing)
+    load = measure(fitted, layer_slots(placed.expert_of_slot, [16] * 4)).load
+    assert measure(fitted, layer_slots(range(64), [16] * 4)).load > 1.4
+    assert load <= 1 + 0.6 / 16 + 0.01
+
+
 def test_groups_of_a_router_that_are_in_order_already_stay_together() -> None:
     routing = grouped(32, 4, 4, tokens=4000, seed=0)
     placed = solve_layer(routing, [8] * 4)
