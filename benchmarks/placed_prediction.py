@@ -11,9 +11,10 @@ rounds.
 With --mbit the ranks are in two network namespaces (root, iproute2), and a link's byte takes what
 its rate says, with Ethernet's and TCP's headers of full frames; all else is the file's. Copies and
 load are of the part of the profile that no placement was made of: nothing of the measured rows is
-in a prediction but lengths. `over`: predicted over measured; `attention_over`, `expert_over`: of
-the spans of the stages (ATTENTION and SEND; EXPERT and SEND of the busiest rank), which hold what a
-rank waits for a core.
+in a prediction but lengths. `over`: predicted over measured; `attention_cpu_over`,
+`expert_cpu_over`: of the CPU time of the attention rank's process and of the busiest expert
+rank's, which is what the models are of. `waited`: the part of a round in which the attention rank
+could have run and had no core; `calmest`: of the quarter of the rounds in which that was least.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ from planner.placement.slots import ExpertPlacement
 
 AHEAD_TOKENS, HEAD_START_S = 1024, 0.01
 MOST_WARM = 16  # rounds
+CALMEST = 0.25  # of the rounds
 FRAME, IN_FRAME = 1514, 1448  # bytes of a full Ethernet frame, and of a payload in it
 
 Chunks = list[tuple[int, int]]
@@ -93,7 +95,7 @@ def batches_of(lengths: Sequence[int], batch_tokens: int) -> list[Chunks]:
 
 
 class Foretold(NamedTuple):
-    """Of all batches, one after the other. attention_s, expert_s: of one rank, the busiest."""
+    """Of all batches, one after the other. attention_s, expert_s: work of one rank, the busiest."""
 
     whole_s: float
     attention_s: float
@@ -122,6 +124,7 @@ def foretold(
         beside_ms = serving_ms(
             hardware, shape, micro_batches=len(pieces), sequences=len(batch), tokens=tokens
         )
+        attention_ms += beside_ms
         whole_ms += beside_ms + shared_makespan_ms(layers, Sharing(1, ranks, cores))
         for layer in layers:
             for times in layer.micro_batches:
@@ -158,17 +161,19 @@ def _pieces(
 
 
 class Ran(NamedTuple):
-    """Seconds: of the batches together; in stages of the attention rank and of the busiest expert
-    rank."""
+    """Seconds: of the batches together; of CPU time of the attention rank and of the busiest expert
+    rank, and that the former waited for a core, from the first row on."""
 
     whole_s: float
     attention_s: float
     expert_s: float
+    waited_s: float
 
 
 async def ran(group: Running, rows: Sequence[list[int]], tokens: Sequence[int]) -> Ran | None:
     """None where batches were formed of other numbers of tokens."""
-    begin_s = time.monotonic()
+    begin_s, pids = time.monotonic(), [handle.pid for handle in group.ranks]
+    begun, waited_before_s = list(map(_cpu_s, pids)), _waited_s(pids[0])
     submits = [
         Submit(request_id=0, token_ids=ids, sampling=None, candidates=CANDIDATES)
         for ids in ([1] * AHEAD_TOKENS, *rows)
@@ -180,6 +185,8 @@ async def ran(group: Running, rows: Sequence[list[int]], tokens: Sequence[int]) 
         async for event in stream:
             if not isinstance(event, Scored):
                 raise RuntimeError(f"a row failed: {event}")
+    used = [after - before for before, after in zip(begun, map(_cpu_s, pids), strict=True)]
+    waited_s = _waited_s(pids[0]) - waited_before_s
     spans = [
         span
         for handle in group.ranks
@@ -191,17 +198,26 @@ async def ran(group: Running, rows: Sequence[list[int]], tokens: Sequence[int]) 
     if formed != list(tokens):
         return None
     ended_s = max(span.end_s for span in spans if span.batch == first)
-    counted = [span for span in spans if span.batch != first]
-    busy_s = {
-        handle.name: sum(
-            span.end_s - span.start_s
-            for span in counted
-            if span.resource == handle.name and span.stage is not Stage.FINISH
-        )
-        for handle in group.ranks
-    }
-    attention_s = busy_s.pop(group.attention.name)
-    return Ran(max(s.end_s for s in spans) - ended_s, attention_s, max(busy_s.values()))
+    whole_s = max(span.end_s for span in spans) - ended_s
+    # What went ahead ran in that time, too.
+    part = whole_s / (max(span.end_s for span in spans) - min(span.start_s for span in spans))
+    return Ran(whole_s, part * used[0], part * max(used[1:]), part * waited_s)
+
+
+def _cpu_s(pid: int) -> float:
+    """That the process has run so far, all threads."""
+    return sum(run for run, _ in _scheduled(pid)) / 1e9
+
+
+def _waited_s(pid: int) -> float:
+    """That its threads could have run, and had no core."""
+    return sum(waited for _, waited in _scheduled(pid)) / 1e9
+
+
+def _scheduled(pid: int) -> list[tuple[int, int]]:
+    """Of each thread, in ns."""
+    texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return [(int(run), int(waited)) for run, waited, _ in map(str.split, texts)]
 
 
 def _embeds(span: TaskSpan) -> bool:
@@ -298,20 +314,26 @@ def run(options: argparse.Namespace, nodes: TwoNodes | None) -> None:
     print(f"written: {write_result(result, options.output)}")
 
 
-def compared(routing: RoutingShape, said: Foretold, rounds: Sequence[Ran]) -> dict[str, float]:
-    whole_s, attention_s, expert_s = (
-        statistics.median(column) for column in zip(*rounds, strict=True)
-    )
+def compared(routing: RoutingShape, said: Foretold, rounds: Sequence[Ran]) -> dict[str, Any]:
+    whole_s, attention_s, expert_s, _ = map(statistics.median, zip(*rounds, strict=True))
+    calm = sorted(rounds, key=lambda one: one.waited_s / one.whole_s)
+    calm = calm[: max(1, round(CALMEST * len(rounds)))]
+    calm_s = statistics.median(one.whole_s for one in calm)
     return {
         "copies": round(routing.mean.copies, 4),
         "load": round(routing.mean.load, 4),
         "rounds": len(rounds),
         "predicted_s": round(said.whole_s, 4),
         "measured_s": round(whole_s, 4),
-        "least_s": round(min(one.whole_s for one in rounds), 4),
         "over": round(said.whole_s / whole_s, 4),
-        "attention_over": round(said.attention_s / attention_s, 4),
-        "expert_over": round(said.expert_s / expert_s, 4),
+        "waited": round(statistics.median(one.waited_s / one.whole_s for one in rounds), 4),
+        "calmest": {
+            "measured_s": round(calm_s, 4),
+            "over": round(said.whole_s / calm_s, 4),
+            "waited": round(statistics.median(one.waited_s / one.whole_s for one in calm), 4),
+        },
+        "attention_cpu_over": round(said.attention_s / attention_s, 4),
+        "expert_cpu_over": round(said.expert_s / expert_s, 4),
     }
 
 

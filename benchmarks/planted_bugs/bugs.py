@@ -54,6 +54,7 @@ _APPOINTMENTS = ("tests/unit/planner/policies/test_appointments.py",)
 _YIELDS = ("tests/oracle/test_interrupted_tasks.py",)
 _OWN = ("tests/unit/planner/user/test_policy.py",)
 _BLOCKS, _ROUTES = "actors/kv/block_manager.py", "planner/routing/router.py"
+_CORES = "planner/findep/shared_cores.py"
 _STATE, _SHAKES = "planner/routing/worker_state.py", "actors/channels/handshake.py"
 
 _CACHE, _CACHED = (
@@ -1378,5 +1379,40 @@ BUGS: tuple[Bug, ...] = (
         "if generation not in in_use:",
         "if generation:",
         _ATTENDANCE,
+    ),
+    Bug(
+        "plan: ranks that wait take a core",
+        _CORES,
+        "self.attention_ranks * attention + self.expert_ranks * experts",
+        "self.attention_ranks + self.expert_ranks",
+        ("tests/property/test_shared_cores.py",),
+    ),
+    Bug(
+        "plan: links wait for a core, too",
+        _CORES,
+        "self.a2e_free = max(self.a2e_free, self.now) + group.a2e_ms",
+        "self.a2e_free = max(self.a2e_free, self.now) + 2 * group.a2e_ms",
+        ("tests/property/test_shared_cores.py",),
+    ),
+    Bug(
+        "plan: packets to further ranks cost the attention rank nothing",
+        "planner/costs/cost_model.py",
+        "more_copies = max(0.0, spread.copies - 1)",
+        "more_copies = 0.0",
+        ("tests/unit/planner/costs/test_cost_model.py",),
+    ),
+    Bug(
+        "plan: logits are read for nothing",
+        "planner/costs/cost_model.py",
+        "(cost.sequence_ms + logits_ms) * sequences",
+        "cost.sequence_ms * sequences",
+        ("tests/unit/planner/costs/test_cost_model.py",),
+    ),
+    Bug(
+        "doctor: a move that its deadline ends is fine",
+        "cluster/capacity/expert_moves.py",
+        "if most_bytes > in_time:",
+        "if most_bytes > 1 << 62:",
+        ("tests/unit/cluster/capacity/test_expert_moves.py",),
     ),
 )
