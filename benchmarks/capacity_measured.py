@@ -42,7 +42,7 @@ PERIOD_US = 4_000  # as short as may be: a batch that begins with a fresh quota 
 SHARES = 65_536  # before whatever else runs on the machine
 WINDOW_S = 62.0  # of the ranks' own figures, and a little
 SHOWN_S = 16.0  # until a planner has said what was
-WARM_S = 5.0
+WARM_S = 10.0  # a planner learns meanwhile
 AT_ONCE = 512  # rows under way at full load
 PER_RANK = 96  # requests under way at full load, of each attention rank
 SEQUENCES = 32  # of a batch that generates
@@ -203,17 +203,24 @@ async def _full(
     ended = 0
     at_once = PER_RANK * config.groups.attention_ranks if load is GENERATING else AT_ONCE
     async with _asking(group, config, load, folder) as ask:
-        begin_s = time.monotonic() + WARM_S
-        end_s = begin_s + seconds
 
         async def asking() -> None:
             nonlocal ended
-            while time.monotonic() < end_s:
+            while True:
                 await ask()
-                ended += begin_s < time.monotonic() <= end_s
+                ended += 1
 
-        await asyncio.gather(*(asking() for _ in range(at_once)))
-    return ended / seconds
+        clients = [asyncio.ensure_future(asking()) for _ in range(at_once)]
+        await asyncio.sleep(WARM_S)
+        before, begun_s = ended, time.monotonic()
+        await asyncio.sleep(seconds)
+        per_s = (ended - before) / (time.monotonic() - begun_s)
+        for client in clients:
+            client.cancel()
+        told = await asyncio.gather(*clients, return_exceptions=True)
+    if failed := [one for one in told if not isinstance(one, asyncio.CancelledError)]:
+        raise SystemExit(f"{len(failed)} clients failed, the first: {failed[0]}")
+    return per_s
 
 
 def _directory(group: LocalGroup, load: Load) -> Directory:

@@ -1,13 +1,17 @@
 """What it costs to be seen: the same load on a server whose metrics, spans and logs are on, and on
 one that has none of them.
 
-    python -m benchmarks.observed_cost [--pairs 24] [--add]
+    python -m benchmarks.observed_cost [--pairs 24] [--idle 20] [--add]
 
 Both run all the while, each an ingress, an attention and an expert rank (observed_side.py), and are
 asked in turn, ABBA: clients in a closed loop, each request streamed over HTTP, 8 at a time.
 Throughput is generated tokens a second; what counts is the ratio of each pair. Beside it the
 processor time of a side's processes: others on the machine change that less. `--add` goes on from
 what is in the file: pairs may be measured in pieces. The texts of both sides are compared.
+
+Pairs differ by more than what is looked for. So the parts are measured as well, which are steadier:
+processor time of both sides while nobody asks them for `--idle` seconds (scrapes), and what a span
+costs a rank's loop, kept and told to its metric or not.
 """
 
 from __future__ import annotations
@@ -29,11 +33,15 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
+from actors.telemetry.rank_metrics import RankMetrics
+from actors.telemetry.timeline import Timeline
 from benchmarks.harness import RESULTS, record
 from benchmarks.http_line import HttpLine
 from cluster.serving.front import free_port
 from contracts.config import BUNDLED
+from contracts.events import Stage, TaskSpan
 from contracts.import_path import module_command
+from contracts.worker import Group, WorkerSpec
 
 Samples = dict[str, dict[str, list[float]]]  # by side, then by what was measured
 
@@ -42,6 +50,7 @@ CLIENTS = 8
 READY_S = 90.0
 STOP_S = 20.0
 WARM_UPS = 2
+SPANS, SPAN_ROUNDS = 20_000, 40
 PROMPT = "Message: WINNER! Claim your free prize now, call before midnight and quote {}.\nSpam:"
 
 
@@ -143,6 +152,41 @@ async def measure(sides: dict[str, Side], options: argparse.Namespace) -> Sample
     return samples
 
 
+def idle_fractions(sides: dict[str, Side], seconds: float) -> dict[str, float]:
+    """Of one core, by side, while nobody asks."""
+    before_s = {kind: each.cpu_s() for kind, each in sides.items()}
+    time.sleep(seconds)
+    return {kind: (each.cpu_s() - before_s[kind]) / seconds for kind, each in sides.items()}
+
+
+def span_us() -> dict[str, float]:
+    """Of one core, by side: adding a span to a rank's timeline, the best of many rounds."""
+    spec = WorkerSpec(
+        group=Group.ATTENTION,
+        rank=0,
+        attention_ranks=1,
+        expert_ranks=1,
+        model_folder="",
+        token=b"",
+        epoch=1,
+        device="cpu",
+        backend="shm",
+    )
+    span = TaskSpan(spec.name, Stage.ATTENTION, 1.0, 1.0003, 3, 2, 1, 0, 40)
+    telling = RankMetrics(spec, time.monotonic)
+    timelines = {"on": Timeline(20_000, telling.span), "off": Timeline(0, lambda _: None)}
+    found = {}
+    for kind, timeline in timelines.items():
+        rounds = []
+        for _ in range(SPAN_ROUNDS):
+            begun_s = time.perf_counter()
+            for _ in range(SPANS):
+                timeline.add(span)
+            rounds.append((time.perf_counter() - begun_s) / SPANS)
+        found[kind] = 1e6 * min(rounds)
+    return found
+
+
 def summary_of(samples: Samples, tokens: int) -> dict[str, Any]:
     """throughput, processor: on over off, of each pair; of the second, what a token takes off over
     what it takes on, so that both are better the larger. tokens: of a side in a pair."""
@@ -175,6 +219,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--requests", type=int, default=1, help="of each client in a sample")
     parser.add_argument("--tokens", type=int, default=32, help="generated for each request")
+    parser.add_argument("--idle", type=float, default=20.0, help="seconds; 0: leave the parts out")
     parser.add_argument("--add", action="store_true", help="go on from what is in the file")
     parser.add_argument("--output", type=Path, default=RESULTS / "observed_cost.json")
     options = parser.parse_args(arguments)
@@ -184,11 +229,14 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         sides = {kind: stack.enter_context(side(kind, Path(folder))) for kind in SIDES}
         found = asyncio.run(measure(sides, options))
+        idle = idle_fractions(sides, options.idle) if options.idle else {}
     samples = {
         kind: {what: before[kind][what] + some for what, some in found[kind].items()}
         for kind in SIDES
     }
     summary = summary_of(samples, 2 * CLIENTS * options.requests * options.tokens)
+    if options.idle:
+        summary |= {"idle_cpu_fraction": idle, "span_us": span_us()}
     print(json.dumps(summary, indent=1))
     record("observed_cost", options, samples, summary, {"path": BUNDLED})
 

@@ -116,27 +116,21 @@ def test_serve_run_and_the_jobs_entrypoint_beside_it(cluster: RayHead, tmp_path:
     assert {answer["label"] for answer in answers} <= {"negative", "positive"}
 
 
-def test_serve_deploy(cluster: RayHead, tmp_path: Path) -> None:
-    file = File(tmp_path)
-    run(cluster, "serve", "deploy", "--address", cluster.dashboard, os.fspath(file.path))
-    file.wait_healthy()
-    assert file.answers()
-    assert "RUNNING" in run(cluster, "serve", "status", "--address", cluster.dashboard)
-
-
-def test_an_application_that_is_taken_away_answers_what_it_has(
+def test_serve_deploy_and_what_is_taken_away_answers_what_it_has(
     cluster: RayHead, tmp_path: Path
 ) -> None:
     file = File(tmp_path)
-    run(cluster, "serve", "deploy", "--address", cluster.dashboard, os.fspath(file.path))
+    deploy = ("serve", "deploy", "--address", cluster.dashboard)
+    run(cluster, *deploy, os.fspath(file.path))
     file.wait_healthy()
+    assert file.answers()
+    assert "RUNNING" in run(cluster, "serve", "status", "--address", cluster.dashboard)
     body = {"model": "bundled", "prompt": "The", "max_tokens": 1500, "ignore_eos": True}
     url = f"http://127.0.0.1:{file.port}/v1/completions"
     with httpx.stream("POST", url, json={**body, "stream": True}, timeout=DEADLINE_S) as answer:
         lines = answer.iter_lines()
         next(lines)
-        none = os.fspath(file.without_applications())
-        run(cluster, "serve", "deploy", "--address", cluster.dashboard, none)
+        run(cluster, *deploy, os.fspath(file.without_applications()))
         assert not file.answers(), "nobody else gets in"
         chunks = [line for line in lines if line]
     assert chunks[-1] == "data: [DONE]"
