@@ -83,6 +83,9 @@ class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Extra Ray resources, by name, that each prefill worker asks for."""
     address: str | None = None
     """Of the Ray cluster. null: RAY_ADDRESS if that is set, else a local cluster is started."""
+    alone_s: Seconds = 60.0
+    """Seconds for which ranks go on when the process that looks after them (Groups) has ended: so
+    long it has to be started again, by Ray, and to take them over. Then they end."""
     ready_timeout_s: Seconds = 180.0
     """Seconds until ranks must be placed, loaded and joined. Also how long requests wait while no
     rank of their pipeline is left."""

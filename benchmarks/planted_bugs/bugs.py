@@ -30,6 +30,7 @@ _COMES = ("tests/unit/cluster/routing/test_prefill_backlog.py",)
 _SCHEDULER = ("tests/unit/actors/batching/test_scheduler.py",)
 _BOOKS = ("tests/property/test_block_manager.py", "tests/property/test_block_contents.py")
 _SAMPLER = ("tests/property/test_sampler.py", "tests/unit/actors/ranks/test_sampling_on_ranks.py")
+_ADOPTION = ("tests/unit/cluster/fleet/test_adoption.py",)
 _GOING_ON = ("tests/property/test_going_on.py",)
 _EXECUTOR = ("tests/unit/actors/engine/test_executor.py",)
 _DISPATCH = ("tests/property/test_dispatch.py", "tests/unit/actors/engine/test_executor.py")
@@ -210,6 +211,27 @@ BUGS: tuple[Bug, ...] = (
         "if self._told.get(member.name) != now:",
         "if member.name not in self._told:",
         ("tests/unit/cluster/fleet/test_told_planner.py",),
+    ),
+    Bug(
+        "adoption: ranks of another launch are taken over",
+        "cluster/fleet/ledger.py",
+        "fits = (record.launch_id, record.config) == (self.launch_id, self.config_digest)",
+        "fits = record.config == self.config_digest",
+        _ADOPTION,
+    ),
+    Bug(
+        "adoption: nobody asks who a rank is",
+        "cluster/fleet/adoption.py",
+        "if found is not None and tuple(found) != expected:",
+        "if found is not None and found[0] != member.name:",
+        _ADOPTION,
+    ),
+    Bug(
+        "adoption: a rank that was replaced is not written down",
+        "cluster/fleet/ledger.py",
+        "now = [(member.name, member.ready.pid, member.spec.epoch) for member in members]",
+        "now = [(member.name, 0, 0) for member in members]",
+        _ADOPTION,
     ),
     Bug(
         "going on: a choice that is complete goes on",
@@ -1005,8 +1027,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "placement: the mean stands for layers that differ",
         "planner/findep/split_search.py",
-        "if not layers:",
-        "if True:",
+        "for stages in layers or (spec.stages,) * spec.num_layers",
+        "for stages in (spec.stages,) * spec.num_layers",
         ("tests/unit/planner/findep/test_placed_routing.py",),
     ),
     Bug(
@@ -1178,7 +1200,7 @@ BUGS: tuple[Bug, ...] = (
         ("tests/unit/cluster/client/test_exporters.py",),
     ),
     Bug(
-        "ends: one look that finds no sequence is enough",
+        "going on: one look that finds no sequence is enough",
         "cluster/serving/serve_end.py",
         "if (was_idle and not left) or",
         "if not left or",

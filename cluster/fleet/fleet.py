@@ -11,6 +11,7 @@ from typing import Any
 from actors.telemetry.rank_metrics import growth
 from actors.telemetry.telemetry import Telemetry
 from cluster.fleet.codec import Directory
+from cluster.fleet.ledger import Ledger
 from cluster.fleet.member import Member
 from cluster.fleet.rank_group import RankGroup, kill_all
 from cluster.fleet.scaler import Scaler
@@ -40,9 +41,14 @@ class Fleet:
         groups: Sequence[RankGroup],
         scraped: Scraped | None = None,
         config: TandemConfig | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
-        """config: where the number of prefill workers follows the load (section `scaling`)."""
+        """config: where the number of prefill workers follows the load (section `scaling`). ledger:
+        where the ranks are written down, now and whenever one is replaced."""
         self._token = token
+        self._ledger = ledger
+        if ledger is not None:
+            ledger.write(token, groups)
         self._all_groups = groups
         self._groups = [group for group in groups if group.kind is not Group.PLANNER]
         self._telemetry = Telemetry()
@@ -140,6 +146,8 @@ class Fleet:
         places = [member.place.placed for group in self._all_groups for member in group.members]
         for placed in {id(placed): placed for placed in places}.values():
             placed.release()
+        if self._ledger is not None:
+            self._ledger.forget()
 
     def _show(self) -> None:
         """What the launcher alone knows, read at each scrape."""
@@ -158,6 +166,8 @@ class Fleet:
 
     def _each_round(self) -> None:
         self._told_planner.update()
+        if self._ledger is not None:
+            self._ledger.write(self._token, self._all_groups)
         if self.scraped is not None:
             self.scraped.update(self._all_groups)
 

@@ -18,6 +18,7 @@ from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
 from cluster.files.hardware import load_hardware
 from cluster.fleet.fleet import Fleet
+from cluster.fleet.ledger import Ledger
 from cluster.fleet.member import Member, Place
 from cluster.fleet.nodes import (
     Placed,
@@ -44,16 +45,18 @@ FIRST_EPOCH = 1
 PIPELINES = ((Group.ATTENTION, Group.EXPERT), (Group.PREFILL,))
 
 
-def launch(config: TandemConfig, model_folder: str) -> Fleet:
-    """Starts all ranks on the Ray cluster that this process is connected to. Raises ConfigError for
-    a placement file that cannot be used, ResourceError, CheckpointError, or as `launch_pipeline`;
-    nothing is left running then."""
+def launch(config: TandemConfig, model_folder: str, ledger: Ledger | None = None) -> Fleet:
+    """Starts all ranks on the Ray cluster that this process is connected to. ledger: where they are
+    written down, for they are to outlive this process; None: they end with it.
+
+    Raises ConfigError for a placement file that cannot be used, ResourceError, CheckpointError, or
+    as `launch_pipeline`; nothing is left running then."""
     token = new_token()
     folder = Path(model_folder)
     placements = configured_placements(config, folder, read_spec(folder))
     backend = config.channel.backend
     formation = Formation(config, model_folder, token, FIRST_EPOCH, backend, None, placements)
-    places = _place(config)
+    places = _place(config, "" if ledger is None else ledger.application)
     with_kv = kv_ranks(places) + later_ranks(places, config)
     with ThreadPoolExecutor(len(places)) as threads:  # each loads for most of the time
         launched = [threads.submit(launch_pipeline, formation, one, with_kv) for one in places]
@@ -66,13 +69,13 @@ def launch(config: TandemConfig, model_folder: str) -> Fleet:
     ]
     error = next((error for error in errors if error is not None), None)
     if error is None:
-        return Fleet(token, groups, scraped_of(config), config)
+        return Fleet(token, groups, scraped_of(config), config, ledger)
     if groups:
         Fleet(token, groups).close()
     raise error
 
 
-def _place(config: TandemConfig) -> list[Placed]:
+def _place(config: TandemConfig, application: str) -> list[Placed]:
     """Room for each pipeline that is wanted; each must know of the other's ranks, which share its
     nodes' memory. Raises ResourceError; no room is taken then."""
     available = ray.cluster_resources()
@@ -82,7 +85,7 @@ def _place(config: TandemConfig) -> list[Placed]:
     try:
         for wanted in PIPELINES:
             if requests := rank_requests(config, device, wanted):
-                places.append(place_ranks(requests, config, device))
+                places.append(place_ranks(requests, config, device, application))
     except BaseException:
         for one in places:
             one.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,9 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.ranks.remote import RayRank, rank_class
+from actors.ranks.remote import NAMESPACE, AloneShell, RayRank, rank_class
 from actors.ranks.rendezvous import Seat
+from actors.ranks.shell import LoggedShell
 from contracts.config import GroupsConfig, TandemConfig
 from contracts.errors import ResourceError
 from contracts.worker import Group, rank_name
@@ -88,13 +90,14 @@ def check_resources(requests: Sequence[RankRequest], available: dict[str, float]
             )
 
 
-def _place(requests: Sequence[RankRequest], groups: GroupsConfig) -> PlacementGroup:
+def _place(requests: Sequence[RankRequest], groups: GroupsConfig, name: str) -> PlacementGroup:
     """A placement group with one bundle per rank, ready. Raises ResourceError."""
     bundles = [dict(request.resources) or {"CPU": _NODE_SHARE} for request in requests]
     if groups.placement == "spread" and requests[0].group is not Group.PREFILL:
         for bundle, host in zip(bundles, _spread_hosts(requests), strict=True):
             bundle[f"node:{host}"] = _NODE_SHARE
-    placement = placement_group(bundles, strategy="PACK")
+    lifetime = "detached" if name else None
+    placement = placement_group(bundles, strategy="PACK", name=name, lifetime=lifetime)
     try:
         ray.get(placement.ready(), timeout=groups.ready_timeout_s)
     except GetTimeoutError:
@@ -137,21 +140,29 @@ class Node(NamedTuple):
 
 class Placed(NamedTuple):
     """Ranks with room for each. Bundle i of the placement group is request i's. nodes: where they
-    were at first."""
+    were at first. application: of which they are, and with which they outlive this process; "":
+    they end with it. name: of the placement group."""
 
     requests: list[RankRequest]
     placement: PlacementGroup
     device: str
     nodes: list[Node]
+    application: str = ""
+    name: str = ""
 
     def start(self, bundle: int) -> RayRank:
         """The process of this rank, in its bundle, as soon as that has a node."""
         request = self.requests[bundle]
         resources = {k: v for k, v in request.resources.items() if k not in ("CPU", "GPU")}
         name = rank_name(request.group, request.rank)
+        shell, key, outliving = LoggedShell, "", dict[str, str]()
+        if self.application:
+            shell, key = AloneShell, f"{self.name}/{name}/{secrets.token_hex(4)}"
+            outliving = {"name": key, "namespace": NAMESPACE, "lifetime": "detached"}
         actor = (
-            rank_class(name)
+            rank_class(name, shell)
             .options(
+                **outliving,
                 num_cpus=request.resources.get("CPU", 0),
                 num_gpus=request.resources.get("GPU", 0),
                 resources=resources,
@@ -163,7 +174,7 @@ class Placed(NamedTuple):
             )
             .remote()
         )
-        return RayRank(name, actor)
+        return RayRank(name, actor, key)
 
     def node(self, bundle: int) -> Node:
         """Where the bundle is now, which has been placed."""
@@ -180,15 +191,18 @@ class Placed(NamedTuple):
         remove_placement_group(self.placement)
 
 
-def place_ranks(requests: list[RankRequest], config: TandemConfig, device: str) -> Placed:
-    """Takes room for these ranks, and for the planner beside attention ranks. Raises
-    ResourceError."""
+def place_ranks(
+    requests: list[RankRequest], config: TandemConfig, device: str, application: str = ""
+) -> Placed:
+    """Takes room for these ranks, and for the planner beside attention ranks. application: as
+    `Placed` has it. Raises ResourceError."""
     if requests[0].group is Group.ATTENTION and config.planner.enabled:
         planner = RankRequest(Group.PLANNER, 0, {})  # it computes now and then only
         requests = [*requests, planner]
-    placement = _place(requests, config.groups)
+    name = f"{application}/{secrets.token_hex(4)}" if application else ""
+    placement = _place(requests, config.groups, name)
     found = [_node_of(placement, bundle) for bundle in range(len(requests))]
-    return Placed(requests, placement, device, found)
+    return Placed(requests, placement, device, found, application, name)
 
 
 def _node_of(placement: PlacementGroup, bundle: int) -> Node:

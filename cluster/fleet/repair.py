@@ -3,7 +3,7 @@
 prefill workers             replace_each   another in the place of each that is lost
 prefill workers, all_to_all rebuild        they work in lockstep or not at all: all start again
 attention and expert ranks  repair         replace_each; one that nobody replaces ends the server
-planner                     do_without     the ranks go on with their default plans
+planner                     replace_each   ranks go on with default plans, until they are told of it
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ Policy = Callable[[GroupHealth], Sequence[Action]]
 
 def policy_of(group: Group, config: TandemConfig) -> Policy:
     """Of the group that this kind of rank belongs to."""
-    if group is Group.PLANNER:
-        return do_without
-    if group is not Group.PREFILL:
+    if group in (Group.ATTENTION, Group.EXPERT):
         return partial(repair, within_s=config.groups.repair_s)
-    return rebuild if config.prefill.experts == "all_to_all" else replace_each
+    in_lockstep = group is Group.PREFILL and config.prefill.experts == "all_to_all"
+    return rebuild if in_lockstep else replace_each
 
 
 def replace_each(health: GroupHealth) -> Sequence[Action]:
@@ -72,8 +71,3 @@ def repair(health: GroupHealth, *, within_s: float) -> Sequence[Action]:
     problems = {**health.replaced, **health.problems}
     told = [why if name in why else f"{name}: {why}" for name, why in problems.items()]
     return [*replacing, GiveUp("; ".join(told))]
-
-
-def do_without(health: GroupHealth) -> Sequence[Action]:
-    """Who misses the planner says so itself (`planner_state`)."""
-    return []

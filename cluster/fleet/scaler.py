@@ -81,7 +81,8 @@ class Scaler:
         first = group.members[0]
         needs = first.place.needs
         request = RankRequest(Group.PREFILL, workers, dict(needs))
-        placed = place_ranks([request], self._config, first.place.placed.device)
+        beside = first.place.placed
+        placed = place_ranks([request], self._config, beside.device, beside.application)
         try:
             member = self._started(placed, first, workers)
         except BaseException:

@@ -4,7 +4,9 @@
                           │ at start, and while a rank is missing: directory()
                           └────────────────────────> Groups replica ── owns ──> rank actors
 
-Ray carries nothing of a request beyond the ingress. When the Groups replica goes, its actors go.
+Ray carries nothing of a request beyond the ingress. A Groups replica that is ended ends its actors;
+when it is killed the next one takes them over (cluster/fleet/adoption.py), and if none comes they
+end by themselves.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from actors.telemetry.telemetry import Telemetry
 from cluster.api.app import App
 from cluster.api.traced import FIRST_RANK_PID
 from cluster.files.model_folder import resolve_model_folder
+from cluster.fleet.adoption import adopt
 from cluster.fleet.codec import (
     decode_config,
     decode_directory,
@@ -35,6 +38,7 @@ from cluster.fleet.codec import (
 from cluster.fleet.exported import Exported
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.launch import launch
+from cluster.fleet.ledger import Ledger
 from cluster.fleet.tracing import OneAtATime
 from cluster.serving.front import DirectFront
 from cluster.serving.serve_end import wait_idle
@@ -71,7 +75,16 @@ class Groups:
         self._launch = self._threads.submit(self._run)
 
     def _run(self) -> Fleet:
-        return launch(self._config, str(resolve_model_folder(self._config.model.path)))
+        """The ranks of a replica that was there before, if there are any: Ray has started us in its
+        place. Else new ones."""
+        folder = str(resolve_model_folder(self._config.model.path))
+        application = serve.get_replica_context().app_name
+        ledger = Ledger(application, self._launch_id, self._config)
+        adopted = adopt(self._config, folder, ledger)
+        if adopted is None:
+            return launch(self._config, folder, ledger)
+        self._awaited, self._ingress_listens = False, True
+        return adopted
 
     async def _fleet(self) -> Fleet:
         return await asyncio.wrap_future(self._launch)
@@ -125,9 +138,12 @@ class Groups:
 
     async def problem(self, token: bytes) -> str:
         """Why the ranks launched with this token can serve no more; empty: they can."""
-        launched = self._launch.done() and self._launch.exception() is None
-        fleet = await self._fleet() if launched else None
-        if fleet is None or fleet.directory.token != token:
+        if not self._launch.done():
+            return ""  # taken over, perhaps: it is asked again
+        if (error := self._launch.exception()) is not None:
+            return f"the launcher of the ranks (Groups) has ended, and cannot start anew: {error}"
+        fleet = self._launch.result()
+        if fleet.directory.token != token:
             return "the launcher of the ranks (Groups) has ended, and they with it"
         return fleet.beyond_repair
 

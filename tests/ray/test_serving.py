@@ -355,15 +355,18 @@ def test_a_trace_has_spans_of_every_rank_under_the_requests_own_names(
     assert last_us - first_us < 2e6, "all on one axis"
 
 
-def test_the_loss_of_the_planner_is_told_and_costs_no_request(server: Server) -> None:
+def test_the_loss_of_the_planner_costs_no_request_and_another_one_is_asked(
+    server: Server,
+) -> None:
     (planner,) = [one for one in server.processes if _title(one).startswith("ray::planner-0")]
     planner.kill()
     end_s = time.monotonic() + DEADLINE_S
-    while server.status()["attention-0"].notes["planner"] != "lost":
-        assert time.monotonic() < end_s
+    seen: list[str] = []
+    while not ("lost" in seen and seen[-1] != "lost"):
+        assert time.monotonic() < end_s, seen
+        seen.append(server.status()["attention-0"].notes["planner"])
     server.openai.completions.create(model=BUNDLED, prompt=PROMPT, max_tokens=4)
     assert server.http.get("/health").status_code == 200
-    assert server.count("tandem_plan_batches_total", chosen_by="default", reason="lost") > 0
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_blocks(server: Server) -> None:

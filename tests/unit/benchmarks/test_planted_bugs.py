@@ -16,7 +16,7 @@ AREAS = {
     "keys", "capacity", "traces", "logs", "metrics", "scaling",
     "scheduler", "blocks", "sampler", "executor", "dispatch", "router", "journal", "handshake",
     "shares", "lanes", "door", "user policy", "offloading", "foretelling", "replicas",
-    "steps", "placement", "counts", "going on", "repair",
+    "steps", "placement", "counts", "going on", "repair", "adoption", "plan", "doctor",
 }  # fmt: skip
 
 

@@ -58,5 +58,8 @@ def test_attention_and_expert_ranks_that_nobody_replaces_in_time_are_given_up_by
     ]
 
 
-def test_nothing_is_done_about_a_lost_planner() -> None:
-    assert not actions(Group.PLANNER, GroupHealth(["planner-0"], {"planner-0": "died"}, 1e9))
+@pytest.mark.parametrize("experts", ["gathered", "all_to_all"])
+def test_a_lost_planner_is_replaced_and_never_ends_a_server(experts: str) -> None:
+    lost = GroupHealth(["planner-0"], {"planner-0": "died"}, 1e9)
+    found = actions(Group.PLANNER, lost, f"prefill.experts={experts}")
+    assert found == [Replace(["planner-0"], "planner-0", "died")]

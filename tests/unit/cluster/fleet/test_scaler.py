@@ -105,7 +105,13 @@ class Rig:
         (self.group,) = launch_pipeline(formation, placed, Counter())
         self.scaler = Scaler(self.group, self.config)
 
-    def place(self, requests: list[RankRequest], config: TandemConfig, device: str) -> Placed:
+    def place(
+        self,
+        requests: list[RankRequest],
+        config: TandemConfig,
+        device: str,
+        application: str = "",
+    ) -> Placed:
         if self.has_no_room:
             raise ResourceError("1 ranks could not be placed")
         placed = FakePlaced(requests, None, device, [NODE])

@@ -59,8 +59,8 @@ class Rig:
         places = [Place(placed, bundle) for bundle in range(3)]
         members = [Member(*each) for each in zip(specs, places, self.ranks, told, strict=True)]
         self.group = RankGroup(members[:2], formation)
-        planner = RankGroup(members[2:], formation)
-        self.supervisor = NobodyComes([self.group, planner])
+        self.planner = RankGroup(members[2:], formation)
+        self.supervisor = NobodyComes([self.group, self.planner])
         self.now_s = 0.0
 
     def pass_time(self, seconds: float, *, stalled_s: float = 0.0) -> str:
@@ -91,7 +91,8 @@ def test_time_in_which_the_watch_itself_stood_still_does_not_count() -> None:
     assert rig.pass_time(REPAIR_S) != ""
 
 
-def test_a_planner_that_is_lost_ends_nothing_and_is_not_replaced() -> None:
+def test_a_planner_that_is_lost_ends_nothing() -> None:
     rig = Rig()
     rig.ranks[2].died = True
     assert rig.pass_time(10 * REPAIR_S) == ""
+    assert rig.planner.members[0].replaced_for == "planner-0: its actor died"

@@ -1,0 +1,1 @@
+"""Faults of every kind under mixed load, and what becomes of every answer."""

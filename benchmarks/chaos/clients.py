@@ -1,0 +1,199 @@
+"""Clients that ask without a pause, compare each answer with the undisturbed one, and note when
+each piece of a stream came."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import httpx
+
+from benchmarks.chaos.questions import Question
+
+DECIMALS = 3  # of probabilities: a batch changes the seventh
+LIMIT_S = 120.0
+RETRY_S = 0.1
+
+Answer = Any
+
+
+class Outcome(NamedTuple):
+    """how: "same", or what is wrong, and detail: in words."""
+
+    kind: str
+    how: str
+    detail: str
+    began_s: float
+    took_s: float
+
+
+class Stream:
+    """One that is open. arrived_s: when each piece of it came."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.began_s = time.monotonic()
+        self.ended_s = float("inf")
+        self.arrived_s: list[float] = []
+
+    def after(self, at_s: float) -> float | None:
+        """How long after that its next piece came; None: none did, or it was not open."""
+        if not self.began_s <= at_s < self.ended_s:
+            return None
+        return next((came - at_s for came in self.arrived_s if came > at_s), None)
+
+
+class Clients:
+    """urls: of the ingress replicas that answer now. ended: whether the one at a URL has been
+    killed since a moment."""
+
+    def __init__(
+        self, urls: Callable[[], Sequence[str]], ended: Callable[[str, float], bool]
+    ) -> None:
+        self._urls, self._ended = urls, ended
+        self.outcomes: list[Outcome] = []
+        self.streams: list[Stream] = []
+        self.cut_with_ingress = 0
+        self._expected: dict[int, Answer] = {}
+        self._turns = itertools.count()
+        self._stopping = False
+
+    async def learn(self, questions: Sequence[Question]) -> Counter[str]:
+        """Asks each twice, of an undisturbed server, side by side. How many of a kind were answered
+        differently the second time."""
+        differ: Counter[str] = Counter()
+        async with httpx.AsyncClient(timeout=LIMIT_S) as http:
+            for question in questions:
+                url = self._urls()[0]
+                first = await self._asked(http, url, question, Stream(question.kind))
+                if _error(first):
+                    raise ValueError(f"{question} was answered {first}")
+                self._expected[id(question)] = first
+                second = await self._asked(http, url, question, Stream(question.kind))
+                differ[question.kind] += first != second
+        return differ
+
+    async def run(self, by_kind: dict[str, list[Question]], at_once: dict[str, int]) -> None:
+        """Until `stop`."""
+        async with httpx.AsyncClient(timeout=LIMIT_S) as http:
+            await asyncio.gather(
+                *(
+                    self._ask_on(http, itertools.islice(itertools.cycle(some), place, None))
+                    for kind, some in by_kind.items()
+                    for place in range(at_once[kind])
+                )
+            )
+
+    def stop(self) -> None:
+        """What is under way is answered still."""
+        self._stopping = True
+
+    async def _ask_on(self, http: httpx.AsyncClient, line: Any) -> None:
+        for question in line:
+            if self._stopping:
+                return
+            self.outcomes.append(await self._outcome(http, question))
+
+    async def _outcome(self, http: httpx.AsyncClient, question: Question) -> Outcome:
+        began_s = time.monotonic()
+        while True:
+            url, asked_s = self._url(), time.monotonic()
+            stream = Stream(question.kind)
+            try:
+                answer = await self._asked(http, url, question, stream)
+            except httpx.TransportError as error:
+                if not self._ended(url, asked_s):
+                    return self._told(question, "lost", repr(error), began_s)
+                self.cut_with_ingress += 1
+                await asyncio.sleep(RETRY_S)
+                continue
+            expected = self._expected[id(question)]
+            return self._told(question, *compared(answer, expected), began_s)
+
+    def _told(self, question: Question, how: str, detail: str, began_s: float) -> Outcome:
+        return Outcome(question.kind, how, detail, began_s, time.monotonic() - began_s)
+
+    def _url(self) -> str:
+        urls = self._urls()
+        return urls[next(self._turns) % len(urls)]
+
+    async def _asked(
+        self, http: httpx.AsyncClient, url: str, question: Question, stream: Stream
+    ) -> Answer:
+        if not question.is_streamed:
+            answer = await http.post(url + question.path, json=question.body)
+            return classified(answer)
+        self.streams.append(stream)
+        try:
+            return await _streamed(http, url, question, stream)
+        finally:
+            stream.ended_s = time.monotonic()
+
+
+async def _streamed(
+    http: httpx.AsyncClient, url: str, question: Question, stream: Stream
+) -> Answer:
+    choices: dict[int, dict[str, Any]] = {}
+    async with http.stream("POST", url + question.path, json=question.body) as response:
+        if response.status_code != 200:
+            return {"error": (await response.aread()).decode()[:300]}
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                stream.arrived_s.append(time.monotonic())
+                _add(choices, json.loads(line[6:]))
+    return choices
+
+
+def _add(choices: dict[int, dict[str, Any]], piece: dict[str, Any]) -> None:
+    """A piece of a stream to what has come of it."""
+    if "error" in piece:
+        choices[-1] = {"error": piece["error"]["message"]}
+        return
+    if piece.get("usage"):
+        usage = piece["usage"]
+        choices[-2] = {"usage": [usage["prompt_tokens"], usage["completion_tokens"]]}
+    for told in piece["choices"]:
+        choice = choices.setdefault(told["index"], {"text": "", "tokens": [], "finish": None})
+        choice["text"] += told["text"]
+        choice["finish"] = choice["finish"] or told["finish_reason"]
+        if told.get("logprobs"):
+            choice["tokens"] += told["logprobs"]["tokens"]
+
+
+def classified(answer: httpx.Response) -> Answer:
+    if answer.status_code != 200:
+        return {"error": answer.text[:300]}
+    found = answer.json()
+    return [
+        [row["label"], [round(probability, DECIMALS) for probability in row["probs"]]]
+        for row in found["data"]
+    ]
+
+
+def compared(answer: Answer, expected: Answer) -> tuple[str, str]:
+    """How it is, and what is wrong with it: "same", "lost", "shorter", "longer" or "changed"."""
+    if answer == expected:
+        return "same", ""
+    detail = f"{answer!r} and not {expected!r}"[:2000]
+    if error := _error(answer):
+        return "lost", error
+    if not isinstance(expected, dict):
+        return "changed", detail
+    length = len(_text(answer)) - len(_text(expected))
+    return ("shorter" if length < 0 else "longer" if length > 0 else "changed"), detail
+
+
+def _error(answer: Answer) -> str:
+    """What it says in the place of an answer, or behind a part of one; empty: it is whole."""
+    if not isinstance(answer, dict):
+        return ""
+    return str(answer.get("error") or answer.get(-1, ""))[:500]
+
+
+def _text(answer: dict[int, dict[str, Any]]) -> str:
+    return "".join(choice.get("text", "") for choice in answer.values())

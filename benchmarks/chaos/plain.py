@@ -1,0 +1,215 @@
+"""What chaos is done to, without Ray: ranks and ingress replicas as plain processes, and a thread
+that replaces those that are lost. (A cluster's supervisor is cluster/fleet's; what it finds out and
+does is the same, but that a rank counts as hung here when its process is stopped.)"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from actors.ranks.local_group import LocalGroup
+from benchmarks.chaos.front import Orders
+from benchmarks.chaos.front_process import FrontProcess
+from cluster.fleet.codec import Directory
+from contracts.config import TandemConfig
+from contracts.logs import event
+from contracts.worker import RankStatus
+
+log = logging.getLogger("tandem.chaos")
+
+LOOK_S = 0.1
+HUNG_AFTER_S = 3.0  # as cluster/fleet/member.py
+STATUS_S = 10.0
+
+
+class PlainTarget:
+    """A context manager: everything serves inside, and no process of it is left afterwards."""
+
+    def __init__(self, folder: Path, config: TandemConfig, *, replicas: int = 2) -> None:
+        self._config, self._replicas = config, replicas
+        self._group = LocalGroup(str(folder), config, planner=True)
+        self._fronts: list[FrontProcess] = []
+        self._ended_s: dict[str, float] = {}  # ingress replicas that have been killed, by URL
+        self._stopped_since_s: dict[str, float] = {}
+        self._asked: dict[str, Future[RankStatus]] = {}
+        self._epochs: dict[str, int] = {}  # of ranks that have been replaced
+        self._is_replacing = False
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # guards who is in which place
+        self._thread = threading.Thread(target=self._look_after, name="supervisor", daemon=True)
+        self.replaced: list[tuple[str, float]] = []  # who, and when his loss was found
+
+    def __enter__(self) -> PlainTarget:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._group)
+            stack.callback(self._close_fronts)
+            for number in range(self._replicas):
+                self._fronts.append(self._start_front(number))
+            for front in self._fronts:
+                front.wait()
+            self._thread.start()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join(2 * STATUS_S)
+        self._stack.close()
+
+    # ---- what chaos needs of it
+
+    @property
+    def urls(self) -> list[str]:
+        """Of the ingress replicas that serve."""
+        with self._lock:
+            return [f"http://127.0.0.1:{front.port}" for front in self._serving]
+
+    def ended(self, url: str, since_s: float) -> bool:
+        """Whether the ingress replica there has been killed after that."""
+        return self._ended_s.get(url, 0.0) >= since_s
+
+    def processes(self) -> dict[str, int]:
+        """Role -> process id of each that lives, the planner and ingress replicas too."""
+        with self._lock:
+            found = {name: process.pid for name, process in self._group.processes.items()}
+            return found | {one.name: one.pid for one in self._fronts if one.port}
+
+    def kill(self, role: str) -> None:
+        for front in self._fronts:
+            if front.name == role:
+                self._ended_s[f"http://127.0.0.1:{front.port}"] = time.monotonic() + 1.0
+                front.send_signal(signal.SIGKILL)
+        if role in self._group.processes:
+            self._group.processes[role].send_signal(signal.SIGKILL)
+
+    def status(self) -> list[RankStatus]:
+        return self._group.status(STATUS_S)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nobody is being replaced, or must be."""
+        with self._lock:
+            whole = len(self._serving) == self._replicas and not self._lost()
+            return whole and not self._is_replacing
+
+    @property
+    def _serving(self) -> list[FrontProcess]:
+        return [front for front in self._fronts if front.port and not front.is_gone]
+
+    # ---- the supervisor's
+
+    def _look_after(self) -> None:
+        while not self._closing.wait(LOOK_S):
+            with self._lock:
+                lost = self._lost()
+                self._is_replacing = bool(lost)
+            for name, reason in lost.items():
+                event(log, "worker_lost", logging.WARNING, name=name, reason=reason)
+                self.replaced.append((name, time.monotonic()))
+            if lost:
+                self._replace(list(lost))
+            self._replace_fronts()
+            self._is_replacing = False
+
+    def _lost(self) -> dict[str, str]:
+        """Ranks and the planner: gone, stopped for too long, or lost to those that ask them."""
+        lost, now_s = {}, time.monotonic()
+        for name, process in self._group.processes.items():
+            if process._process.poll() is not None:
+                lost[name] = "its process has ended"
+            elif not is_stopped(process.pid):
+                self._stopped_since_s.pop(name, None)
+            elif now_s - self._stopped_since_s.setdefault(name, now_s) > HUNG_AFTER_S:
+                lost[name] = f"stopped for {HUNG_AFTER_S:g} s"
+        for name, reason in self._said(lost).items():
+            lost.setdefault(name, reason)
+        return lost
+
+    def _said(self, lost: Mapping[str, str]) -> dict[str, str]:
+        """What attention ranks say of themselves and of the expert ranks, if they have answered."""
+        found: dict[str, str] = {}
+        for name, process in self._group.processes.items():
+            if name in lost or not name.startswith("attention-"):
+                continue
+            asked = self._asked.get(name)
+            if asked is None:
+                self._asked[name] = process.call("status")
+            elif asked.done():
+                del self._asked[name]
+                if asked.exception() is not None:
+                    continue
+                status = asked.result()
+                if not status.healthy:
+                    found[name] = status.reason
+                for expert, epoch in status.sections.get("lost", {}).items():
+                    if epoch == self._epochs.get(expert, 1) and not is_stopped(self._pid(expert)):
+                        found[expert] = f"{name} has lost it"
+        return found
+
+    def _pid(self, name: str) -> int:
+        return self._group.processes[name].pid
+
+    def _replace(self, names: Sequence[str]) -> None:
+        """Others in their places, until they are there."""
+        while not self._closing.is_set():
+            try:
+                self._group.replace(*names)
+                break
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is tried again
+                event(log, "worker_not_replaced", logging.ERROR, name=str(names), error=error)
+                self._closing.wait(0.5)
+        for name in names:
+            self._epochs[name] = self._group._epoch
+            self._asked.pop(name, None)
+            self._stopped_since_s.pop(name, None)
+        planner = {one.name: one.channel_address for one in self._group.ready}["planner-0"]
+        for name, process in self._group.processes.items():
+            if name.startswith(("attention-", "expert-")):
+                process.call("join_planner", planner)
+        for front in self._fronts:
+            front.tell(self._directory)
+
+    def _replace_fronts(self) -> None:
+        for number, front in enumerate(self._fronts):
+            if front.is_gone and not self._closing.is_set():
+                front.close()
+                another = self._start_front(number)
+                with self._lock:
+                    self._fronts[number] = another
+                another.wait()
+
+    def _start_front(self, number: int) -> FrontProcess:
+        http = msgspec.structs.replace(self._config.http, port=0)
+        config = msgspec.structs.replace(self._config, http=http)
+        return FrontProcess(Orders(f"ingress-{number}", config, self._directory))
+
+    @property
+    def _directory(self) -> Directory:
+        return Directory(
+            client_addresses=self._group.client_addresses,
+            prefill_addresses={},
+            token=self._group.token,
+            backend="shm",
+            epoch=1,
+            ranks=[],
+        )
+
+    def _close_fronts(self) -> None:
+        for front in self._fronts:
+            front.close()
+
+
+def is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False

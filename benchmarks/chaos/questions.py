@@ -1,0 +1,65 @@
+"""What is asked again and again, each with one right answer in float32."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from contracts.config import BUNDLED
+
+STREAMED_TOKENS = 64
+SPAM = "WINNER! Claim your free 1000 pound prize now, call before midnight."
+LABELS = {
+    "model": BUNDLED,
+    "labels": ["no", "yes"],
+    "template": "Message: {text}\nSpam:",
+}
+BULK_ROWS = 12
+
+
+class Question(NamedTuple):
+    """kind: "greedy", "seeded", "classify" or "bulk"."""
+
+    kind: str
+    path: str
+    body: dict[str, Any]
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.body.get("stream"))
+
+
+def _stream(kind: str, number: int, **fields: Any) -> Question:
+    prompt = f"Review number {number}: I have had this for {number} weeks. {SPAM * (number % 3)}"
+    told = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    body = {"model": BUNDLED, "prompt": prompt, "max_tokens": STREAMED_TOKENS, **told, **fields}
+    return Question(kind, "/v1/completions", body)
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 40, "presence_penalty": 0.8},
+    {"temperature": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "min_p": 0.02, "logit_bias": {"60": 2.0}, "logprobs": 2},
+    {"temperature": 1.0, "n": 2},
+]
+
+
+def questions() -> dict[str, list[Question]]:
+    """By kind."""
+    rows = [f"Message {row}. {SPAM[: 10 + 5 * row]}" for row in range(BULK_ROWS)]
+    return {
+        "greedy": [_stream("greedy", number, temperature=0) for number in range(6)],
+        "seeded": [
+            _stream("seeded", 10 + number, seed=number, **fields)
+            for number, fields in enumerate(SAMPLING)
+        ],
+        "classify": [
+            Question("classify", "/v1/classify", {"input": rows[start : start + 2], **LABELS})
+            for start in range(0, 8, 2)
+        ],
+        "bulk": [
+            Question("bulk", "/v1/classify", {"input": rows, "priority": "be", **LABELS}),
+            Question("bulk", "/v1/classify", {"input": rows[::-1], "priority": "be", **LABELS}),
+        ],
+    }

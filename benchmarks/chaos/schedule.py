@@ -1,0 +1,74 @@
+"""Which faults come, of whom, and when: drawn from a seed. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+LONGEST_PAUSE_S = 1.5  # from when everything serves again to the next fault
+BOTH = 0.15  # of the faults come with a second one, of another process
+
+
+class Kind(StrEnum):
+    """KILL: SIGKILL. STOP: SIGSTOP, and SIGCONT after a while."""
+
+    KILL = "kill"
+    STOP = "stop"
+    FULL = "full_shm"
+
+
+class Fault(NamedTuple):
+    """target: a role, as "expert-1". stopped_s: for how long. pause_s: before it. with_next: the
+    next one comes at the same moment."""
+
+    kind: Kind
+    target: str
+    stopped_s: float
+    pause_s: float
+    with_next: bool = False
+
+    @property
+    def label(self) -> str:
+        """What is counted together: "kill expert", "stop attention 0.5 to 2 s"."""
+        role = self.target.rstrip("0123456789-")
+        if self.kind is not Kind.STOP:
+            return f"{self.kind.value} {role}".strip()
+        return f"stop {role} {'under' if self.stopped_s < 1.5 else 'over'} 1.5 s"
+
+
+class Mix(NamedTuple):
+    """weights: of faults, by kind and role ("kill expert"). stops_s: the shortest and the longest;
+    half of them are under two seconds."""
+
+    weights: Mapping[str, float]
+    stops_s: tuple[float, float] = (0.5, 20.0)
+
+
+def drawn(seed: int, count: int, roles: Sequence[str], mix: Mix) -> list[Fault]:
+    """So many faults of these processes."""
+    dice = random.Random(seed)
+    names, weights = list(mix.weights), list(mix.weights.values())
+    found: list[Fault] = []
+    while len(found) < count:
+        kind, _, role = dice.choices(names, weights)[0].partition(" ")
+        targets = [name for name in roles if name.rstrip("0123456789-") == role]
+        if found and found[-1].with_next:
+            targets = [name for name in targets if name != found[-1].target]
+        if role and not targets:
+            continue
+        low, high = mix.stops_s
+        middle = min(high, max(low, 2.0))
+        stopped_s = dice.uniform(low, middle) if dice.random() < 0.5 else dice.uniform(middle, high)
+        found.append(
+            Fault(
+                Kind(kind),
+                dice.choice(targets) if targets else "",
+                round(stopped_s, 2) if kind == Kind.STOP else 0.0,
+                round(dice.uniform(0.1, LONGEST_PAUSE_S), 2),
+                dice.random() < BOTH and not (found and found[-1].with_next),
+            )
+        )
+    last = found[-1]._replace(with_next=False)
+    return [*found[:-1], last]

@@ -1,0 +1,86 @@
+"""What chaos is done to, as a user has it: `tandem serve` on Ray, with its own supervisor, launcher
+and ingress."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import msgspec
+import psutil
+import yaml
+
+from benchmarks.server import ServerProcess
+from benchmarks.soak.served import processes
+from cluster.api.answer_types import Status
+from contracts.config import TandemConfig
+from contracts.worker import RankStatus
+
+START_S = 300.0
+ROLES = {"groups": "launcher-0", "ingress": "ingress-0", "planner": "planner-0"}
+
+
+class ServedTarget:
+    """A context manager: everything serves inside, and no process of it is left afterwards. log: a
+    file for what the server writes."""
+
+    def __init__(self, config: TandemConfig, log: Path) -> None:
+        self._config, self._log = config, log
+        self._ended_s = 0.0  # when the ingress was killed last
+        self.replaced: list[tuple[str, float]] = []
+
+    def __enter__(self) -> ServedTarget:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-"))
+            path = Path(folder) / "chaos.yaml"
+            path.write_text(yaml.safe_dump(msgspec.to_builtins(self._config)), encoding="utf-8")
+            self._server = stack.enter_context(ServerProcess("--config", str(path), log=self._log))
+            self._server.wait_healthy(START_S)
+            self._started = psutil.Process(self._server.pid).children(recursive=True)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def urls(self) -> list[str]:
+        return [self._server.url]
+
+    def ended(self, url: str, since_s: float) -> bool:
+        return self._ended_s >= since_s
+
+    def processes(self) -> dict[str, int]:
+        found = processes(self._server)
+        return {
+            ROLES.get(name, name): process.pid
+            for name, process in found.items()
+            if name != "serve" and " " not in name
+        }
+
+    def kill(self, role: str) -> None:
+        pid = self.processes().get(role)
+        if role.startswith("ingress"):
+            self._ended_s = time.monotonic() + 30.0  # until another one listens
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def status(self) -> list[RankStatus]:
+        answer = httpx.get(f"{self._server.url}/status", timeout=10.0).raise_for_status()
+        return msgspec.json.decode(answer.content, type=Status).ranks
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the server says so, and every rank does."""
+        try:
+            ranks = self.status()
+            healthy = httpx.get(f"{self._server.url}/health", timeout=5.0).status_code == 200
+        except (httpx.HTTPError, msgspec.DecodeError):
+            return False
+        return healthy and all(rank.healthy and "lost" not in rank.sections for rank in ranks)

@@ -1,0 +1,129 @@
+"""A launcher takes up the ranks of one that has ended, or ends what it has left.
+
+    ledger.py ─> rooms, actors ─> each says who it is ─> a Fleet under the same token
+        no ledger, another launch or configuration, a room gone, a rank that is
+        somebody else ─> all that bears the application's name ends: launch.py starts anew
+
+A rank that is gone or says nothing is the supervisor's business, as always.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from actors.ranks.remote import NAMESPACE, RayRank
+from actors.ranks.rendezvous import Formation
+from cluster.fleet.fleet import Fleet
+from cluster.fleet.ledger import Entry, GroupEntry, Ledger, Record, placed_of
+from cluster.fleet.member import Member, Place
+from cluster.fleet.nodes import Placed
+from cluster.fleet.rank_group import RankGroup
+from cluster.fleet.scraped import scraped_of
+from contracts.config import TandemConfig
+from contracts.errors import LaunchError, TandemError
+from contracts.logs import event
+from contracts.worker import Group
+
+log = logging.getLogger("tandem.fleet")
+
+ANSWER_S = 5.0  # for all ranks together to say who they are
+
+
+def adopt(config: TandemConfig, model_folder: str, ledger: Ledger) -> Fleet | None:
+    """The fleet that another launcher of this application has left; None: there is none, and
+    nothing of it any more."""
+    record = ledger.read()
+    if record is not None:
+        try:
+            groups = _groups(config, model_folder, record, ledger.application)
+            event(log, "fleet_adopted", logging.WARNING, ranks=sum(len(g.members) for g in groups))
+            return Fleet(record.token, groups, scraped_of(config), config, ledger)
+        except (TandemError, RayError) as error:
+            event(log, "fleet_not_adopted", logging.ERROR, error=error)
+    end_remnants(ledger.application)
+    ledger.forget()
+    return None
+
+
+def end_remnants(application: str) -> None:
+    """Ends every rank of an application, and gives back all room that it has taken."""
+    prefix = f"{application}/"
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix):
+            event(log, "remnant_ended", logging.WARNING, name=actor["name"])
+            ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
+    for room in ray.util.placement_group_table().values():
+        if room["name"].startswith(prefix) and room["state"] != "REMOVED":
+            event(log, "remnant_ended", logging.WARNING, name=room["name"])
+            ray.util.remove_placement_group(ray.util.get_placement_group(room["name"]))
+
+
+def _groups(
+    config: TandemConfig, model_folder: str, record: Record, application: str
+) -> list[RankGroup]:
+    """Raises LaunchError for a rank that is somebody else, ResourceError for room that is gone."""
+    rooms = {room.name: placed_of(room, application) for room in record.rooms}
+    found = [[_member(entry, rooms) for entry in group.ranks] for group in record.groups]
+    _check_identities([member for members in found for member in members], record.token)
+    groups = [
+        _group(config, model_folder, record, members, entry)
+        for members, entry in zip(found, record.groups, strict=True)
+    ]
+    planners = [group for group in groups if group.kind is Group.PLANNER]
+    for group in groups:
+        if group.kind is Group.ATTENTION and planners:
+            group.planner = planners[0]
+    return groups
+
+
+def _group(
+    config: TandemConfig,
+    model_folder: str,
+    record: Record,
+    members: list[Member],
+    entry: GroupEntry,
+) -> RankGroup:
+    placements = {member.spec.group: member.spec.placement for member in members}
+    token, epoch = record.token, entry.epoch
+    formation = Formation(config, model_folder, token, epoch, entry.backend, None, placements)
+    return RankGroup(members, formation)
+
+
+def _member(entry: Entry, rooms: dict[str, Placed]) -> Member:
+    """In the place of one whose actor is gone: a process that knows nothing. It says so when it is
+    asked for its status, and is replaced."""
+    place = Place(rooms[entry.room], entry.bundle)
+    try:
+        actor = ray.get_actor(entry.actor, namespace=NAMESPACE)
+        handle = RayRank(entry.spec.name, actor, entry.actor)
+    except ValueError:
+        handle = place.start()
+    return Member(entry.spec, place, handle, entry.ready)
+
+
+def _check_identities(members: list[Member], token: bytes) -> None:
+    """Raises LaunchError for one who is somebody else. Who does not answer is asked again by the
+    supervisor."""
+    asked = [(member, member.handle.call("identity")) for member in members]
+    digest = hashlib.sha256(token).digest()
+    end_s = time.monotonic() + ANSWER_S
+    for member, answer in asked:
+        found = _answer(answer, end_s)
+        expected = (member.name, member.spec.epoch, digest)
+        if found is not None and tuple(found) != expected:
+            raise LaunchError(f"{member.name} is {found[0]} of epoch {found[1]}: not ours")
+
+
+def _answer(answer: Future[Any], end_s: float) -> Any:
+    try:
+        return answer.result(max(0.0, end_s - time.monotonic()))
+    except (TandemError, RayError, FutureTimeoutError):
+        return None

@@ -1,0 +1,126 @@
+"""A launcher that is killed: another one takes its ranks over, and without one they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from cluster.fleet.codec import decode_directory
+from cluster.serving.front import free_port
+from cluster.serving.server import Served, serving
+from contracts.config import BUNDLED
+from contracts.loading import load_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+DEADLINE_S = 90.0
+ALONE_S = 45.0
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """For all tests of this file, in order: the last one ends it."""
+    patch = pytest.MonkeyPatch()
+    patch.delenv("RAY_ADDRESS", raising=False)
+    patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
+    patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+    settings = [
+        "model.dtype=float32",
+        "groups.ingress_replicas=2",
+        "groups.ready_timeout_s=100",
+        f"groups.alone_s={ALONE_S}",
+        "kv.pool_tokens=16384",
+        f"http.port={free_port()}",
+    ]
+    with serving(load_config(None, settings)) as served:
+        yield served
+    patch.undo()
+
+
+def processes_of(title: str) -> list[psutil.Process]:
+    """Children of ours with this in their titles."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if title in " ".join(process.cmdline()[:1]):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+
+
+def stream(served: Served) -> Iterator[str]:
+    """The texts of a generation of a few seconds; always the same."""
+    client = openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
+    )
+    answer = client.completions.create(
+        model=BUNDLED,
+        prompt="The",
+        max_tokens=300,
+        seed=5,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    return (piece.choices[0].text for piece in answer)
+
+
+def pids(served: Served) -> dict[str, int]:
+    body = served.groups.directory.remote().result(timeout_s=DEADLINE_S)
+    return {rank.name: rank.pid for rank in decode_directory(body).ranks}
+
+
+def test_a_killed_launcher_is_started_again_and_takes_its_ranks_over(served: Served) -> None:
+    whole = "".join(stream(served))
+    begun = stream(served)
+    text = next(begun)
+    (launcher,) = processes_of("Groups")
+    os.kill(launcher.pid, signal.SIGKILL)
+    until(lambda: [one.pid for one in processes_of("Groups")] not in ([], [launcher.pid]))
+    assert text + "".join(begun) == whole
+    assert pids(served) == {rank.name: rank.pid for rank in served.directory.ranks}
+    assert not served.groups.problem.remote(served.directory.token).result(timeout_s=DEADLINE_S)
+    assert "".join(stream(served)) == whole
+    assert httpx.get(f"{served.url}/health", timeout=DEADLINE_S).status_code == 200
+
+
+def test_an_ingress_replica_that_is_killed_breaks_its_own_connections_only(
+    served: Served,
+) -> None:
+    replicas = processes_of("Ingress")
+    assert len(replicas) == 2
+    os.kill(replicas[0].pid, signal.SIGKILL)
+    answers = []
+    for _ in range(20):
+        try:
+            answers.append(httpx.get(f"{served.url}/v1/models", timeout=DEADLINE_S).status_code)
+        except httpx.TransportError:
+            answers.append(0)
+    assert answers.count(200) >= 15, answers
+    until(lambda: len(processes_of("Ingress")) == 2)
+
+
+def test_ranks_that_nobody_looks_after_end_by_themselves(served: Served) -> None:
+    """Where nothing starts the launcher again: Serve's controller stands still."""
+    ranks = [psutil.Process(pid) for pid in pids(served).values()]
+    (launcher,) = processes_of("Groups")
+    (controller,) = processes_of("ServeController")
+    controller.suspend()
+    os.kill(launcher.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(ranks, timeout=ALONE_S + DEADLINE_S)
+    controller.resume()
+    assert not alive

@@ -1,0 +1,174 @@
+"""What a launcher writes down of its ranks, and who may take them over with it."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import pytest
+import ray
+
+from actors.ranks.remote import RayRank
+from actors.ranks.rendezvous import Formation, Seat, make_specs
+from cluster.fleet import adoption, ledger
+from cluster.fleet.ledger import Ledger, Record, Room
+from cluster.fleet.member import Member, Place
+from cluster.fleet.nodes import Node, Placed, RankRequest
+from cluster.fleet.rank_group import RankGroup
+from contracts.config import TandemConfig
+from contracts.errors import LaunchError, ResourceError
+from contracts.loading import load_config
+from contracts.worker import Group, RankReady, WorkerSpec
+
+TOKEN = b"of this launch"
+CONFIG = load_config(None, ["groups.expert_ranks=2"])
+
+
+class FakeRank(RayRank):
+    """Says who it is; silent: nothing."""
+
+    def __init__(self, spec: WorkerSpec, key: str) -> None:
+        super().__init__(spec.name, self, key)
+        self.spec = spec
+        self.silent = False
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        if self.silent:
+            answer.set_exception(LaunchError(f"{self.name}: its actor died"))
+        elif method == "identity":
+            digest = hashlib.sha256(self.spec.token).digest()
+            answer.set_result((self.spec.name, self.spec.epoch, digest))
+        return answer
+
+
+class FakePlaced(Placed):
+    def start(self, bundle: int) -> RayRank:
+        """A process that knows nothing."""
+        raise AssertionError("every rank of these tests is there")
+
+
+class Cluster:
+    """Ray's GCS, and the actors and rooms that it knows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kept: dict[bytes, bytes] = {}
+        self.writes = 0
+        self.remnants_ended: list[str] = []
+        self.actors: dict[str, FakeRank] = {}
+        self.rooms: set[str] = set()
+        monkeypatch.setattr(ledger, "_internal_kv_put", self._put)
+        monkeypatch.setattr(ledger, "_internal_kv_get", lambda key, namespace: self.kept.get(key))
+        monkeypatch.setattr(
+            ledger, "_internal_kv_del", lambda key, namespace: self.kept.pop(key, None)
+        )
+        monkeypatch.setattr(adoption, "end_remnants", self.remnants_ended.append)
+        monkeypatch.setattr(adoption, "placed_of", self._room)
+        monkeypatch.setattr(ray, "get_actor", lambda name, namespace: self.actors[name])
+        monkeypatch.setattr(adoption, "RayRank", lambda name, actor, key: actor)
+        monkeypatch.setattr(adoption, "scraped_of", lambda config: None)
+        monkeypatch.setattr(adoption, "Fleet", lambda *arguments: arguments)
+
+    def launch(self, launch_id: str = "one") -> list[RankGroup]:
+        seats = [Seat("cpu", "127.0.0.1", 1)]
+        formation = Formation(CONFIG, "folder", TOKEN, 3, "shm")
+        specs = make_specs(formation, seats, seats * 2, seats)
+        requests = [RankRequest(spec.group, spec.rank, {"CPU": 0.5}) for spec in specs]
+        node = Node("a", "10.0.0.1", "127.0.0.1")
+        placed = FakePlaced(requests, None, "cpu", [node] * 4, "tandem", "tandem/room")
+        self.rooms.add("tandem/room")
+        members = []
+        for place, spec in enumerate(specs):
+            key = f"tandem/room/{spec.name}/1"
+            self.actors[key] = rank = FakeRank(spec, key)
+            ready = RankReady(name=spec.name, pid=place, channel_address="tcp:here")
+            members.append(Member(spec, Place(placed, place), rank, ready))
+        groups = [RankGroup(members[:3], formation), RankGroup(members[3:], formation)]
+        Ledger("tandem", launch_id, CONFIG).write(TOKEN, groups)
+        return groups
+
+    def adopted(self, launch_id: str = "one", config: TandemConfig = CONFIG) -> Any:
+        return adoption.adopt(config, "folder", Ledger("tandem", launch_id, config))
+
+    def _put(self, key: bytes, value: bytes, namespace: bytes) -> None:
+        self.writes += 1
+        self.kept[key] = value
+
+    def _room(self, room: Room, application: str) -> Placed:
+        if room.name not in self.rooms:
+            raise ResourceError(f"{room.name}: no such placement group")
+        return FakePlaced(room.requests, None, room.device, room.nodes, application, room.name)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch)
+
+
+def test_another_launcher_has_the_same_ranks_in_the_same_places(cluster: Cluster) -> None:
+    before = cluster.launch()
+    token, groups, _, config, _ = cluster.adopted()
+    assert (token, config) == (TOKEN, CONFIG)
+    for old, new in zip(before, groups, strict=True):
+        assert (new.kind, new.epoch, new.backend) == (old.kind, old.epoch, old.backend)
+        for one, other in zip(old.members, new.members, strict=True):
+            assert (one.spec, one.ready) == (other.spec, other.ready)
+            assert one.handle is other.handle
+            assert one.place.bundle == other.place.bundle
+            assert one.place.needs == other.place.needs
+    assert not cluster.remnants_ended
+
+
+@pytest.mark.parametrize("other", ["launch", "configuration", "room", "garbage"])
+def test_what_does_not_fit_is_ended_and_not_taken_over(cluster: Cluster, other: str) -> None:
+    cluster.launch()
+    config = CONFIG
+    if other == "configuration":
+        config = load_config(None, ["groups.expert_ranks=1"])
+    elif other == "room":
+        cluster.rooms.clear()
+    elif other == "garbage":
+        cluster.kept = dict.fromkeys(cluster.kept, b"\xc1")
+    assert cluster.adopted("two" if other == "launch" else "one", config) is None
+    assert cluster.remnants_ended == ["tandem"]
+    assert not cluster.kept
+
+
+@pytest.mark.parametrize("field", ["rank", "epoch", "token"])
+def test_a_rank_that_is_somebody_else_is_not_taken_over(cluster: Cluster, field: str) -> None:
+    groups = cluster.launch()
+    rank = groups[0].members[1].handle
+    assert isinstance(rank, FakeRank)
+    value: Any = {"rank": 7, "epoch": 2, "token": b"of another launch"}[field]
+    rank.spec = msgspec.structs.replace(rank.spec, **{field: value})
+    assert cluster.adopted() is None
+    assert cluster.remnants_ended == ["tandem"]
+
+
+def test_a_rank_that_does_not_answer_is_the_supervisors_business(cluster: Cluster) -> None:
+    rank = cluster.launch()[0].members[1].handle
+    assert isinstance(rank, FakeRank)
+    rank.silent = True
+    assert cluster.adopted() is not None
+
+
+def test_what_changes_is_written_down_and_nothing_else(cluster: Cluster) -> None:
+    groups = cluster.launch()
+    book = Ledger("tandem", "one", CONFIG)
+    book.write(TOKEN, groups)
+    written = cluster.writes
+    book.write(TOKEN, groups)
+    assert cluster.writes == written
+    member = groups[0].members[0]
+    spec = msgspec.structs.replace(member.spec, epoch=4)
+    member.settle(spec, member.handle, msgspec.structs.replace(member.ready, pid=99))
+    book.write(TOKEN, groups)
+    assert cluster.writes == written + 1
+    record = book.read()
+    assert isinstance(record, Record)
+    assert record.groups[0].ranks[0].ready.pid == 99
+    assert record.groups[0].ranks[0].spec.group is Group.ATTENTION
+    book.forget()
+    assert book.read() is None
