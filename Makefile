@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The Python whose torch sees the GPU: that of .venv, if there is one.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test check quick lint ruff types layers format gpu clean
+.PHONY: demo test check quick lint ruff types layers format gpu chaos clean
 demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 
@@ -24,6 +24,10 @@ quick: $(VENV)/.installed
 # All that needs a GPU; installs nothing. ARGS: --list, --only PART …
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+
+# 200 faults under load, and what becomes of each answer. ARGS: --served, --faults N, --seed N …
+chaos: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 lint: ruff types layers
 

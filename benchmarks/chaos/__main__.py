@@ -55,6 +55,7 @@ def config(dtype: str) -> TandemConfig:
 def main() -> int:
     options = _options()
     target: Target
+    context: ServedTarget | PlainTarget
     made = config(options.dtype)
     weights, roles = dict(WEIGHTS), list(ROLES)
     if options.served:
@@ -64,6 +65,8 @@ def main() -> int:
     else:
         context = PlainTarget(resolve_model_folder(BUNDLED), made)
         roles += ["ingress-0", "ingress-1"]
+    if _OWN_SHM in os.environ:
+        weights["full_shm"] = 1.0
     mix = Mix({name: weight for name, weight in weights.items() if options.only in name})
     faults = drawn(options.seed, options.faults, roles, mix)
     before = segments()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from benchmarks.chaos.clients import Clients
@@ -15,6 +17,7 @@ from benchmarks.chaos.questions import questions
 from benchmarks.chaos.schedule import Fault, Kind
 from contracts.worker import RankStatus
 
+FILLER = Path("/dev/shm/chaos-fills-it")
 AT_ONCE = {"greedy": 2, "seeded": 2, "classify": 1, "bulk": 1}
 WHOLE_S = 60.0  # until everything serves again after a fault
 POLL_S = 0.05
@@ -99,6 +102,11 @@ class Run:
                 asyncio.get_running_loop().call_later(
                     fault.stopped_s, _signalled, pid, signal.SIGCONT
                 )
+        else:
+            with FILLER.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(FILLER.parent).free)
+            loop = asyncio.get_running_loop()
+            loop.call_later(fault.stopped_s, FILLER.unlink)
 
     async def _whole(self) -> float | None:
         """When everything served again."""

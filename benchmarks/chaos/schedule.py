@@ -12,7 +12,8 @@ BOTH = 0.15  # of the faults come with a second one, of another process
 
 
 class Kind(StrEnum):
-    """KILL: SIGKILL. STOP: SIGSTOP, and SIGCONT after a while."""
+    """KILL: SIGKILL. STOP: SIGSTOP, and SIGCONT after a while. FULL: nothing is left of /dev/shm,
+    for a while."""
 
     KILL = "kill"
     STOP = "stop"
@@ -20,8 +21,8 @@ class Kind(StrEnum):
 
 
 class Fault(NamedTuple):
-    """target: a role, as "expert-1". stopped_s: for how long. pause_s: before it. with_next: the
-    next one comes at the same moment."""
+    """target: a role, as "expert-1"; "": nobody's. stopped_s: for how long it lasts. pause_s:
+    before it. with_next: the next one comes at the same moment."""
 
     kind: Kind
     target: str
@@ -65,7 +66,7 @@ def drawn(seed: int, count: int, roles: Sequence[str], mix: Mix) -> list[Fault]:
             Fault(
                 Kind(kind),
                 dice.choice(targets) if targets else "",
-                round(stopped_s, 2) if kind == Kind.STOP else 0.0,
+                0.0 if kind == Kind.KILL else round(stopped_s, 2),
                 round(dice.uniform(0.1, LONGEST_PAUSE_S), 2),
                 dice.random() < BOTH and not (found and found[-1].with_next),
             )

@@ -16,6 +16,8 @@ from cluster.files.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from tests.support.fork_server import start_forked
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
 FAULTS = 20
 LONGEST_STOP_S = 2.5
 

@@ -1,0 +1,94 @@
+"""What chaos draws, and what it does not let pass."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.chaos import verdict
+from benchmarks.chaos.__main__ import ROLES, WEIGHTS
+from benchmarks.chaos.clients import Outcome, Stream, compared
+from benchmarks.chaos.run import Done
+from benchmarks.chaos.schedule import Fault, Kind, Mix, drawn
+
+MIX = Mix(WEIGHTS)
+EVERYBODY = [*ROLES, "ingress-0", "ingress-1"]
+STREAM = {0: {"text": "a b c", "tokens": [], "finish": "length"}, -2: {"usage": [4, 3]}}
+
+
+def test_a_seed_draws_the_same_faults_of_every_kind_alone_and_two_at_once() -> None:
+    faults = drawn(7, 200, EVERYBODY, MIX)
+    assert faults == drawn(7, 200, EVERYBODY, MIX) != drawn(8, 200, EVERYBODY, MIX)
+    assert {f"{one.kind} {one.target.rstrip('0123456789-')}" for one in faults} == set(WEIGHTS)
+    pairs = [(one, other) for one, other in itertools.pairwise(faults) if one.with_next]
+    assert len(pairs) > 5
+    for one, other in pairs:
+        assert one.target != other.target
+        assert not other.with_next, "two, and not three"
+    stops = [one.stopped_s for one in faults if one.kind is Kind.STOP]
+    assert 0.5 <= min(stops) < 1.5 < 10 < max(stops) <= 20
+    assert not any(one.stopped_s for one in faults if one.kind is Kind.KILL)
+
+
+@pytest.mark.parametrize(
+    ("changed", "how"),
+    [
+        ({}, "same"),
+        ({0: {"text": "a b", "tokens": [], "finish": "length"}}, "shorter"),
+        ({0: {"text": "a b b c", "tokens": [], "finish": "length"}}, "longer"),
+        ({0: {"text": "a b d", "tokens": [], "finish": "length"}}, "changed"),
+        ({0: {"text": "a b c", "tokens": [], "finish": "stop"}}, "changed"),
+        ({-2: {"usage": [5, 3]}}, "changed"),
+        ({-1: {"error": "attention-0 is gone"}}, "lost"),
+    ],
+    ids=str,
+)
+def test_whatever_differs_of_a_stream_is_found(changed: dict[int, Any], how: str) -> None:
+    assert compared({**STREAM, **changed}, STREAM)[0] == how
+
+
+def test_whatever_differs_of_a_classification_is_found() -> None:
+    expected = [["no", [0.9, 0.1]]]
+    assert compared([["no", [0.9, 0.1]]], expected)[0] == "same"
+    assert compared([["no", [0.8, 0.2]]], expected)[0] == "changed"
+    assert compared({"error": "503"}, expected)[0] == "lost"
+
+
+def test_a_run_fails_for_each_thing_that_must_not_be() -> None:
+    fault = Fault(Kind.KILL, "expert-1", 0.0, 0.1)
+    same = Outcome("greedy", "same", "", 0.0, 1.0)
+
+    def failures(
+        how: str = "same", whole_s: float | None = 1.0, used: float = 0.0, left: str = ""
+    ) -> list[str]:
+        clients = SimpleNamespace(outcomes=[same, same._replace(how=how)], streams=[])
+        run: Any = SimpleNamespace(
+            clients=clients,
+            done=[Done(fault, 0.0, whole_s, None)],
+            used_blocks={"attention-0": used},
+        )
+        return verdict.failures(run, [left] if left else [])
+
+    assert not failures()
+    for how in verdict.WRONG:
+        assert failures(how=how)
+    assert failures(whole_s=None)
+    assert failures(used=1.0)
+    assert failures(left="a segment")
+
+
+def test_a_stream_waits_from_the_fault_to_its_next_piece() -> None:
+    stream = Stream("greedy")
+    stream.began_s, stream.ended_s, stream.arrived_s = 10.0, 20.0, [11.0, 12.5, 19.0]
+    assert stream.after(12.0) == 0.5
+    assert stream.after(9.0) is None, "it had not begun"
+    assert stream.after(19.5) is None, "nothing came after it"
+    done = [Done(Fault(Kind.STOP, "attention-0", 2.0, 0.1), 12.0, 3.0, 0.2)]
+    other = Stream("seeded")
+    other.began_s, other.ended_s, other.arrived_s = 10.0, 20.0, [14.0]
+    found = verdict.waits(done, [stream, other])["stop attention over 1.5 s"]
+    assert found["last_token"] == [2.0]
+    assert found["next_token"] == [0.5, 2.0]
