@@ -9,6 +9,7 @@ A rank that is gone or says nothing is the supervisor's business, as always.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
@@ -17,7 +18,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 import ray
+from ray import PlacementGroupID
 from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
 
 from actors.ranks.remote import NAMESPACE, RayRank
 from actors.ranks.rendezvous import Formation
@@ -59,11 +62,13 @@ def end_remnants(application: str) -> None:
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix):
             event(log, "remnant_ended", logging.WARNING, name=actor["name"])
-            ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
-    for room in ray.util.placement_group_table().values():
+            with contextlib.suppress(ValueError):  # it has ended by itself meanwhile
+                ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
+    for id, room in ray.util.placement_group_table().items():
         if room["name"].startswith(prefix) and room["state"] != "REMOVED":
             event(log, "remnant_ended", logging.WARNING, name=room["name"])
-            ray.util.remove_placement_group(ray.util.get_placement_group(room["name"]))
+            found = PlacementGroup(PlacementGroupID(bytes.fromhex(id)))
+            ray.util.remove_placement_group(found)
 
 
 def _groups(

@@ -16,6 +16,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
+from cluster.fleet.adoption import end_remnants
 from cluster.fleet.codec import decode_failure
 from cluster.serving.serve_app import build_serve_app
 from contracts.config import TandemConfig
@@ -155,6 +156,7 @@ def end(name: str, *, is_clusters_end: bool) -> None:
     )
     if not is_clusters_end:
         _warn("application_not_deleted", lambda: serve.delete(name))
+        _warn("remnants_not_ended", lambda: end_remnants(name))
 
 
 def _warn(name: str, action: Callable[[], Any]) -> None:

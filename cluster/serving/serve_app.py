@@ -25,7 +25,7 @@ from actors.telemetry.telemetry import Telemetry
 from cluster.api.app import App
 from cluster.api.traced import FIRST_RANK_PID
 from cluster.files.model_folder import resolve_model_folder
-from cluster.fleet.adoption import adopt
+from cluster.fleet.adoption import adopt, end_remnants
 from cluster.fleet.codec import (
     decode_config,
     decode_directory,
@@ -72,14 +72,15 @@ class Groups:
         set_up_logging("groups", self._config.log)
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="groups")
         self._tracing = OneAtATime(monotonic_s)
+        self._is_closed = False
+        self._application = serve.get_replica_context().app_name
         self._launch = self._threads.submit(self._run)
 
     def _run(self) -> Fleet:
         """The ranks of a replica that was there before, if there are any: Ray has started us in its
         place. Else new ones."""
         folder = str(resolve_model_folder(self._config.model.path))
-        application = serve.get_replica_context().app_name
-        ledger = Ledger(application, self._launch_id, self._config)
+        ledger = Ledger(self._application, self._launch_id, self._config)
         adopted = adopt(self._config, folder, ledger)
         if adopted is None:
             return launch(self._config, folder, ledger)
@@ -187,10 +188,12 @@ class Groups:
     async def __del__(self) -> None:
         """From Serve behind whose proxy we are, when the application is removed or deployed anew:
         the ranks end once they have answered what they have. Under `tandem serve` they have ended
-        by now."""
-        if self._config.http.front == "direct" or not self._launch.done():
+        by now, unless somebody else removes it: nothing may be left."""
+        if not self._launch.done():
+            await asyncio.to_thread(end_remnants, self._application)
             return
-        if self._launch.exception() is None and not self._launch.result().beyond_repair:
+        works = self._launch.exception() is None and not self._launch.result().beyond_repair
+        if works and self._config.http.front != "direct":
             limit_s = self._config.http.drain_s
             if left := await wait_idle(self.status, limit_s):
                 event(log, "sequences_cut_off", logging.WARNING, left=left, after_s=limit_s)
@@ -198,9 +201,10 @@ class Groups:
 
     async def close(self) -> None:
         """Ends the ranks in order: under `tandem serve` its launcher asks for that."""
-        if self._launch.done() and self._launch.exception() is not None:
-            return  # it has cleaned up after itself
+        if self._is_closed or (self._launch.done() and self._launch.exception() is not None):
+            return  # a launch that failed has cleaned up after itself
         fleet = await self._fleet()
+        self._is_closed = True
         await asyncio.to_thread(fleet.close, CLOSE_TIMEOUT_S)
 
 
