@@ -41,7 +41,6 @@ from tests.support.placements import replicated
 pytestmark = pytest.mark.ray
 
 DEADLINE_S = 30.0
-LIMIT_S = 2.0  # from the loss of a rank to the end of a stream
 PROMPT = "Message: WINNER! Claim your free prize now.\nSpam:"
 CHAT: Any = [{"role": "user", "content": "Review: It broke after two days.\nSentiment?"}]
 
