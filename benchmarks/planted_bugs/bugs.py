@@ -1405,8 +1405,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "plan: ranks that wait take a core",
         _CORES,
-        "self.attention_ranks * attention + self.expert_ranks * experts",
-        "self.attention_ranks + self.expert_ranks",
+        "self.attention_ranks * attention, self.expert_ranks * experts",
+        "self.attention_ranks, self.expert_ranks",
         ("tests/property/test_shared_cores.py",),
     ),
     Bug(

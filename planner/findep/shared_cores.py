@@ -3,10 +3,10 @@ there are cores.
 
     rate = min(1, cores / ranks that compute now)
 
-Ranks take turns in slices that are short beside a task, so that all of them that compute are slowed
-alike; who waits takes no core. Within a group all ranks are taken to do what its busiest does, at
-the same time. As in replay, links move one payload at a time, at their own pace. What this leaves
-out: a rank that wakes up when all cores are busy waits for its turn.
+Beyond that, an expert rank that was waiting for tokens goes first when they come, for a slice: it
+has had less of the cores than an attention rank that computes all the time, and who is short is
+who the system serves. Who waits takes no core. Within a group all ranks are taken to do what its
+busiest does, at the same time. As in replay, links move one payload at a time, at their own pace.
 """
 
 from __future__ import annotations
@@ -21,17 +21,30 @@ from planner.findep.replay import attention_tasks
 from planner.findep.schedule import Schedule
 
 
+class Rates(NamedTuple):
+    """Of what computes, in parts of a core."""
+
+    attention: float
+    experts: float
+
+
 class Sharing(NamedTuple):
-    """Ranks of both groups, all on one machine's cores."""
+    """Ranks of both groups, all on one machine's cores. slice_ms: for so long who was waiting goes
+    first; Linux's is about that."""
 
     attention_ranks: int
     expert_ranks: int
     cores: float
+    slice_ms: float = 3.0
 
-    def rate(self, *, attention: bool, experts: bool) -> float:
-        """Of what computes, while these groups do."""
-        ranks = self.attention_ranks * attention + self.expert_ranks * experts
-        return min(1.0, self.cores / ranks) if ranks else 1.0
+    def rates(self, *, attention: bool, experts: bool, experts_first: bool = False) -> Rates:
+        """While these groups compute."""
+        attending, serving = self.attention_ranks * attention, self.expert_ranks * experts
+        if experts_first and attending and serving:
+            left = max(0.0, self.cores - serving)
+            return Rates(min(1.0, left / attending), min(1.0, self.cores / serving))
+        fair = min(1.0, self.cores / max(1, attending + serving))
+        return Rates(fair, fair)
 
 
 class _Job(NamedTuple):
@@ -56,17 +69,29 @@ class _Machine:
         self.task: Task | None = None
         self.job: _Job | None = None
         self.task_left = self.job_left = 0.0
+        self.first_left = 0.0  # of the slice in which the job goes first
+        self.served_ms = -1.0  # when the experts ended their last job
         self.returned = [0.0] * len(layers[0].micro_batches)  # inf: experts have it
 
     def run(self) -> float:
         while self.tasks or self.jobs or self.task or self.job:
             self._begin()
-            rate = self.sharing.rate(attention=self.task is not None, experts=self.job is not None)
-            task_end = self._ends(self.task, self.task_left, rate)
-            job_end = self._ends(self.job, self.job_left, rate)
-            now = min(task_end, job_end, self._begins())
-            self.task_left -= (now - self.now) * rate
-            self.job_left -= (now - self.now) * rate
+            rates = self.sharing.rates(
+                attention=self.task is not None,
+                experts=self.job is not None,
+                experts_first=self.first_left > 0,
+            )
+            task_end = self._ends(self.task, self.task_left, rates.attention)
+            job_end = self._ends(self.job, self.job_left, rates.experts)
+            first_end = job_end
+            if self.first_left > 0:
+                first_end = self._ends(self.job, self.first_left, rates.experts)
+            now = min(task_end, job_end, first_end, self._begins())
+            self.task_left -= (now - self.now) * rates.attention
+            self.job_left -= (now - self.now) * rates.experts
+            self.first_left -= (now - self.now) * rates.experts
+            if first_end <= now:
+                self.first_left = 0.0
             self.now = now
             if task_end <= now:
                 self._end_task()
@@ -75,7 +100,7 @@ class _Machine:
         return max(self.end, self.now)
 
     def _ends(self, running: object, left: float, rate: float) -> float:
-        return math.inf if running is None else self.now + max(0.0, left) / rate
+        return math.inf if running is None or rate == 0 else self.now + max(0.0, left) / rate
 
     def _begins(self) -> float:
         """When something that is to begin next could; inf: not before something ends."""
@@ -97,6 +122,8 @@ class _Machine:
         if self.job is None and self.jobs and self.jobs[0].arrives_ms <= self.now:
             self.job = self.jobs.popleft()
             self.job_left = self.job.expert_ms
+            waited = self.served_ms < self.job.arrives_ms
+            self.first_left = min(self.sharing.slice_ms, self.job_left) if waited else 0.0
 
     def _ready(self, task: Task) -> float:
         return 0.0 if task.stage is TaskStage.SHARED else self.returned[task.micro_batch]
@@ -109,6 +136,7 @@ class _Machine:
 
     def _end_job(self) -> None:
         assert self.job is not None
+        self.served_ms, self.first_left = self.now, 0.0
         back = self.e2a_free = max(self.e2a_free, self.now) + self.job.e2a_ms
         self.end = max(self.end, back)
         if self.job.is_last:

@@ -151,7 +151,7 @@ def as_run(
         + outside.sample_ms * planned.samples
     )
     if sharing is not None:
-        beside_ms /= sharing.rate(attention=True, experts=False)
+        beside_ms /= sharing.rates(attention=True, experts=False).attention
     return msgspec.structs.replace(planned, makespan_ms=makespan_ms + beside_ms)
 
 

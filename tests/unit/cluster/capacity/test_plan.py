@@ -445,7 +445,7 @@ def test_more_ranks_than_cores_share_them_and_are_slower(tmp_path: Path, capsys:
     shared = answered(tmp_path, capsys, expert_ranks=3)
     assert "shared_cores" not in own
     assert shared["shared_cores"] == 2
-    assert own["makespan_ms"] < shared["makespan_ms"] <= 2 * own["makespan_ms"]
+    assert own["makespan_ms"] < shared["makespan_ms"] <= 3 * own["makespan_ms"]
     assert "shared_cores" not in answered(tmp_path, capsys)
 
 
