@@ -16,7 +16,7 @@ from cluster.files.targets_file import read_targets
 from contracts.errors import ConfigError
 
 ASK_S: Final = 5.0
-AT_ONCE: Final = 8
+AT_ONCE, MOST = 8, 512  # asked; more are not
 MAX_BYTES: Final = 8 << 20
 _SERIES: Final = b"tandem_"
 NO_LIST: Final = (
@@ -34,7 +34,7 @@ def exporters_finding(path: Path | None, ranks: Iterable[str], key: str | None) 
     except ConfigError as error:
         return Finding("exporters", "error", error.message, "remove it, and restart the server")
     named = {one.rank for one in listed}
-    asked = [(one.rank, url) for one in listed for url in one.urls]
+    asked = [(one.rank, url) for one in listed for url in one.urls][:MOST]
     with ThreadPoolExecutor(AT_ONCE) as threads:
         problems = list(threads.map(lambda each: _problem(each[1], key), asked))
     told = [f"{rank}: {why}" for (rank, _), why in zip(asked, problems, strict=True) if why]
@@ -44,7 +44,8 @@ def exporters_finding(path: Path | None, ranks: Iterable[str], key: str | None) 
         if any("401" in why for why in problems):
             advice = "give http.metrics_key of the configuration as --api-key, and to Prometheus"
         return Finding("exporters", "warning", f"{path.name}: {'; '.join(told)}", advice)
-    return Finding("exporters", "ok", f"{path.name}: {len(listed)} processes, all answer")
+    found = f"{path.name}: {len(listed)} processes, all answer"
+    return Finding("exporters", "ok", found if len(asked) < MOST else f"{found} of {MOST} asked")
 
 
 def _problem(url: str, key: str | None) -> str:
