@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 import yaml
 
+from cluster.files.targets_file import SUFFIX
 from cluster.serving.front import free_port
 from contracts.errors import LaunchError
 from dashboards.rules import NORMAL, Pace, alerts_file, recording_file
@@ -39,10 +40,15 @@ def is_installed() -> bool:
 
 
 def config_of(
-    folder: Path, targets: list[str], *, scrape_s: float = 1.0, pace: Pace = NORMAL
+    folder: Path,
+    targets: list[str],
+    *,
+    listed: Path | None = None,
+    scrape_s: float = 1.0,
+    pace: Pace = NORMAL,
 ) -> Path:
-    """A configuration, written there, by which the /metrics of each "host:port" is scraped; with
-    rules at that pace."""
+    """A configuration, written there, by which the /metrics of each "host:port" is scraped, and
+    whom launchers list in a folder; with rules at that pace."""
     files = {"recording.yml": recording_file(pace), "alerts.yml": alerts_file(pace)}
     for name, rules in files.items():
         (folder / name).write_text(yaml.safe_dump(rules), encoding="utf-8")
@@ -55,6 +61,7 @@ def config_of(
                 "job_name": "tandem",
                 "honor_labels": True,
                 "static_configs": [{"targets": targets, "labels": {"cluster": "tandem"}}],
+                "file_sd_configs": [{"files": [f"{listed}/*{SUFFIX}"]}] if listed else [],
             }
         ],
     }

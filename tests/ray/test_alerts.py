@@ -68,15 +68,14 @@ class World:
             "priority.be_share=0",  # and has no claim
             f"priority.be_max_wait_s={BE_MAX_WAIT_S}",
             "channel.silence_s=10",  # a rank that stands still for LATE_S is not lost
-            "metrics.exporters=false",
+            f"metrics.targets={folder}",
             f"http.port={free_port()}",
         ]
         self.served: Served = stack.enter_context(serving(load_config(None, settings)))
         self.http = stack.enter_context(httpx.Client(base_url=self.served.url, timeout=DEADLINE_S))
         self.other_port = free_port()
-        ours = self.served.url.removeprefix("http://")
-        targets = [ours, f"127.0.0.1:{self.other_port}"]
-        config = config_of(folder, targets, scrape_s=0.5, pace=QUICK)
+        targets = [f"127.0.0.1:{self.other_port}"]
+        config = config_of(folder, targets, listed=folder, pace=QUICK)
         self.prometheus = stack.enter_context(Prometheus(folder, config))
         self._numbers = itertools.count()
 
