@@ -12,6 +12,7 @@ Index arithmetic is numpy on the CPU: sizes must be known there before a packet 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -63,21 +64,27 @@ def plan_dispatch(
     free_rank: one that a token goes to at no cost."""
     key_N = _sort_keys(placed.of_pairs(topk_ids_TK, free_rank), token_groups, placed.count)
     order_N = key_N.argsort(kind="stable")
-    counts_S = np.bincount(key_N, minlength=len(token_groups) * placed.count)
-    pieces = _pieces(counts_S, token_groups, placed)
+    pieces, pairs = _pieces(key_N.take(order_N), token_groups, placed)
     if not pieces:
         return []
-    token_N = order_N // topk_ids_TK.shape[1]
-    weights_N = topk_weights_TK.ravel()[order_N]
-    narrow_S = counts_S.astype(np.int32)
+    counts_S = np.bincount(key_N, minlength=len(token_groups) * placed.count).astype(np.int32)
+    tokens, top_k = topk_ids_TK.shape
+    token_N = _token_of_pair(top_k, tokens.bit_length()).take(order_N)
+    weights_N = topk_weights_TK.take(order_N)
     only_one = len(placed.bounds) == 1  # its pairs hold every token of a group
-    found = _every_row(token_N, pieces) if only_one else _rows(token_N, pieces)
+    found = _every_row(token_N, pieces) if only_one else _rows(token_N, pieces, pairs)
     return [
-        RankSlice(rank, group, start, stop, rows_U, index_N, weights_N[pairs], narrow_S[slots])
-        for (rank, group, start, stop, slots, pairs), (rows_U, index_N) in zip(
+        RankSlice(rank, group, start, stop, rows_U, index_N, weights_N[its], counts_S[slots])
+        for (rank, group, start, stop, slots, its), (rows_U, index_N) in zip(
             pieces, found, strict=True
         )
     ]
+
+
+@functools.lru_cache(maxsize=32)
+def _token_of_pair(top_k: int, bits: int) -> NDArray[np.int64]:
+    """For as many tokens as so many bits count: looked up sooner than divided."""
+    return np.arange(1 << bits).repeat(top_k)
 
 
 def _sort_keys(
@@ -94,43 +101,58 @@ def _sort_keys(
 
 
 def _pieces(
-    counts_S: NDArray[np.int64], token_groups: Sequence[tuple[int, int]], placed: LayerSlots
-) -> list[_Piece]:
-    ends = [0, *counts_S.cumsum().tolist()]
-    pieces, first = list[_Piece](), 0
+    key_N: NDArray[Any], token_groups: Sequence[tuple[int, int]], placed: LayerSlots
+) -> tuple[list[_Piece], list[int]]:
+    """And how many pairs each has. key_N: sorted."""
+    lows_R = placed.lows_R.astype(key_N.dtype, copy=False)
+    if len(token_groups) > 1:
+        firsts_G = (np.arange(len(token_groups)) * placed.count).astype(key_N.dtype)
+        lows_R = (firsts_G[:, None] + lows_R).ravel()
+    begins: list[int] = key_N.searchsorted(lows_R).tolist()
+    begins.append(len(key_N))
+    pieces: list[_Piece] = []
+    pairs: list[int] = []
+    line = first = 0
     for group, (start, stop) in enumerate(token_groups):
         for rank, (low, high) in enumerate(placed.bounds):
-            begin, end = ends[first + low], ends[first + high]
+            begin, line = begins[line], line + 1
+            end = begins[line]
             if begin < end:
                 slots = slice(first + low, first + high)
                 pieces.append((rank, group, start, stop, slots, slice(begin, end)))
+                pairs.append(end - begin)
         first += placed.count
-    return pieces
+    return pieces, pairs
 
 
 def _every_row(token_N: NDArray[np.int64], pieces: Sequence[_Piece]) -> list[Rows]:
     return [(None, (token_N[p[5]] - p[2]).astype(np.int32)) for p in pieces]
 
 
-def _rows(token_N: NDArray[np.int64], pieces: Sequence[_Piece]) -> list[Rows]:
+def _rows(token_N: NDArray[np.int64], pieces: Sequence[_Piece], pairs: Sequence[int]) -> list[Rows]:
     """`rows_U` and `index_N` of each piece, from a line of its token group's tokens for each:
 
-    tokens that go there      1 . 1 1 | . 1 1 .      rank 0 | rank 1
-    how many up to each       1 1 2 3 | 0 1 2 2      less one: positions
+    tokens that go there      - 1 . 1 1 | - . 1 1 .      rank 0 | rank 1
+    how many up to each       0 1 1 2 3 | 0 0 1 2 2      before it: its position
     """
-    width = max(stop - start for _, _, start, stop, _, _ in pieces)
+    width = 1 + max([stop - start for _, _, start, stop, _, _ in pieces])
     shifts = [line * width - piece[2] for line, piece in enumerate(pieces)]
-    pairs = [piece[5].stop - piece[5].start for piece in pieces]
-    at_N = token_N + np.array(shifts).repeat(pairs)
+    at_N = np.array(shifts).repeat(pairs)
+    at_N += token_N
     goes_PW = np.zeros((len(pieces), width), np.int32)
-    goes_PW.ravel()[at_N] = 1
-    upto_PW = goes_PW.cumsum(axis=1, dtype=np.int32)
-    index_N = upto_PW.ravel()[at_N] - 1
-    rows_N = goes_PW.ravel().nonzero()[0]
-    found, first = list[Rows](), 0
+    goes_W = goes_PW.ravel()[1:]
+    goes_W[at_N] = 1
+    upto_PW = goes_PW.cumsum(1, np.int32)
+    index_N = upto_PW.take(at_N)
+    rows_N = goes_W.nonzero()[0]
+    found: list[Rows] = []
+    first = 0
     for piece, shift, rows in zip(pieces, shifts, upto_PW[:, -1].tolist(), strict=True):
-        every = rows == piece[3] - piece[2]
-        rows_U = None if every else rows_N[first : first + rows] - shift
+        rows_U = None
+        if rows < piece[3] - piece[2]:
+            rows_U = rows_N[first : first + rows]
+            if shift:
+                rows_U = rows_U - shift
         found.append((rows_U, index_N[piece[5]]))
         first += rows
     return found

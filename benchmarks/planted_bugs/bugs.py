@@ -36,6 +36,7 @@ _EXECUTOR = ("tests/unit/actors/engine/test_executor.py",)
 _DISPATCH = ("tests/property/test_dispatch.py", "tests/unit/actors/engine/test_executor.py")
 _REPLICAS, _CHOSEN = "planner/placement/replicas.py", ("tests/property/test_replicas.py",)
 _LEVELS, _FEW_PAIRS = "planner/placement/levels.py", "planner/placement/few_pairs.py"
+_FEW_RANKS, _LEVELLED = "planner/placement/few_ranks.py", ("tests/property/test_levels.py",)
 _ROUTER = ("tests/property/test_router.py", "tests/unit/planner/routing/test_router.py")
 _PROMISES = ("tests/property/test_promises.py", "tests/property/test_router.py")
 _JOURNAL = ("tests/unit/actors/ranks/test_worker_log.py",)
@@ -285,22 +286,22 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "dispatch: weights stand in the tokens' order, pairs in the experts'",
         "actors/experts/dispatch.py",
-        "weights_N = topk_weights_TK.ravel()[order_N]",
+        "weights_N = topk_weights_TK.take(order_N)",
         "weights_N = topk_weights_TK.ravel()",
         _DISPATCH,
     ),
     Bug(
         "dispatch: rows count from the group's start",
         "actors/experts/dispatch.py",
-        "rows_N[first : first + rows] - shift",
-        "rows_N[first : first + rows] - first",
+        "rows_U = rows_U - shift",
+        "rows_U = rows_U - first",
         _DISPATCH,
     ),
     Bug(
         "dispatch: positions among the distinct tokens are one too high",
         "actors/experts/dispatch.py",
-        "index_N = upto_PW.ravel()[at_N] - 1",
-        "index_N = upto_PW.ravel()[at_N]",
+        "goes_W = goes_PW.ravel()[1:]",
+        "goes_W = goes_PW.ravel()",
         _DISPATCH,
     ),
     Bug(
@@ -311,10 +312,10 @@ BUGS: tuple[Bug, ...] = (
         _CHOSEN,
     ),
     Bug(
-        "replicas: any rank that has something of what is left will do",
-        _REPLICAS,
-        "np.packbits(counts_UR == most_U[:, None]",
-        "np.packbits(counts_UR > 0",
+        "replicas: any set of ranks that has a token's experts will do",
+        "planner/placement/rank_sets.py",
+        "((has_CR.sum(axis=1) << ranks) - wanted_C).argsort()",
+        "(-wanted_C).argsort()",
         _CHOSEN,
     ),
     Bug(
@@ -334,9 +335,37 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "replicas: of two ranks a token that either has may go to both",
         "planner/placement/two_ranks.py",
-        "ranks_KT[:, tokens_U] = _OTHER",
-        "ranks_KT[1:, tokens_U] = _OTHER",
+        "ranks_KT[:, tokens_U] = _spread",
+        "ranks_KT[1:, tokens_U] = _spread",
         _CHOSEN,
+    ),
+    Bug(
+        "replicas: what two experts of a token go to is not kept for both",
+        _FEW_RANKS,
+        "where=np.logical_not(allowed_KT & shared_T)",
+        "where=np.logical_not(allowed_KT & 0)",
+        _CHOSEN,
+    ),
+    Bug(
+        "replicas: what a free rank has is looked for elsewhere too",
+        _FEW_RANKS,
+        "sets_KT *= (sets_KT >> free_rank & 1) == 0",
+        "sets_KT *= 1",
+        _CHOSEN,
+    ),
+    Bug(
+        "replicas: who has too much gets more",
+        _LEVELS,
+        "log_R = log_R + (level - now_R) * step_R",
+        "log_R = log_R - (level - now_R) * step_R",
+        _LEVELLED,
+    ),
+    Bug(
+        "replicas: divided in turns, each gets the rank of another",
+        _LEVELS,
+        "return _apart(rank_N) if spread else rank_N",
+        "return rank_N",
+        _LEVELLED,
     ),
     Bug(
         "replicas: what leaves a rank is counted as if no rank had any for itself",

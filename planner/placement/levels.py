@@ -1,8 +1,25 @@
-"""Ranks filled to one level of pairs."""
+"""Ranks filled to one level of pairs.
+
+Shapes: N items, G groups of items that may go to the same set of ranks, R ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.placement.rank_sets import FEW_RANKS, FIRST_S, HAS_SR, MEMBERS, SEVERAL_S, SIZE_S
+
+Array = NDArray[np.int64]
+
+_FEW_ITEMS = 48  # are given one by one
+_FEW_GROUPS = 20  # are divided one by one
+_TURNS = 4  # what one rank gets of a batch is spread over it
+_ROUNDS = 4
+_STEP = 0.8  # of the way to the level, as if each rank went it alone
 
 Group = tuple[tuple[int, ...], int]  # ranks, and how many items go to these
 
@@ -12,8 +29,9 @@ def levelled(groups: Sequence[Group], pairs: int, load_R: list[int]) -> list[lis
     pairs each. load_R grows. All are looked at once more when all have their items."""
     parts = [shares(ranks, items, pairs, load_R) for ranks, items in groups]
     for number, (ranks, items) in enumerate(groups if len(groups) > 1 else ()):
-        for rank, part in zip(ranks, parts[number], strict=True):
-            load_R[rank] -= part * pairs
+        mine = iter(parts[number])
+        for rank in ranks:
+            load_R[rank] -= next(mine) * pairs
         parts[number] = shares(ranks, items, pairs, load_R)
     return parts
 
@@ -52,3 +70,96 @@ def _level(heights: list[int], pairs: int) -> int:
         filled, count = filled + height, count + 1
         level = filled // count
     return level
+
+
+def level_ranks(sets_N: NDArray[np.uint8], ranks: int, *, spread: bool) -> Array:
+    """A rank of each set, such that all have about as many. One after another gets the least
+    loaded; where they are many, groups are divided. spread: neighbours are divided too, since
+    token groups are parts of a batch."""
+    counts_S = np.bincount(sets_N, minlength=len(MEMBERS))
+    load_R: list[int] = counts_S.take(_BIT_R[:ranks]).tolist()
+    if len(sets_N) - sum(load_R) <= _FEW_ITEMS:
+        return _one_by_one(sets_N, load_R)
+    found_G = counts_S.nonzero()[0]
+    divided = _by_group if len(found_G) <= _FEW_GROUPS else _at_once
+    rank_N = np.empty(len(sets_N), np.int64)
+    if spread:
+        sets_N = np.concatenate([sets_N[turn::_TURNS] for turn in range(_TURNS)])
+    order_N = sets_N.argsort(kind="stable")
+    rank_N[order_N] = divided(found_G, counts_S.take(found_G), load_R)
+    return _apart(rank_N) if spread else rank_N
+
+
+def _apart(rank_N: Array) -> Array:
+    """Each where it was before the turns."""
+    apart_N, first = np.empty_like(rank_N), 0
+    for turn in range(_TURNS):
+        mine = apart_N[turn::_TURNS]
+        mine[:] = rank_N[first : first + len(mine)]
+        first += len(mine)
+    return apart_N
+
+
+def _one_by_one(sets_N: NDArray[np.uint8], load_R: list[int]) -> Array:
+    rank_N = FIRST_S.take(sets_N)
+    free_N = SEVERAL_S.take(sets_N).nonzero()[0]
+    given: list[int] = []
+    for each in sets_N.take(free_N).tolist():
+        ranks = MEMBERS[each]
+        if len(ranks) == 2:
+            rank, other = ranks
+            if load_R[other] < load_R[rank]:
+                rank = other
+        else:
+            rank = min(ranks, key=load_R.__getitem__)
+        load_R[rank] += 1
+        given.append(rank)
+    rank_N[free_N] = given
+    return rank_N
+
+
+def _by_group(found_G: Array, counts_G: Array, load_R: list[int]) -> Array:
+    """The ranks of all items, group by group. load_R: without those that may go to several."""
+    ways = [MEMBERS[each] for each in found_G.tolist()]
+    items = counts_G.tolist()
+    groups = zip(ways, items, strict=True)
+    given = levelled([group for group in groups if len(group[0]) > 1], 1, load_R)
+    ranks: list[int] = []
+    times: list[int] = []
+    number = 0
+    for those, count in zip(ways, items, strict=True):
+        ranks += those
+        if len(those) == 1:
+            times.append(count)
+        else:
+            times += given[number]
+            number += 1
+    return np.array(ranks).repeat(times)
+
+
+def _at_once(found_G: Array, counts_G: Array, load_R: list[int]) -> Array:
+    """The ranks of all items, group by group. A rank has the same weight in all groups that it is
+    in, and these are divided by weights; who has too much gets less weight, again and again."""
+    ranks = len(load_R)
+    has_GR = HAS_SR[:, :ranks].take(found_G, axis=0)
+    level = float(counts_G.sum()) / ranks
+    shares_G = counts_G / SIZE_S.take(found_G)
+    now_R = shares_G @ has_GR
+    gives_R = (shares_G * (1 - 1 / SIZE_S.take(found_G))) @ has_GR  # by a unit of its weight's log
+    step_R = _STEP / (gives_R + level / 10)
+    log_R: Any = 0.0
+    for _ in range(_ROUNDS):
+        log_R = log_R + (level - now_R) * step_R
+        weight_R = np.exp(log_R)
+        shares_G = counts_G / (has_GR @ weight_R)
+        now_R = (shares_G @ has_GR) * weight_R
+    has_GR *= weight_R
+    has_GR *= shares_G[:, None]
+    upto_N = has_GR.ravel().cumsum()
+    ends_N = np.rint(upto_N, out=upto_N).astype(np.int64)
+    ends_N[1:] -= ends_N[:-1].copy()
+    return _RANKS[ranks][: len(ends_N)].repeat(ends_N)
+
+
+_BIT_R = 1 << np.arange(FEW_RANKS)
+_RANKS = {n: np.tile(np.arange(n), len(MEMBERS)) for n in range(1, FEW_RANKS + 1)}

@@ -12,8 +12,9 @@ experts, and of equals to those with the least to do.
    (with up to three experts left that is the fewest).
 3. Pairs that several ranks of their token could answer level the ranks' numbers of pairs.
 
-Few pairs are gone through one by one (`few_pairs.py`), two ranks have a shorter way
-(`two_ranks.py`): where tokens are few, time is the number of numpy's calls.
+Here for any number of ranks. Two have a shorter way (`two_ranks.py`), and so have up to eight
+(`few_ranks.py`), few pairs are gone through one by one (`few_pairs.py`): where tokens are few, time
+is the number of numpy's calls.
 
 A set of ranks is an integer, a bit for each.
 Shapes: T tokens, K experts of each, U tokens with experts left, E experts, R ranks, N sets.
@@ -21,7 +22,6 @@ Shapes: T tokens, K experts of each, U tokens with experts left, E experts, R ra
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,10 @@ Sets = NDArray[Any]  # of ranks: unsigned
 
 MAX_RANKS = 56
 MAX_TOP_K = 255
-_NARROW_RANKS = 8
 _TURNS = 4  # neighbours are divided too: what one rank gets of a batch is spread over it
 _MANY = 32  # items of a set: worth to be divided in turns
 _FEW_PAIRS = 128  # are gone through one by one
 _OFTEN = 16  # where one pair in so many goes anywhere, others of its token may go there too
-_FEW_TOKENS = 40  # with three experts left
 
 
 class InTurn:
@@ -68,13 +66,10 @@ class Fewest:
     def __init__(self, slot_ER: NDArray[Any]) -> None:
         """slot_ER: -1 where the rank does not have the expert. At most MAX_RANKS ranks."""
         self._ranks = slot_ER.shape[1]
-        narrow = self._ranks <= _NARROW_RANKS
-        self._set: Any = np.uint8 if narrow else np.uint64
-        self._sets = _every_set() if narrow else None
         has_ER = slot_ER >= 0
-        self._bits_R = np.array([1 << rank for rank in range(self._ranks)], self._set)
-        self._sets_E = (has_ER * self._bits_R).sum(axis=1).astype(self._set)
-        self._only_E = np.where(has_ER.sum(axis=1) == 1, self._sets_E, self._set(0))
+        self._bits_R = np.array([1 << rank for rank in range(self._ranks)], np.uint64)
+        self._sets_E = (has_ER * self._bits_R).sum(axis=1).astype(np.uint64)
+        self._only_E = np.where(has_ER.sum(axis=1) == 1, self._sets_E, np.uint64(0))
         self._slot_N = slot_ER.ravel()
         self._few = FewPairs(self._sets_E.tolist(), slot_ER.tolist(), slot_ER.dtype)
 
@@ -110,11 +105,12 @@ class Fewest:
         if len(left_KT) == 2:
             common_T = left_KT[0] & left_KT[1]
         else:
-            common_T = np.bitwise_and.reduce(np.where(lacks_KT, sets_KT, ~self._set(0)), axis=0)
+            common_T = np.bitwise_and.reduce(np.where(lacks_KT, sets_KT, ~np.uint64(0)), axis=0)
             lacking_T = np.add.reduce(lacks_KT.view(np.uint8), axis=0, dtype=np.uint8)
             apart_U = ((common_T == 0) & (lacking_T > 2)).nonzero()[0]
             if apart_U.size:
-                chosen_T[apart_U] |= self._commonest(left_KT[:, apart_U], load_R)
+                rows = left_KT[:, apart_U].T.tolist()
+                chosen_T[apart_U] |= np.array([take_commonest(r, load_R) for r in rows], np.uint64)
             common_T *= lacking_T != 0
         together_U = common_T.nonzero()[0]
         if together_U.size:
@@ -122,60 +118,25 @@ class Fewest:
             rank_U = self._divided(common_T[together_U], load_R, pairs)
             chosen_T[together_U] |= self._bits_R[rank_U]
 
-    def _commonest(self, left_KU: Sets, load_R: list[int]) -> Sets:
-        """The ranks that have most of what each token has left, again and again while that is two
-        or more; load_R grows."""
-        if left_KU.shape[1] <= _FEW_TOKENS or self._sets is None:
-            return np.array([take_commonest(row, load_R) for row in left_KU.T.tolist()], self._set)
-        chosen_U, left_U = np.zeros(left_KU.shape[1], self._set), np.arange(left_KU.shape[1])
-        while left_U.size:
-            counts_UR = np.add.reduce(_BYTES[left_KU], axis=0).view(np.uint8).reshape(-1, 8)
-            most_U = counts_UR.max(axis=1)
-            ties_U = np.packbits(counts_UR == most_U[:, None], axis=1, bitorder="little").ravel()
-            some = (most_U > 1).nonzero()[0]
-            left_U, ties_U, left_KU = left_U[some], ties_U[some], left_KU[:, some]
-            pairs = int(most_U[some].sum()) // max(1, some.size)
-            bits_U = self._bits_R[self._divided(ties_U, load_R, pairs)]
-            chosen_U[left_U] |= bits_U
-            left_KU = left_KU * ((left_KU & bits_U) == 0)
-        return chosen_U
-
     def _load(self, allowed_KT: Sets) -> list[int]:
         """Pairs of each rank that no other may answer."""
-        if self._sets is None:
-            return [int((allowed_KT == bit).sum()) for bit in self._bits_R]
-        counts_S = np.bincount(allowed_KT.ravel(), minlength=256)
-        load_R: list[int] = counts_S[self._bits_R].tolist()
-        return load_R
+        return [int((allowed_KT == bit).sum()) for bit in self._bits_R]
 
     def _levelled(self, allowed_KT: Sets) -> Array:
         """The rank of each pair."""
-        sets = self._sets
-        if sets is None:
-            return self._divided(allowed_KT.ravel(), [0] * self._ranks).reshape(allowed_KT.shape)
-        rank_KT = sets.first_S.take(allowed_KT)
-        several_N = sets.several_S.take(allowed_KT.ravel()).nonzero()[0]
-        if several_N.size:
-            free_N = allowed_KT.ravel()[several_N]
-            rank_KT.ravel()[several_N] = self._divided(free_N, self._load(allowed_KT))
-        return rank_KT
+        rank_N = self._divided(allowed_KT.ravel(), [0] * self._ranks)
+        return rank_N.reshape(allowed_KT.shape)
 
     def _divided(self, sets_N: Sets, load_R: list[int], pairs: int = 1) -> Array:
         """A rank of each set, such that load_R, to which so many pairs of each are added, is
         level."""
-        if self._sets is None:
-            found_S, code_N, counts_S = np.unique(sets_N, return_inverse=True, return_counts=True)
-            sets = _Sets(found_S.tolist())
-        else:
-            sets, code_N, counts_S = self._sets, sets_N, np.bincount(sets_N, minlength=256)
-        found = sets.order[counts_S[sets.order].nonzero()[0]]
-        groups = [
-            (sets.members[code], items)
-            for code, items in zip(found.tolist(), counts_S[found].tolist(), strict=True)
-        ]
-        given = levelled(groups, pairs, load_R)
+        found_S, code_N, counts_S = np.unique(sets_N, return_inverse=True, return_counts=True)
+        every = [members(each) for each in found_S.tolist()]
+        sizes = [len(each) for each in every]
+        order_S = np.argsort(sizes, kind="stable")  # those with fewest first
+        groups = [(every[code], int(counts_S[code])) for code in order_S.tolist()]
         ranks, times = list[int](), list[int]()
-        for (those, items), parts in zip(groups, given, strict=True):
+        for (those, items), parts in zip(groups, levelled(groups, pairs, load_R), strict=True):
             if items >= _MANY:
                 some = [part // _TURNS for part in parts]
                 ranks += those * (_TURNS - 1)
@@ -183,31 +144,7 @@ class Fewest:
                 parts = [n - m * (_TURNS - 1) for n, m in zip(parts, some, strict=True)]
             ranks += those
             times += parts
-        rank_N = np.empty(len(sets_N), np.int64)
-        order_N = sets.place_S[code_N].argsort(kind="stable")
-        rank_N[order_N] = np.array(ranks, np.int64).repeat(times)
+        rank_N, place_S = np.empty(len(sets_N), np.int64), np.empty_like(order_S)
+        place_S[order_S] = np.arange(len(order_S))
+        rank_N[place_S[code_N].argsort(kind="stable")] = np.array(ranks, np.int64).repeat(times)
         return rank_N
-
-
-class _Sets:
-    """Tables over some sets: `members`, the ranks of each; `first_S`, the first of them;
-    `several_S`, whether there are more; `order`: those with fewest first, in which they are
-    divided; `place_S` in it."""
-
-    def __init__(self, sets: list[int]) -> None:
-        self.members = [members(each) for each in sets]
-        self.first_S = np.array([each[0] if each else 0 for each in self.members], np.int64)
-        self.several_S = np.array([len(each) > 1 for each in self.members])
-        sizes = [len(each) for each in self.members]
-        self.order = np.argsort(sizes, kind="stable")
-        self.place_S = np.empty(len(sets), np.uint8 if len(sets) <= 256 else np.int64)
-        self.place_S[self.order] = np.arange(len(sets))
-
-
-@functools.cache
-def _every_set() -> _Sets:
-    return _Sets(list(range(256)))
-
-
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_BYTES = _BITS.view(np.uint64).ravel()  # of each set: a byte for each rank

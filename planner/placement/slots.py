@@ -13,17 +13,28 @@ from numpy.typing import NDArray
 
 from contracts.errors import ConfigError
 from contracts.placement import Placement
+from planner.placement.few_ranks import FewRanks
+from planner.placement.rank_sets import FEW_RANKS
 from planner.placement.replicas import MAX_RANKS, Fewest, InTurn
 from planner.placement.two_ranks import FewestOfTwo
 
 Array = NDArray[np.int64]
+_Choice = FewestOfTwo | FewRanks | Fewest | InTurn
 
 
 class LayerSlots:
-    """Slots of one layer. `bounds`: [first, last) of each rank; `count`: of all; `expert_of_slot`:
-    which expert is in each; `slots_of_expert`: where each is, by rank."""
+    """Slots of one layer. `bounds`: [first, last) of each rank (`lows_R`: the first); `count`: of
+    all; `expert_of_slot`: which expert is in each; `slots_of_expert`: where each is, by rank."""
 
-    __slots__ = ("_choice", "_first_E", "bounds", "count", "expert_of_slot", "slots_of_expert")
+    __slots__ = (
+        "_choice",
+        "_first_E",
+        "bounds",
+        "count",
+        "expert_of_slot",
+        "lows_R",
+        "slots_of_expert",
+    )
 
     def __init__(self, experts: Sequence[int], bounds: Sequence[tuple[int, int]]) -> None:
         """experts: of each slot."""
@@ -34,8 +45,9 @@ class LayerSlots:
             slots[expert].append(slot)
         self.slots_of_expert = tuple(map(tuple, slots))
         kind = np.int16 if self.count < 1 << 15 else np.int64  # narrow ones are sorted sooner
+        self.lows_R: NDArray[Any] = np.array([low for low, _ in bounds], kind)
         self._first_E = np.array([each[0] for each in slots], kind)
-        self._choice: FewestOfTwo | Fewest | InTurn | None = None
+        self._choice: _Choice | None = None
         if len(experts) > len(slots):
             slot_ER = np.full((len(slots), len(bounds)), -1, kind)
             for rank, (low, high) in enumerate(bounds):
@@ -58,10 +70,12 @@ class LayerSlots:
         return self._choice.slots(topk_ids_TK, free_rank)
 
 
-def _choice(slot_ER: NDArray[Any]) -> FewestOfTwo | Fewest | InTurn:
+def _choice(slot_ER: NDArray[Any]) -> _Choice:
     ranks = slot_ER.shape[1]
     if ranks == 2:
         return FewestOfTwo(slot_ER)
+    if ranks <= FEW_RANKS:
+        return FewRanks(slot_ER)
     return Fewest(slot_ER) if ranks <= MAX_RANKS else InTurn(slot_ER)
 
 

@@ -1,0 +1,101 @@
+"""Which replica answers, where there are three to eight ranks: the rule of `replicas.py`, in calls
+whose number depends neither on the tokens nor on the sets of ranks among them.
+
+1. A token's ranks are a smallest set that has a rank of each of its experts (`rank_sets.py`). Of
+   several such sets neighbours take different ones; where there are many pairs, rather ones without
+   the ranks that would have most to do.
+2. A rank that one expert alone needs can as well be another that has it: that pair may go to any.
+   The others may go to those of the token's ranks that have their expert.
+3. So they are levelled (`levels.py`).
+
+Shapes: T tokens, K experts of each, N = K * T pairs, E experts, R ranks, V orders of preference.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.placement.few_pairs import FewPairs
+from planner.placement.levels import level_ranks
+from planner.placement.rank_sets import HAS_SR, SETS, SIZE_S, hitting_sets
+
+Array = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+
+_FEW_PAIRS = 24  # are gone through one by one
+_MANY_PAIRS = 1024  # are worth to look at loads beforehand
+_SWEEPS = 3  # over the tokens, in the order of pairs, spread what a rank gets over the batch
+
+
+class FewRanks:
+    """The ranks that have each expert of a layer, and the choice among them."""
+
+    def __init__(self, slot_ER: NDArray[Any]) -> None:
+        """slot_ER: -1 where the rank does not have the expert. Three to eight ranks."""
+        self._ranks = slot_ER.shape[1]
+        bits_R = 1 << np.arange(self._ranks)
+        self._sets_E = ((slot_ER >= 0) * bits_R).sum(axis=1)
+        self._bytes_E = self._sets_E.astype(np.uint8)
+        self._slot_N = slot_ER.ravel()
+        self._few = FewPairs(self._sets_E.tolist(), slot_ER.tolist(), slot_ER.dtype)
+        self._hitting = hitting_sets(self._ranks)
+
+    def slots(self, topk_ids_TK: Array, free_rank: int | None = None) -> NDArray[Any]:
+        """[T, K] slot of each pair. free_rank: one that costs a token nothing."""
+        if topk_ids_TK.size <= _FEW_PAIRS:
+            return self._few.slots(topk_ids_TK, free_rank)
+        ids_KT = np.ascontiguousarray(topk_ids_TK.T)
+        allowed_KT = self._allowed(ids_KT, free_rank)
+        spread = len(ids_KT) < _SWEEPS and (len(ids_KT) == 1 or ids_KT.size >= _MANY_PAIRS)
+        rank_N = level_ranks(allowed_KT.ravel(), self._ranks, spread=spread)
+        at_KT = ids_KT * self._ranks
+        at_KT += rank_N.reshape(ids_KT.shape)
+        return np.ascontiguousarray(self._slot_N.take(at_KT).T)
+
+    def _allowed(self, ids_KT: Array, free_rank: int | None) -> Bytes:
+        """[K, T] the ranks to which each pair may go, whatever others do."""
+        sets_KT, has_KT = self._sets_E.take(ids_KT), self._bytes_E.take(ids_KT)
+        if free_rank is not None:  # what it has wants no other
+            sets_KT *= (sets_KT >> free_rank & 1) == 0
+        chosen_T = self._hitting.smallest(sets_KT, self._orders(sets_KT))
+        if free_rank is not None:
+            chosen_T |= np.uint8(1 << free_rank)
+        allowed_KT: Bytes = has_KT & chosen_T
+        shared_T = _in_several(allowed_KT)
+        if free_rank is not None:
+            shared_T |= np.uint8(1 << free_rank)
+        np.copyto(allowed_KT, has_KT, where=np.logical_not(allowed_KT & shared_T))
+        return allowed_KT
+
+    def _orders(self, sets_KT: Array) -> Array:
+        """[T] where each token's order of preference begins."""
+        tokens = sets_KT.shape[1]
+        if sets_KT.size < _MANY_PAIRS:
+            return _turn(len(self._hitting.order_VR), tokens.bit_length(), SETS)[:tokens]
+        counts_S = np.bincount(sets_KT.ravel(), minlength=SETS)
+        load_R = ((counts_S / SIZE_S) @ HAS_SR[:, : self._ranks]).astype(np.int64)
+        best_V = (self._hitting.order_VR @ -load_R).argsort(kind="stable")
+        turn_T = _turn(len(best_V) // 2, tokens.bit_length())[:tokens]
+        first_T: Array = (best_V * SETS).take(turn_T)
+        return first_T
+
+
+@functools.lru_cache(maxsize=32)
+def _turn(orders: int, bits: int, each: int = 1) -> Array:
+    """For as many tokens as so many bits count: 0, each, 2 each, ... so many times, and again."""
+    return np.arange(1 << bits) % orders * each
+
+
+def _in_several(sets_KT: Bytes) -> Bytes:
+    """[T] what is in more than one of the K sets."""
+    if len(sets_KT) == 2:
+        both_T: Bytes = sets_KT[0] & sets_KT[1]
+        return both_T
+    upto_KT = np.bitwise_or.accumulate(sets_KT[:-1], axis=0)
+    upto_KT &= sets_KT[1:]
+    several_T: Bytes = np.bitwise_or.reduce(upto_KT, axis=0)
+    return several_T

@@ -1,0 +1,61 @@
+"""Items that may go to several ranks, against the lowest level that any division has."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.placement.levels import level_ranks
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[np.ndarray, int]:
+    """Sets of ranks, a bit for each: few or many, of few kinds or many."""
+    ranks, kinds = draw(st.integers(1, 8)), draw(st.integers(1, 60))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    each = rng.integers(1, 1 << ranks, kinds)
+    if draw(st.booleans()):  # of two ranks at most
+        each = 1 << rng.integers(0, ranks, kinds) | 1 << rng.integers(0, ranks, kinds)
+    often = rng.dirichlet(np.full(kinds, draw(st.sampled_from([0.2, 1.0, 5.0]))))
+    return rng.choice(each, draw(st.integers(0, 3000)), p=often).astype(np.uint8), ranks
+
+
+@settings(deadline=None)
+@given(cases(), st.booleans())
+def test_every_item_goes_to_one_of_its_ranks_and_no_rank_has_much_more_than_it_must(
+    case: tuple[np.ndarray, int], spread: bool
+) -> None:
+    """Divided by groups or at once, 1.2 times the least in one case of a hundred."""
+    sets_N, ranks = case
+    rank_N = level_ranks(sets_N, ranks, spread=spread)
+    assert ((sets_N >> rank_N) & 1).all()
+    found = np.bincount(rank_N, minlength=ranks).max()
+    assert found <= 1.5 * _least(sets_N, ranks) + ranks
+
+
+def test_on_the_whole_the_busiest_rank_has_three_percent_more_than_it_must() -> None:
+    ratios = []
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        sets_N = rng.choice(rng.integers(1, 256, 3 + seed), 2000).astype(np.uint8)
+        load_R = np.bincount(level_ranks(sets_N, 8, spread=seed % 2 == 0), minlength=8)
+        ratios.append(load_R.max() / _least(sets_N, 8))
+    assert np.mean(ratios) < 1.06
+
+
+def test_what_a_rank_gets_is_spread_over_the_batch() -> None:
+    """Each half of 400 items, token group by token group."""
+    rank_N = level_ranks(np.full(400, 0b11, np.uint8), 2, spread=True)
+    assert [np.bincount(rank_N[first : first + 100]).tolist() for first in range(0, 400, 100)] == [
+        [50, 50]
+    ] * 4
+
+
+def _least(sets_N: np.ndarray, ranks: int) -> float:
+    """What only some ranks may have, shared by these: the most of any ranks."""
+    times_S, sets = np.bincount(sets_N, minlength=256), np.arange(256)
+    return max(
+        float(times_S[(sets & ~some & 255) == 0].sum()) / some.bit_count()
+        for some in range(1, 1 << ranks)
+    )
