@@ -33,7 +33,6 @@ from cluster.fleet.scraped import scraped_of
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, TandemError
 from contracts.logs import event
-from contracts.worker import Group
 
 log = logging.getLogger("tandem.fleet")
 
@@ -78,15 +77,10 @@ def _groups(
     rooms = {room.name: placed_of(room, application) for room in record.rooms}
     found = [[_member(entry, rooms) for entry in group.ranks] for group in record.groups]
     _check_identities([member for members in found for member in members], record.token)
-    groups = [
+    return [
         _group(config, model_folder, record, members, entry)
         for members, entry in zip(found, record.groups, strict=True)
     ]
-    planners = [group for group in groups if group.kind is Group.PLANNER]
-    for group in groups:
-        if group.kind is Group.ATTENTION and planners:
-            group.planner = planners[0]
-    return groups
 
 
 def _group(
