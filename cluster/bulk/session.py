@@ -68,7 +68,7 @@ def own_workers(config: TandemConfig, environment: Mapping[str, str]) -> Iterato
         def start() -> Any:
             stack.enter_context(ray_session(config, environment, show_rank_logs=False))
             owner = ray.remote(num_cpus=0, resources=ON_HEAD)(Groups)
-            groups = owner.remote(encode_config(config))
+            groups = owner.remote(encode_config(config), application="")
             stack.callback(_close, groups)
             timeout_s = config.groups.ready_timeout_s
             try:

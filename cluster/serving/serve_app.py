@@ -63,7 +63,9 @@ CLOSE_TIMEOUT_S = 5.0
 class Groups:
     """Launches the ranks in the background, so that a failure can be told instead of retried."""
 
-    def __init__(self, config: bytes, launch_id: str = "") -> None:
+    def __init__(self, config: bytes, launch_id: str = "", application: str | None = None) -> None:
+        """application: None: that of the replica that this is. Empty: this is no replica but an
+        actor of a job, with which its ranks end: nobody takes them over."""
         self._config = decode_config(config)
         self._launch_id = launch_id
         self._awaited = self._config.http.front == "direct"
@@ -73,13 +75,17 @@ class Groups:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="groups")
         self._tracing = OneAtATime(monotonic_s)
         self._is_closed = False
-        self._application = serve.get_replica_context().app_name
+        if application is None:
+            application = serve.get_replica_context().app_name
+        self._application = application
         self._launch = self._threads.submit(self._run)
 
     def _run(self) -> Fleet:
         """The ranks of a replica that was there before, if there are any: Ray has started us in its
         place. Else new ones."""
         folder = str(resolve_model_folder(self._config.model.path))
+        if not self._application:
+            return launch(self._config, folder)
         ledger = Ledger(self._application, self._launch_id, self._config)
         adopted = adopt(self._config, folder, ledger)
         if adopted is None:

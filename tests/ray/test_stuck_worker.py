@@ -60,7 +60,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with ray_session(CONFIG, {}, show_rank_logs=False), contextlib.ExitStack() as stack:
         monkeypatch.setattr(
-            cluster.fleet.nodes, "rank_class", lambda name: rank_class(name, HangingShell)
+            cluster.fleet.nodes, "rank_class", lambda name, _: rank_class(name, HangingShell)
         )
         fleet = launch(CONFIG, str(resolve_model_folder(CONFIG.model.path)))
         stack.callback(fleet.close)

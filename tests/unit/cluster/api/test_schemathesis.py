@@ -75,7 +75,7 @@ def test_any_model_name_is_answered_as_documented(api: Api) -> None:
 
 def test_before_the_ranks_are_ready_a_good_request_is_a_503_as_documented(folder: Path) -> None:
     rank = FakeRank("attention-0", lambda submit: [60])
-    with serve_api(folder, [rank]) as api:
+    with serve_api(folder, [rank], alone_s=0.05) as api:
         rank.healthy = False
         api.wait_for(lambda: bool(api.admission.problems()))
         fuzzed = Fuzzed(api)
