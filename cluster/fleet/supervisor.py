@@ -62,7 +62,13 @@ class Supervisor:
             stalled_s = max(0.0, now_s - checked_s - 2 * CHECK_PERIOD_S)
             checked_s = now_s
             self.check(now_s, stalled_s)
+            self._tell_round()
+
+    def _tell_round(self) -> None:
+        try:
             self._each_round()
+        except Exception as error:  # noqa: BLE001 - supervision must not end; it is told again
+            event(log, "round_not_told", logging.WARNING, error=error)
 
     def _act(self, group: RankGroup, action: Action) -> None:
         if isinstance(action, GiveUp):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -89,6 +90,23 @@ def test_time_in_which_the_watch_itself_stood_still_does_not_count() -> None:
     rig.now_s += 100.0
     assert rig.pass_time(1.0, stalled_s=100.0) == ""
     assert rig.pass_time(REPAIR_S) != ""
+
+
+def test_supervision_goes_on_when_what_each_round_tells_fails() -> None:
+    """Ray's GCS does not answer, say: nothing would be replaced any more."""
+    rounds: list[int] = []
+    again = threading.Event()
+
+    def fail() -> None:
+        rounds.append(len(rounds))
+        if len(rounds) > 1:
+            again.set()
+        raise RuntimeError("nobody answers")
+
+    supervisor = NobodyComes([], fail)
+    supervisor.start()
+    assert again.wait(10.0)
+    supervisor.close(10.0)
 
 
 def test_a_planner_that_is_lost_ends_nothing() -> None:
