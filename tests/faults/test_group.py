@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ from tests.support.group_harness import (
     greedy,
     group_config,
     half_of,
+    until,
 )
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
@@ -109,13 +110,6 @@ def holds_nothing(group: LocalGroup, name: str) -> bool:
     return status_of(group, name).sections["kv_blocks"]["used"] == 0
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
-
-
 def fill(group: LocalGroup, rank: int, client: RankConnection) -> list[int]:
     """A generation and a long scoring in a batch that runs, one of each that waits for it; then one
     of the other class, whose tasks stand at a yield most of the time."""
@@ -150,17 +144,22 @@ def status_of(group: LocalGroup, name: str) -> RankStatus:
 # --- an expert rank is lost
 
 
+def begun(clients: Iterable[RankConnection], max_tokens: int) -> list[tuple[RankConnection, int]]:
+    """A generation at each, of which something has come."""
+    running = [
+        (client, client.submit(tokens(1, 60), sampling=greedy(max_tokens))) for client in clients
+    ]
+    for client, request in running:
+        client.wait_begun(request)
+    return running
+
+
 def test_every_request_fails_by_name_when_nobody_takes_a_lost_expert_ranks_place(
     deep: Path,
 ) -> None:
     config = group_config(2, 1, groups={"repair_s": 0.5})
     with ThreadGroup(deep, config) as group, group.client(0) as first, group.client(1) as second:
-        running = [
-            (client, client.submit(tokens(1, 60), sampling=greedy(4000)))
-            for client in (first, second)
-        ]
-        for client, request in running:
-            client.wait_begun(request)
+        running = begun((first, second), 4000)
         group.experts[0].stop()
         running += [
             (client, client.submit(tokens(2, 9), candidates=[1])) for client in (first, second)
@@ -184,12 +183,7 @@ def test_every_request_fails_by_name_when_nobody_takes_a_lost_expert_ranks_place
 def test_an_expert_rank_that_ends_takes_no_thread_and_no_descriptor_with_it(deep: Path) -> None:
     config = group_config(2, 2)
     with ThreadGroup(deep, config) as group, group.client(0) as first, group.client(1) as second:
-        running = [
-            (client, client.submit(tokens(1, 60), sampling=greedy(40)))
-            for client in (first, second)
-        ]
-        for client, request in running:
-            client.wait_begun(request)
+        running = begun((first, second), 40)
         group.experts[1].stop()
         expected = LocalModel.load(deep, dtype="float32").greedy(tokens(1, 60), 40)
         for client, request in running:

@@ -33,6 +33,7 @@ from tests.support.group_harness import (
     ThreadGroup,
     greedy,
     group_config,
+    until,
 )
 from tests.support.placements import another
 from tests.support.tiny_models import prompts
@@ -89,13 +90,6 @@ def clients_of(group: LocalGroup) -> list[RankConnection]:
 def status_of(group: LocalGroup, name: str) -> RankStatus:
     status: RankStatus = group.processes[name].call("status").result(5.0)
     return status
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 def answers(client: RankConnection) -> list[list[int]]:

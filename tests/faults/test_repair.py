@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,11 @@ from contracts.worker import RankStatus
 from models.decoder.local import LocalModel
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.group_harness import (
-    DEADLINE_S,
     RankConnection,
     ThreadGroup,
     greedy,
     group_config,
+    until,
 )
 from tests.support.tiny_models import prompts
 
@@ -64,13 +63,6 @@ class Load:
     def check(self) -> None:
         for client, requests in self._asked:
             assert [client.generated(request)[0] for request in requests] == self._right
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 def experts_there(rank: Rank) -> int:

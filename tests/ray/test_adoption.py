@@ -17,6 +17,7 @@ from cluster.serving.front import free_port
 from cluster.serving.server import Served, serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
+from tests.support.ray_support import ray_of_our_own
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -27,10 +28,6 @@ ALONE_S = 45.0
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """For all tests of this file, in order: the last one ends it."""
-    patch = pytest.MonkeyPatch()
-    patch.delenv("RAY_ADDRESS", raising=False)
-    patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
-    patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     settings = [
         "model.dtype=float32",
         "groups.ingress_replicas=2",
@@ -39,9 +36,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "kv.pool_tokens=16384",
         f"http.port={free_port()}",
     ]
-    with serving(load_config(None, settings)) as served:
+    state = tmp_path_factory.mktemp("state")
+    with ray_of_our_own(state), serving(load_config(None, settings)) as served:
         yield served
-    patch.undo()
 
 
 def processes_of(title: str) -> list[psutil.Process]:

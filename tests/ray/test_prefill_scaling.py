@@ -25,6 +25,7 @@ from contracts.config import BUNDLED
 from contracts.loading import load_config
 from models.spec.model import read_spec
 from planner.routing.request_work import work_of
+from tests.support.ray_support import ray_of_our_own
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -96,11 +97,8 @@ def wait_for(served: Served, workers: int) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    patch = pytest.MonkeyPatch()
-    patch.delenv("RAY_ADDRESS", raising=False)
-    patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
     with contextlib.ExitStack() as stack:
-        stack.callback(patch.undo)
+        stack.enter_context(ray_of_our_own())
         # A busy machine must not calibrate a threshold that no load reaches.
         work = work_of(shape_of(read_spec(resolve_model_folder(BUNDLED)), torch.float32))
         pinned = f"prefill.saturation={work(0, 256)}"

@@ -27,6 +27,7 @@ from cluster.serving.server import Served, serving
 from cluster.serving.wiring import rank_clients
 from contracts.loading import load_config
 from models.text.tokenizer import Tokenizer
+from tests.support.ray_support import ray_of_our_own
 
 pytestmark = pytest.mark.ray
 
@@ -89,11 +90,8 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    patch = pytest.MonkeyPatch()
-    patch.delenv("RAY_ADDRESS", raising=False)
-    patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
     with contextlib.ExitStack() as stack:
-        stack.callback(patch.undo)
+        stack.enter_context(ray_of_our_own())
         yield Server(stack)
 
 

@@ -22,6 +22,7 @@ from contracts.loading import load_config
 from contracts.metrics import Board
 from tests.architecture.support import ROOT
 from tests.architecture.test_dashboards import expressions
+from tests.support.ray_support import ray_of_our_own
 from tests.support.waiting import wait_until
 
 pytestmark = [
@@ -96,10 +97,6 @@ class Rig:
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    patch = pytest.MonkeyPatch()
-    patch.delenv("RAY_ADDRESS", raising=False)
-    patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
-    patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     config = load_config(
         None,
         [
@@ -115,7 +112,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         ],
     )
     with contextlib.ExitStack() as stack:
-        stack.callback(patch.undo)
+        stack.enter_context(ray_of_our_own(tmp_path_factory.mktemp("state")))
         folder = tmp_path_factory.mktemp("prometheus")
         prometheus = stack.enter_context(Prometheus(folder, CONFIG, cluster=NAME, window=WINDOW))
         served = stack.enter_context(serving(config))

@@ -37,6 +37,7 @@ from models.foresight.profile_file import digest_of
 from models.spec.model import read_spec
 from models.text.tokenizer_files import tokenizer_digest
 from tests.support.placements import replicated
+from tests.support.ray_support import ray_of_our_own
 
 pytestmark = pytest.mark.ray
 
@@ -120,12 +121,8 @@ def _placed() -> Placement:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    patch = pytest.MonkeyPatch()
-    patch.delenv("RAY_ADDRESS", raising=False)
-    patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
-    patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     with contextlib.ExitStack() as stack:
-        stack.callback(patch.undo)
+        stack.enter_context(ray_of_our_own(tmp_path_factory.mktemp("state")))
         yield Server(stack, tmp_path_factory.mktemp("targets"))
 
 

@@ -43,9 +43,15 @@ from contracts.routing import WorkerReport, WorkerSnapshot
 from contracts.worker import Group
 from models.decoder.decoder import AttentionHalf
 from models.experts.moe import ExpertHalf
+from tests.support.waiting import wait_until
 
 DEADLINE_S = 30.0
 ANSWER_DEADLINE_S = 120.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """What another thread or process does is waited for, not timed."""
+    wait_until(condition, "it never came true", DEADLINE_S, look_period_s=0.005)
 
 
 def group_config(attention_ranks: int = 1, expert_ranks: int = 1, **sections: Any) -> TandemConfig:
