@@ -64,6 +64,12 @@ TABLE: list[tuple[str, Tried | Left]] = [
     ("python -m cluster.bulk", Tried("tests/ray/test_bulk.py", "as a job")),
     ("make test", Left("runs this")),
     ("make check", Left("runs a part of this")),
+    (
+        "make chaos",
+        Left(
+            "200 faults take twenty minutes or more: tests/faults/test_chaos.py has twenty (slow)"
+        ),
+    ),
     ("make lint", Left("ruff, mypy and import rules of the clone, run beside the tests")),
     ("RAY_ADDRESS=HEAD:6379 tandem serve *", Tried("tests/ray/test_existing_cluster.py")),
     ("serve run deploy/serve.yaml*", Tried("tests/ray/test_deployed.py", "slow; a free port")),
