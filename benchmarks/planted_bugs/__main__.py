@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.planted_bugs.bugs import BUGS, Bug
+from benchmarks.planted_bugs.bug import Bug
+from benchmarks.planted_bugs.bugs import BUGS
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240.0  # of one file of tests: a bug may also hang

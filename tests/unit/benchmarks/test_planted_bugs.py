@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planted_bugs import __main__ as runner
-from benchmarks.planted_bugs.bugs import BUGS, Bug
+from benchmarks.planted_bugs.bug import Bug
+from benchmarks.planted_bugs.bugs import BUGS
 
 ROOT = Path(__file__).parents[3]
 AREAS = {

@@ -1,0 +1,161 @@
+"""What an operator sees, sets and asks."""
+
+from __future__ import annotations
+
+from benchmarks.planted_bugs.bug import Bug
+
+_EXPORTERS = ("tests/unit/actors/telemetry/test_exporter.py",)
+_TARGETS = ("tests/unit/cluster/fleet/test_scraped.py",)
+_TRACES = ("tests/unit/cluster/fleet/test_tracing.py",)
+_KEYS = ("tests/unit/cluster/api/test_keys_file.py",)
+_CORES = "planner/findep/shared_cores.py"
+
+BUGS: tuple[Bug, ...] = (
+    Bug(
+        "doctor: a list that somebody else wrote is believed",
+        "cluster/files/targets_file.py",
+        "if owner not in (0, os.geteuid()):",
+        "if owner < 0:",
+        ("tests/unit/cluster/client/test_exporters.py",),
+    ),
+    Bug(
+        "doctor: a rank that is not listed is not missed",
+        "cluster/client/exporters.py",
+        "for rank in ranks if rank not in named]",
+        "for rank in ranks if rank in named]",
+        ("tests/unit/cluster/client/test_exporters.py",),
+    ),
+    Bug(
+        "doctor: a move that its deadline ends is fine",
+        "cluster/capacity/expert_moves.py",
+        "if most_bytes > in_time:",
+        "if most_bytes > 1 << 62:",
+        ("tests/unit/cluster/capacity/test_expert_moves.py",),
+    ),
+    Bug(
+        "keys: a file is taken in the middle of being written",
+        "cluster/api/keys_follower.py",
+        "elif seen == before and seen != self._judged:",
+        "elif seen != self._judged:",
+        _KEYS,
+    ),
+    Bug(
+        "keys: who is not in the file is let in until it is read",
+        "cluster/api/callers.py",
+        "self._is_open = not needs_keys and not api_keys",
+        "self._is_open = not api_keys",
+        _KEYS,
+    ),
+    Bug(
+        "keys: a word of the file is told",
+        "contracts/keys_file.py",
+        "    if unknown is None:\n        ours",
+        "    if True:\n        ours",
+        _KEYS,
+    ),
+    Bug(
+        "logs: what a bug says of a request is logged",
+        "cluster/api/app.py",
+        "error, is_private=True, ",
+        "error, ",
+        ("tests/unit/cluster/api/test_logged_text.py",),
+    ),
+    Bug(
+        "logs: the stacks of a held loop are told at each look",
+        "actors/channels/loop_watch.py",
+        "            self._has_told = True\n",
+        "",
+        ("tests/unit/actors/channels/test_loop_watch.py",),
+    ),
+    Bug(
+        "logs: a rank's sequences do not carry their request's id",
+        "cluster/api/callers.py",
+        "next(self._numbers), caller.salt, name)",
+        "next(self._numbers), caller.salt)",
+        ("tests/unit/cluster/api/test_logged_text.py",),
+    ),
+    Bug(
+        "metrics: what is added up before anybody asks is not told",
+        "actors/telemetry/telemetry.py",
+        "        if len(self._values) >= MOST_NOTED:\n            self.tell()",
+        "        if len(self._values) >= MOST_NOTED:\n            self._values.clear()",
+        ("tests/unit/actors/telemetry/test_rank_metrics.py",),
+    ),
+    Bug(
+        "metrics: whoever has an exporter's port answers for who had it before",
+        "actors/telemetry/exporter.py",
+        "if asked.path not in (PATH, self._path):",
+        "if not asked.path.startswith(PATH):",
+        _EXPORTERS,
+    ),
+    Bug(
+        "metrics: a request id of any length stands beside its latency",
+        "actors/telemetry/telemetry.py",
+        "request_id[:_EXEMPLAR_CHARACTERS]",
+        "request_id",
+        _EXPORTERS,
+    ),
+    Bug(
+        "metrics: two clusters of a name share a list of targets",
+        "cluster/fleet/scraped.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        _TARGETS,
+    ),
+    Bug(
+        "metrics: a process that has said nothing for long is still scraped",
+        "cluster/fleet/scraped.py",
+        "if lease[1] > now_s}",
+        "if lease}",
+        _TARGETS,
+    ),
+    Bug(
+        "plan: ranks that wait take a core",
+        _CORES,
+        "self.attention_ranks * attention, self.expert_ranks * experts",
+        "self.attention_ranks, self.expert_ranks",
+        ("tests/property/test_shared_cores.py",),
+    ),
+    Bug(
+        "plan: links wait for a core, too",
+        _CORES,
+        "self.a2e_free = max(self.a2e_free, self.now) + group.a2e_ms",
+        "self.a2e_free = max(self.a2e_free, self.now) + 2 * group.a2e_ms",
+        ("tests/property/test_shared_cores.py",),
+    ),
+    Bug(
+        "plan: packets to further ranks cost the attention rank nothing",
+        "planner/costs/cost_model.py",
+        "more_copies = max(0.0, spread.copies - 1)",
+        "more_copies = 0.0",
+        ("tests/unit/planner/costs/test_cost_model.py",),
+    ),
+    Bug(
+        "plan: logits are read for nothing",
+        "planner/costs/cost_model.py",
+        "(cost.sequence_ms + logits_ms) * sequences",
+        "cost.sequence_ms * sequences",
+        ("tests/unit/planner/costs/test_cost_model.py",),
+    ),
+    Bug(
+        "traces: a clock is taken for ahead that is behind",
+        "cluster/fleet/tracing.py",
+        "    offset_s = shown_s - (asked_s + known_s) / 2\n",
+        "    offset_s = (asked_s + known_s) / 2 - shown_s\n",
+        _TRACES,
+    ),
+    Bug(
+        "traces: the slowest round trip is believed",
+        "cluster/fleet/tracing.py",
+        "= min(rounds, key",
+        "= max(rounds, key",
+        _TRACES,
+    ),
+    Bug(
+        "traces: what has been overwritten is not told",
+        "actors/telemetry/timeline.py",
+        "is_cut=is_full and bool(spans) and spans[0].end_s >= since_s,",
+        "is_cut=False,",
+        _TRACES,
+    ),
+)

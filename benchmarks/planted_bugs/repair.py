@@ -1,0 +1,133 @@
+"""Ranks that are lost, and what of them goes on."""
+
+from __future__ import annotations
+
+from benchmarks.planted_bugs.bug import Bug
+
+_ADOPTION = ("tests/unit/cluster/fleet/test_adoption.py",)
+_GOING_ON = ("tests/property/test_going_on.py",)
+_PENDING = "actors/experts/remote_pending.py"
+_AGAIN = ("tests/unit/actors/experts/test_remote_pending.py",)
+_ATTENDANCE = ("tests/unit/actors/experts/test_attendance.py",)
+
+BUGS: tuple[Bug, ...] = (
+    Bug(
+        "repair: a rank that has been replaced is taken back",
+        "actors/channels/joiner.py",
+        "if epoch < newest:",
+        "if epoch < 0:",
+        ("tests/unit/actors/channels/test_links.py",),
+    ),
+    Bug(
+        "repair: a later epoch does not take the place of the one before",
+        "actors/channels/endpoint.py",
+        "return link is not None and link.epoch >= epoch",
+        "return link is not None",
+        ("tests/unit/actors/channels/test_links.py",),
+    ),
+    Bug(
+        "repair: what a lost rank has not answered is not sent again",
+        _PENDING,
+        "            if piece.rank == rank:\n                self.hold(piece)",
+        "            if piece.rank == rank:\n                continue",
+        _AGAIN,
+    ),
+    Bug(
+        "repair: what was answered is asked for again",
+        _PENDING,
+        "if reply not in self.replies and not (",
+        "if not (",
+        _AGAIN,
+    ),
+    Bug(
+        "repair: what is cut anew answers for another part of its token group",
+        "actors/experts/resend.py",
+        "first_group + len(slices),",
+        "piece.token_group,",
+        _AGAIN,
+    ),
+    Bug(
+        "repair: local experts are those of another placement",
+        "actors/experts/resend.py",
+        "low, high = before.bounds[piece.rank]",
+        "low, high = placed.bounds[piece.rank]",
+        ("tests/property/test_stand_in.py",),
+    ),
+    Bug(
+        "repair: who stands in is used before all have said that they do",
+        "actors/experts/attendance.py",
+        "all(self.can(e, wanted) for e in present)",
+        "any(self.can(e, wanted) for e in present)",
+        _ATTENDANCE,
+    ),
+    Bug(
+        "repair: who stands in is left while something under way needs it",
+        "actors/experts/attendance.py",
+        "if generation not in in_use:",
+        "if generation:",
+        _ATTENDANCE,
+    ),
+    Bug(
+        "going on: draws begin anew on the rank that goes on",
+        "actors/batching/sampler.py",
+        "uniform(sequence.seed, sequence.generated)",
+        "uniform(sequence.seed, len(sequence.token_ids) - len(sequence.submit.token_ids))",
+        _GOING_ON,
+    ),
+    Bug(
+        "going on: penalties and choices forget what another rank has generated",
+        "actors/batching/logit_rules.py",
+        "self._noted = submit.prompt_tokens",
+        "self._noted = len(submit.token_ids)",
+        _GOING_ON,
+    ),
+    Bug(
+        "going on: the tokens that came after the first loss are not counted as generated",
+        "cluster/routing/ticket.py",
+        "generated=self.submit.generated + len(self._tokens)",
+        "generated=self.submit.generated or len(self._tokens)",
+        _GOING_ON,
+    ),
+    Bug(
+        "going on: ranks go on asking a planner that is lost",
+        "cluster/fleet/told_planner.py",
+        "if self._told.get(member.name) != now:",
+        "if member.name not in self._told:",
+        ("tests/unit/cluster/fleet/test_told_planner.py",),
+    ),
+    Bug(
+        "going on: a choice that is complete goes on",
+        "cluster/routing/endings.py",
+        "return any(len(choice) > count and choice[:count] == generated",
+        "return any(choice[:count] == generated",
+        _GOING_ON,
+    ),
+    Bug(
+        "going on: one look that finds no sequence is enough",
+        "cluster/serving/serve_end.py",
+        "if (was_idle and not left) or",
+        "if not left or",
+        ("tests/unit/cluster/serving/test_serve_end.py",),
+    ),
+    Bug(
+        "adoption: ranks of another launch are taken over",
+        "cluster/fleet/ledger.py",
+        "fits = (record.launch_id, record.config) == (self.launch_id, self.config_digest)",
+        "fits = record.config == self.config_digest",
+        _ADOPTION,
+    ),
+    Bug(
+        "adoption: nobody asks who a rank is",
+        "cluster/fleet/adoption.py",
+        "if found is not None and tuple(found) != expected:",
+        "if found is not None and found[0] != member.name:",
+        _ADOPTION,
+    ),
+    Bug(
+        "adoption: a rank that was replaced is not written down",
+        "cluster/fleet/ledger.py",
+        "now = [(member.name, member.ready.pid, member.spec.epoch) for member in members]",
+        "now = [(member.name, 0, 0) for member in members]",
+        _ADOPTION,
+    ),
+)
