@@ -92,6 +92,10 @@ class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     give_up_s: Seconds = 10.0
     """Seconds for which the process that looks after the ranks may be silent before the server ends
     (`tandem serve`, exit status 3)."""
+    drain_s: Annotated[float, Meta(ge=0, le=86400)] = 20.0
+    """Seconds for which a rank that is to go (`tandem scale`, SIGTERM) goes on with the requests
+    that it has, while new ones go elsewhere. What is left then goes on on another rank, from where
+    it is."""
     repair_s: Seconds = 300.0
     """Seconds for which requests wait for another attention or expert rank in the place of one that
     is lost. Then they fail with its name, and the server ends (`tandem serve`, exit status 3) or is

@@ -131,6 +131,12 @@ class NotReadyError(TandemError):
     retryable = True
 
 
+class HandedOverError(NotReadyError):
+    """The rank leaves: another one goes on with the request, which has not failed."""
+
+    code = "handed_over"
+
+
 class RequestTimeoutError(TandemError):
     """A request ran longer than its limit."""
 

@@ -137,13 +137,15 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     """What an ingress must know of a rank; sent on connecting, when it changes, and every
-    STATE_PERIOD_S. stuck: its loop hangs, so that nothing that waits there will be answered."""
+    STATE_PERIOD_S. stuck: its loop hangs, so that nothing that waits there will be answered.
+    leaving: it takes nothing new, and hands over what it has not ended in time."""
 
     rank: str
     healthy: bool
     reason: str = ""
     total_blocks: int = 0
     stuck: bool = False
+    leaving: bool = False
 
 
 SequenceEvent = Tokens | Finished | Scored | Failed

@@ -10,6 +10,8 @@ from contracts.config import TandemConfig
 from contracts.hardware import Hardware
 from contracts.placement import Placement
 
+LEFT = "nothing is left"  # in the notes of a rank that may be ended
+
 
 class Group(enum.StrEnum):
     ATTENTION = "attention"
@@ -87,7 +89,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens where those cannot be counted. Where experts may move: placement (generation; of expert
     ranks also experts that are there, moves by outcome, what they brought).
     notes: planner: "ready", or why its plans are not used; degraded: which peers' experts come from
-    elsewhere, and why; placement: that a generation is to come.
+    elsewhere, and why; placement: that a generation is to come; leaving: what is left to do of a
+    rank that is to go, LEFT where that is nothing.
     """
 
     name: str

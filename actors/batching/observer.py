@@ -25,6 +25,16 @@ class Serving(Protocol):
     def lose(self, error: ChannelError) -> None:
         """The rank can serve no more: every request ends with this error."""
 
+    def say_leaving(self) -> None:
+        """Nothing new is to be sent here."""
+
+    def hand_over(self) -> None:
+        """Every request goes on elsewhere."""
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many sequences are running, and waiting."""
+
 
 class Observer:
     """Hears everything in the loop's thread, but for `sections` and `notes`. It does nothing by

@@ -30,7 +30,7 @@ from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.events import TaskSpan
 from contracts.planning import Outcome, PlacementHeld, PlacementOutcome
-from contracts.worker import RankReady, WorkerSpec
+from contracts.worker import LEFT, RankReady, WorkerSpec
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import clamped_gate
 from models.experts.host_experts import fingerprint
@@ -218,6 +218,7 @@ class ExpertLoop:
     ) -> None:
         self.server, self.held = server, held
         self._endpoint, self._reports = endpoint, reports
+        self.left = threading.Event()
 
     @property
     def problem(self) -> str:
@@ -233,6 +234,10 @@ class ExpertLoop:
 
     def wake(self) -> None:
         self._endpoint.wake()
+
+    def leave(self, within_s: float) -> None:
+        """No request is here: attention ranks keep all that is asked of it, and ask others."""
+        self.left.set()
 
     def close(self) -> None:
         try:
@@ -259,4 +264,5 @@ class ExpertLoop:
 
     def notes(self) -> dict[str, str]:
         under_way = self.held.moving.under_way
-        return {} if under_way is None else {"placement": f"generation {under_way} is to come"}
+        notes = {} if under_way is None else {"placement": f"generation {under_way} is to come"}
+        return notes | ({"leaving": LEFT} if self.left.is_set() else {})

@@ -104,6 +104,7 @@ class PlannerService:
         self._watching: list[asyncio.Task[None]] = []
         self.timeline = Timeline(spec.config.trace.spans)
         self._answered, self._told = 0, self._planner.version
+        self.left = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._watch = EventLoopWatch(spec.name, spec.config.log.stacks_after_s)
         self._thread = threading.Thread(
@@ -132,6 +133,10 @@ class PlannerService:
 
     def wake(self) -> None:
         """Nothing waits but for the end."""
+
+    def leave(self, within_s: float) -> None:
+        """Ranks go on with plans of their own."""
+        self.left.set()
 
     def close(self) -> None:
         if self._loop.is_closed():

@@ -35,6 +35,8 @@ _ARGUMENTS: dict[str, Any] = {
     "join_planner": str,
     "pin_plan": Plan | None,
     "trace": float,
+    "leave": float,
+    "resize": int,
 }
 _RESULTS: dict[str, Any] = {
     "prepare": RankReady,

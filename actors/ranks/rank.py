@@ -47,6 +47,13 @@ class Loop(Protocol):
     def wake(self) -> None:
         """Ends its waiting. Called from any thread."""
 
+    def leave(self, within_s: float) -> None:
+        """Takes nothing new, and has ended or handed over by then what it has. From any thread."""
+
+    @property
+    def left(self) -> threading.Event:
+        """Set once it has."""
+
     def close(self) -> None:
         """Ends every thread and link. May be called twice, from any thread."""
 
@@ -67,6 +74,7 @@ class Links(NamedTuple):
     connect: Callable[[dict[str, str]], None] = lambda addresses: None  # name -> channel address
     join_planner: Callable[[str], None] = lambda address: None
     pin_plan: Callable[[Plan | None], None] = lambda plan: None  # of all batches from now on
+    resize: Callable[[int, int], None] = lambda attention, expert: None  # ranks of the group
 
 
 _NOBODY_JOINS = Links()
@@ -124,7 +132,7 @@ class Rank:
         self.spec = spec
         self.ready = ready
         self.loop = loop
-        self.connect, self.join_planner, self.pin_plan = links
+        self.connect, self.join_planner, self.pin_plan, self.resize = links
         self._recording = recording
         self._timeline = timeline if recording is None else recording.timeline
         self._telemetry = telemetry
@@ -147,6 +155,18 @@ class Rank:
         self.loop.close()
         if self._exporter is not None:
             self._exporter.close()
+
+    def leave(self, within_s: float) -> None:
+        """Without effect before it has started and after it has ended."""
+        if self._thread.is_alive() and not self._stopping.is_set():
+            self.loop.leave(within_s)
+            self.loop.wake()
+        else:
+            self.loop.left.set()
+
+    def wait_left(self, timeout_s: float) -> bool:
+        """Whether it has left by then."""
+        return self.loop.left.wait(timeout_s)
 
     def status(self) -> RankStatus:
         reason = self._failure or self.loop.problem

@@ -21,9 +21,16 @@ from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.batching.sequence_errors import failed, failed_by
 from actors.channels.loop_watch import LoopWatch
+from actors.ranks.leaving import Leaving
 from actors.wire.client_server import ClientServer, FromClient
 from contracts.clock import monotonic_s
-from contracts.errors import ChannelError, NotReadyError, PeerError, TandemError
+from contracts.errors import (
+    ChannelError,
+    HandedOverError,
+    NotReadyError,
+    PeerError,
+    TandemError,
+)
 from contracts.logs import event
 from contracts.messages import Cancel, Event, Events, RankState, Submit
 from contracts.plan import Plan
@@ -113,12 +120,14 @@ class ServingLoop:
         self.finisher = parts.finisher
         self._plan_of = parts.plan_of
         self._close_links = parts.close
-        self._observers = parts.observers
+        self._leaving = Leaving(name, monotonic_s)
+        self._observers = [*parts.observers, self._leaving]
         self._batching = parts.batching
         self._view = View(parts.scheduler, parts.executor)
         self.scheduler = parts.scheduler
         self.scheduler.drop_best_effort = self._drop_best_effort
         self.reason = ""  # why this rank cannot serve; empty: it can
+        self._is_leaving = False
         self._busy_s: float | None = None  # when there was last a request, unless checked since
         self._computed_tokens = 0
         self._nothing_to_form = -1  # at that many changes
@@ -135,7 +144,8 @@ class ServingLoop:
             observer.begin(self)
         while not stopping.is_set():
             self._turn()
-        self._fail_everything(NotReadyError(f"{self._name} is shutting down"))
+        self.say_leaving()
+        self.hand_over()
 
     def refuse(self, reason: str, stopping: threading.Event) -> None:
         """Answers what comes in after a failure: nobody waits for a loop that has ended."""
@@ -149,6 +159,13 @@ class ServingLoop:
 
     def wake(self) -> None:
         self.executor.wake()
+
+    def leave(self, within_s: float) -> None:
+        self._leaving.leave(within_s)
+
+    @property
+    def left(self) -> threading.Event:
+        return self._leaving.left
 
     def close(self) -> None:
         try:
@@ -186,6 +203,8 @@ class ServingLoop:
         try:
             if self.reason:
                 raise NotReadyError(self.reason)
+            if self._is_leaving:
+                raise HandedOverError(f"{self._name} leaves")
             self._admission.check(client, submit, self.scheduler)
             for observer in self._observers:
                 observer.check(client, submit)
@@ -216,8 +235,17 @@ class ServingLoop:
             healthy=not self.reason,
             reason=self.reason,
             total_blocks=self.scheduler.blocks.num_blocks,
+            leaving=self._is_leaving,
         )
         self._clients.publish(state)
+
+    def say_leaving(self) -> None:
+        self._is_leaving = True
+        self.tell_state()
+
+    def hand_over(self) -> None:
+        """After `say_leaving`, without which it would all be sent here again."""
+        self._fail_everything(HandedOverError(f"{self._name} leaves"))
 
     def lose(self, error: ChannelError) -> None:
         """A peer is lost: every request on this rank ends with an error that names it."""

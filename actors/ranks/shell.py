@@ -12,6 +12,7 @@ from actors.ranks.expert_rank import expert_rank
 from actors.ranks.planner_rank import planner_rank
 from actors.ranks.prefill_rank import prefill_rank
 from actors.ranks.rank import Rank
+from actors.ranks.terminated import at_sigterm
 from contracts.errors import LaunchError
 from contracts.events import TaskSpan
 from contracts.garbage import spare_what_lives_on
@@ -20,6 +21,8 @@ from contracts.plan import Plan
 from contracts.stacks import watch_interpreter
 from contracts.traces import RankTrace
 from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
+
+LATE_S = 5.0  # for a loop that is in a long step to hand over what it has
 
 MAKE: dict[Group, Callable[[WorkerSpec], Rank]] = {
     Group.ATTENTION: attention_rank,
@@ -69,6 +72,14 @@ class WorkerShell:
         """Attention ranks only: the plan of all batches from now on."""
         self._made.pin_plan(plan)
 
+    def leave(self, within_s: float) -> None:
+        """Takes nothing new; ends what it has by then, or hands it over (leaving.py)."""
+        self._made.leave(within_s)
+
+    def resize(self, attention_ranks: int, expert_ranks: int) -> None:
+        """The planner only: plans for a group of this size from now on."""
+        self._made.resize(attention_ranks, expert_ranks)
+
     def metrics(self) -> str:
         """Prometheus text."""
         return self._made.metrics()
@@ -85,9 +96,20 @@ class WorkerShell:
 
 
 class LoggedShell(WorkerShell):
-    """In a process of its own, whose log it sets up."""
+    """In a process of its own, whose log it sets up. It leaves in order at SIGTERM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        at_sigterm(self._leave)
 
     def prepare(self, spec: WorkerSpec) -> RankReady:
         set_up_logging(spec.name, spec.config.log)
         watch_interpreter(2 * spec.config.log.stacks_after_s)
         return super().prepare(spec)
+
+    def _leave(self) -> None:
+        if self._rank is not None:
+            drain_s = self._rank.spec.config.groups.drain_s
+            self._rank.leave(drain_s)
+            self._rank.wait_left(drain_s + LATE_S)
+            self._rank.stop()

@@ -90,13 +90,14 @@ class ClientServer:
             self._call(self._write, client, frame)
 
     def publish(self, state: RankState) -> None:
-        """What every client is told, now if its health changed, else with the next heartbeat.
+        """What every client is told, now if it is healthy or leaves where it was not or did not,
+        else with the next heartbeat.
 
         Heartbeats come from the I/O thread: a rank in a long attention task is not silent. Once
         its loop counts as stuck, they say so.
         """
         before, self._state = self._state, state
-        if before is None or before.healthy != state.healthy:
+        if before is None or _shown(before) != _shown(state):
             self._call(self._tell_state)
 
     def close(self) -> None:
@@ -176,3 +177,8 @@ class ClientServer:
             writer.transport.abort()  # however large this frame is, the earlier ones lie unread
             return
         writer.write(frame)
+
+
+def _shown(state: RankState) -> tuple[bool, bool]:
+    """What clients must know at once."""
+    return state.healthy, state.leaving

@@ -21,7 +21,7 @@ from cluster.routing.placer import Placer, problems, ready
 from cluster.routing.rank_client import RankClient, smallest_pool_tokens
 from cluster.routing.ticket import Ticket, failure_of
 from contracts.clock import Clock, monotonic_s
-from contracts.errors import NotReadyError, TandemError
+from contracts.errors import HandedOverError, NotReadyError, TandemError
 from contracts.logs import event
 from contracts.messages import Failed, Finished, Scored, Submit, Tokens
 
@@ -150,8 +150,9 @@ class Admission:
         """Its rank is lost, or says that it cannot work: another one runs it, or goes on with it,
         once there is one."""
         self._placer.remove(ticket)
+        is_handed_over = _is_handed_over(ticket, cause)
         is_new, has_others = ticket.note_failure(cause), self._has_others(ticket)
-        if is_new or not has_others:  # a rank counts once while there are others
+        if not is_handed_over and (is_new or not has_others):  # once while there are others
             ticket.attempts += 1
         if not ticket.go_on():
             return
@@ -197,3 +198,9 @@ class Admission:
     def _slots(self) -> int:
         """Of each class. Without a rank as many as one has: they wait for the next."""
         return self._config.max_waiting * max(1, self._present)
+
+
+def _is_handed_over(ticket: Ticket, cause: Failed) -> bool:
+    """Whether its rank leaves, and has not failed: one that hands over and stays has."""
+    client = ticket.client
+    return cause.code == HandedOverError.code and client is not None and client.is_leaving

@@ -9,6 +9,7 @@ does not pile them up on one rank.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +21,16 @@ from cluster.routing.placer import Loneliness, RoutingConfig
 from cluster.routing.rank_client import RankClient
 from cluster.routing.ticket import Ticket
 from contracts.errors import ChannelError, NotReadyError, TandemError
+from contracts.logs import event
 from contracts.messages import RankState
 from contracts.requests import Priority
 from contracts.routing import WorkerReport, WorkerSnapshot
+from contracts.worker import Group
+
+log = logging.getLogger("tandem.routing")
 
 MAX_PREFIX_BLOCKS = 1 << 16  # known of each rank
+_PREFIX = f"{Group.ATTENTION.value}-"
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,13 +77,14 @@ class PrefixTable:
 
 
 class _Rank:
-    """A `rank_client.Listener`, and what this ingress has sent there."""
+    """A `rank_client.Listener`, and what this ingress has sent there. serves: it is one of those
+    that there are; else nothing new is sent to it."""
 
-    serves = True
     contradiction = ""
 
     def __init__(self, client: RankClient, on_lost: Callable[[], None]) -> None:
         self.client = client
+        self.serves = True
         self._on_lost = on_lost
         self.prefixes = PrefixTable(MAX_PREFIX_BLOCKS)
         self._waiting: Counter[Priority] = Counter()
@@ -88,7 +95,7 @@ class _Rank:
 
     @property
     def present(self) -> bool:
-        return self.client.problem is None
+        return self.serves and self.client.problem is None
 
     @property
     def problem(self) -> str | None:
@@ -133,9 +140,14 @@ class _Booked:
     waits: bool = True
 
 
+Connect = Callable[[str, str], RankClient]
+"""Name and client address of a rank → a client of it, not yet started."""
+
+
 class LeastWork:
     """The `placer.Placer` of attention ranks. choose: which of those that have room. find: where
-    they are now, asked while one of them is missing."""
+    they are now, asked while one of them is missing, or where they come and go at all times.
+    connect: a client of one that comes later; None: none does, and none goes."""
 
     kind = "attention rank"
 
@@ -145,22 +157,31 @@ class LeastWork:
         config: RoutingConfig,
         choose: Choose = least_work,
         find: Find | None = None,
+        connect: Connect | None = None,
     ) -> None:
         self.config = config
-        self.peers = [_Rank(client, self._on_lost) for client in clients]
-        self._finder = Finder(self.peers, find, self._found)
+        self._ranks = [_Rank(client, self._on_lost) for client in clients]  # with those that go
+        self._connect = connect
+        self._finder = Finder(self._ranks, find, self._found, follows=connect is not None)
         self._choose = choose
+        self._on_present: Callable[[], None] = lambda: None
         self._booked: dict[Ticket, _Booked] = {}
         self._held: dict[Priority, dict[Ticket, None]] = {priority: {} for priority in Priority}
         self._loneliness = Loneliness(self, self._give_up)
 
-    def listen(self, on_present: Callable[[], None]) -> None:
-        def present() -> None:
-            self._dispatch()
-            on_present()
+    @property
+    def peers(self) -> list[_Rank]:
+        """Of the ranks that there are."""
+        return [rank for rank in self._ranks if rank.serves]
 
-        for rank in self.peers:
-            rank.on_present = present
+    def listen(self, on_present: Callable[[], None]) -> None:
+        self._on_present = on_present
+        for rank in self._ranks:
+            rank.on_present = self._present
+
+    def _present(self) -> None:
+        self._dispatch()
+        self._on_present()
 
     def put(self, ticket: Ticket) -> None:
         held = self._held[ticket.submit.priority]
@@ -189,11 +210,15 @@ class LeastWork:
     async def close(self) -> None:
         self._loneliness.end()
         await self._finder.close()
+        for rank in self._ranks:
+            if not rank.serves:
+                await rank.client.close()
 
     # ---- those that wait for a rank
 
     def _dispatch(self) -> None:
         """As many as there is room for, in the order in which they came."""
+        self._finder.follow()
         self._wait_if_alone()
         for held in self._held.values():
             while held and (rank := self._chosen(ticket := next(iter(held)))) is not None:
@@ -243,10 +268,43 @@ class LeastWork:
         return chosen
 
     def _found(self, addresses: Mapping[str, str]) -> None:
-        """Where the ranks are now. One that is not named stays where it was."""
-        for rank in self.peers:
-            if address := addresses.get(rank.client.name):
-                rank.client.move(address)
+        """Where the ranks are now. One that is not named stays where it was, or goes."""
+        named = {name: at for name, at in addresses.items() if name.startswith(_PREFIX)}
+        for rank in list(self._ranks):
+            if address := named.pop(rank.client.name, ""):
+                self._settle(rank, address)
+            elif self._connect is not None and addresses:
+                self._retire(rank)
+        for name, address in named.items() if self._connect is not None else ():
+            self._join(self._connect(name, address))
+
+    def _settle(self, rank: _Rank, address: str) -> None:
+        if not rank.serves and rank.client.address != address:
+            self._forget(rank)  # another one of its number
+            if self._connect is not None:
+                self._join(self._connect(rank.client.name, address))
+            return
+        rank.serves = True
+        rank.client.move(address)
+
+    def _join(self, client: RankClient) -> None:
+        rank = _Rank(client, self._on_lost)
+        rank.on_present = self._present
+        self._ranks.append(rank)
+        client.start()
+        event(log, "worker_joined", name=client.name)
+
+    def _retire(self, rank: _Rank) -> None:
+        """It ends what it has, or hands it over."""
+        if rank.serves:
+            rank.serves = False
+            event(log, "worker_leaves", name=rank.client.name)
+        if not rank.client.has_open:
+            self._forget(rank)
+
+    def _forget(self, rank: _Rank) -> None:
+        self._ranks.remove(rank)
+        rank.client.leave()
 
     def _on_lost(self) -> None:
         self._wait_if_alone()

@@ -62,7 +62,9 @@ class PrefillBacklog:
         self._router = Router(settings, work)
         self._backlog = Backlog(self._router, work)
         self._slots = [
-            PrefillPeer(index, client, self._router, self._on_change, self._on_lost)
+            PrefillPeer(
+                index, client, self._router, self._on_change, self._on_lost, self._on_leaving
+            )
             for index, client in enumerate(clients)
         ]
         self._workers = {client: worker for worker, client in enumerate(clients)}
@@ -158,8 +160,12 @@ class PrefillBacklog:
         for worker, peer in enumerate(self._slots):
             kept = None if self._follows else peer.client.address
             if peer.settle(addresses.get(peer.client.name, kept)):
-                self._backlog.lose(worker)  # what is held for it
-                self._on_change()
+                self._on_leaving(worker)
+
+    def _on_leaving(self, worker: int) -> None:
+        """What is held for it goes to others."""
+        self._backlog.lose(worker)
+        self._on_change()
 
     def _on_lost(self, worker: int, *, for_good: bool) -> None:
         """Its requests hear of it themselves (`Ticket.lose`)."""

@@ -36,6 +36,7 @@ class PrefillPeer:
         router: Router,
         on_change: Callable[[], None],
         on_lost: OnLost,
+        on_leaving: Callable[[int], None] = lambda worker: None,
     ) -> None:
         self.client = client
         self.present = False
@@ -43,8 +44,8 @@ class PrefillPeer:
         self._worker = worker
         self._router = router
         self._on_change = on_change
-        self._on_lost = on_lost
-        self._is_sick = False
+        self._on_lost, self._on_leaving = on_lost, on_leaving
+        self._is_sick = self._is_leaving = False
         self.contradiction = ""
         router.lose(worker, for_good=False)  # until it is heard
         if not self.serves:
@@ -111,6 +112,10 @@ class PrefillPeer:
             self.present, self.contradiction = not self._is_sick, ""
 
     def on_state(self, state: RankState) -> None:
+        if state.leaving and not self._is_leaving:  # another one of its number may come
+            self._is_leaving = True
+            self._router.retire(self._worker)
+            self._on_leaving(self._worker)
         if state.healthy and self._is_sick:  # what it said meanwhile was not listened to
             self._is_sick = False
             self.client.drop("is healthy again: connecting anew")
@@ -120,6 +125,9 @@ class PrefillPeer:
 
     def on_lost(self, error: ChannelError) -> None:
         self._is_sick = False
+        if self._is_leaving and self.serves:
+            self._router.readmit(self._worker)
+        self._is_leaving = False
         self._lose(for_good=False)
 
     def _lose(self, *, for_good: bool) -> None:

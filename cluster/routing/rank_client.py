@@ -133,7 +133,17 @@ class RankClient:
             return f"{self.name} has not reported its state yet"
         if not self.state.healthy:
             return f"{self.name}: {self.state.reason or 'not healthy'}"
-        return None
+        return f"{self.name} is leaving" if self.state.leaving else None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it has said so on this connection."""
+        return self.state is not None and self.state.leaving
+
+    @property
+    def has_open(self) -> bool:
+        """Whether anybody waits for an answer of it."""
+        return bool(self._sinks)
 
     async def wait_until(self, condition: Callable[[RankClient], bool]) -> None:
         """Returns once `condition` holds; asked whenever connection, state or log change."""

@@ -11,14 +11,22 @@ import msgspec
 from cluster.routing.endings import ending_of
 from cluster.routing.rank_client import RankClient
 from contracts.clock import Clock, monotonic_s
-from contracts.errors import ChannelError, OverloadError, RankError, TandemError
+from contracts.errors import (
+    ChannelError,
+    HandedOverError,
+    OverloadError,
+    RankError,
+    TandemError,
+)
 from contracts.messages import Failed, Finished, SequenceEvent, Submit, Tokens
 from contracts.metrics import Pipeline
 from contracts.requests import Usage
 from contracts.routing import RequestKey
 from planner.policies.drain import SHORTEST_S
 
-_LOST_CODES = frozenset({"not_ready", "peer_lost", "peer_dead", "peer_hung", "channel_error"})
+_LOST_CODES = frozenset(
+    {"not_ready", "peer_lost", "peer_dead", "peer_hung", "channel_error", HandedOverError.code}
+)
 
 
 class Ticket:

@@ -73,10 +73,8 @@ def rank_clients(
     """One client per rank, each proving the cluster's token. channel: whose silence_s counts."""
     silence_s = max(channel.silence_s, LEAST_SILENCE_S)
     me = Identity(name="ingress", token=token, epoch=None)
-    return [
-        RankClient(name, address, me, RankClientConfig(silence_s=silence_s))
-        for name, address in addresses.items()
-    ]
+    settings = RankClientConfig(silence_s=silence_s)
+    return [RankClient(name, address, me, settings) for name, address in addresses.items()]
 
 
 def pipelines(config: TandemConfig, directory: Directory, find: Find | None = None) -> Pipelines:
@@ -96,7 +94,12 @@ def pipelines(config: TandemConfig, directory: Directory, find: Find | None = No
     generating = prefilling = None
     if directory.client_addresses:
         clients = rank_clients(directory.client_addresses, directory.token, config.channel)
-        generating = Admission(LeastWork(clients, settings, find=find))
+
+        def connect(name: str, address: str) -> RankClient:
+            return rank_clients({name: address}, directory.token, config.channel)[0]
+
+        comes = None if find is None else connect
+        generating = Admission(LeastWork(clients, settings, find=find, connect=comes))
     if directory.prefill_addresses:
         spec = check_checkpoint(resolve_model_folder(config.model.path))
         context_tokens = config.model.context_tokens(spec.max_context_tokens)
@@ -108,7 +111,7 @@ def pipelines(config: TandemConfig, directory: Directory, find: Find | None = No
             saturation_of(config.prefill, context_tokens),
             work_of(shape_of(spec, resolve_dtype(spec, config.model.dtype))),
             find,
-            follows=config.scaling.max_prefill_ranks is not None,
+            follows=find is not None,
         )
         prefilling = Admission(backlog)
     return Pipelines(generating, prefilling)

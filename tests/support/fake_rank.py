@@ -52,11 +52,12 @@ class FakeRank:
         self.silent = False
         self.whereabouts = b""  # as actors/channels/neighbour.py says it
         self.healthy = True
-        self.stuck = False
+        self.stuck = self.leaving = False
         self.total_blocks = 0
         self.submits: SimpleQueue[Submit] = SimpleQueue()
         self.cancels: SimpleQueue[int] = SimpleQueue()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._open: list[tuple[asyncio.StreamWriter, int]] = []  # what is held
         self._server: asyncio.Server | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToRank)
@@ -82,6 +83,15 @@ class FakeRank:
     def drop_connections_from_thread(self) -> None:
         assert self._server is not None
         self._server.get_loop().call_soon_threadsafe(self.drop_connections)
+
+    def leave(self, *, hands_over: bool = True) -> None:
+        """Says that it does; then hands over all that it has and gets. On the rank's loop."""
+        self.leaving = True
+        self.fail_with = (f"{self.name} leaves", "handed_over", 503)
+        for writer, number in self._open:
+            self.send(writer, [self._state()])
+            if hands_over:
+                self.send(writer, [Failed(number, "handed_over", f"{self.name} leaves", 503)])
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         me = Identity(name=self.name, token=TOKEN, epoch=None)
@@ -124,6 +134,7 @@ class FakeRank:
             healthy=healthy,
             reason=reason,
             stuck=self.stuck,
+            leaving=self.leaving,
             total_blocks=self.total_blocks,
         )
 
@@ -136,6 +147,8 @@ class FakeRank:
             self.cancels.put(message.request_id)
             return
         self.submits.put(message)
+        if self.hold_after is not None:
+            self._open.append((writer, message.request_id))
         if self.fail_with is not None:
             text, code, status = self.fail_with
             self.send(writer, [Failed(message.request_id, code, text, status)])

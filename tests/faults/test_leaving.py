@@ -1,0 +1,180 @@
+"""Ranks that leave: each ends what it has, or hands it over, and another one goes on with exactly
+the tokens of an undisturbed run (float32). Nothing fails, and nothing of the rank is left."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.channels.base import Endpoint
+from actors.channels.handshake import Identity
+from actors.ranks.expert_rank import ExpertLoop
+from actors.ranks.leaving import Leaving
+from actors.ranks.local_group import LocalGroup
+from actors.ranks.rank import Rank
+from cluster.routing.admission import Admission
+from cluster.routing.least_work import LeastWork
+from cluster.routing.placer import RoutingConfig
+from cluster.routing.rank_client import RankClient
+from contracts.messages import Finished, Submit, Tokens
+from contracts.requests import Sampling
+from contracts.worker import LEFT
+from tests.support.channels_support import nothing_leaks  # noqa: F401
+from tests.support.group_harness import (
+    ThreadGroup,
+    greedy,
+    group_config,
+    loop_of,
+    rank_of,
+    until,
+)
+from tests.support.tiny_models import prompts
+
+pytestmark = pytest.mark.usefixtures("ranks_are_forked")
+Checkpoints = Callable[..., Path]
+PROMPT = prompts(7, [24])[0]
+TOKENS = 40
+SAMPLINGS = {
+    "greedy": Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True),
+    "seeded": Sampling(max_tokens=TOKENS, temperature=1.0, seed=5, ignore_eos=True),
+}
+
+
+@pytest.fixture(scope="session")
+def folder(tiny_checkpoint: Checkpoints) -> Path:
+    return tiny_checkpoint("qwen3_moe", num_experts=8)
+
+
+class Asked:
+    """A generation that is read as it comes."""
+
+    def __init__(self, admission: Admission, sampling: Sampling) -> None:
+        submit = Submit(request_id=0, token_ids=PROMPT, sampling=sampling)
+        self.tokens: list[int] = []
+        self.task = asyncio.create_task(self._read(admission, submit))
+
+    async def _read(self, admission: Admission, submit: Submit) -> list[int]:
+        async for batch in admission.generate(submit):
+            for event in batch:
+                assert isinstance(event, Tokens | Finished)
+                self.tokens += event.token_ids if isinstance(event, Tokens) else []
+        return self.tokens
+
+    async def has(self, tokens: int) -> None:
+        while len(self.tokens) < tokens:
+            await asyncio.sleep(0.001)
+
+
+def asking(
+    addresses: dict[str, str], token: bytes, body: Callable[[Admission], Coroutine[Any, Any, None]]
+) -> None:
+    async def main() -> None:
+        me = Identity(name="ingress", token=token, epoch=None)
+        clients = [RankClient(*each, me) for each in addresses.items()]
+        admission = Admission(LeastWork(clients, RoutingConfig(max_attempts=1)))
+        admission.start()
+        try:
+            await admission.wait_ready()
+            await body(admission)
+        finally:
+            await admission.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def loop_endpoint(rank: Rank) -> Endpoint:
+    assert isinstance(rank.loop, ExpertLoop)
+    return rank.loop._endpoint
+
+
+@pytest.mark.parametrize("within_s", [0.0, 60.0])
+def test_an_attention_rank_that_leaves_ends_its_requests_or_hands_them_over(
+    folder: Path, within_s: float
+) -> None:
+    """max_attempts is 1: whatever cost one would fail."""
+
+    async def body(admission: Admission) -> None:
+        expected = {kind: await Asked(admission, one).task for kind, one in SAMPLINGS.items()}
+        asked = {kind: Asked(admission, one) for kind, one in SAMPLINGS.items()}
+        more = [Asked(admission, SAMPLINGS["greedy"]) for _ in range(3)]
+        await asyncio.gather(*(each.has(3) for each in (*asked.values(), *more)))
+        group.attention[0].leave(within_s)
+        later = Asked(admission, SAMPLINGS["seeded"])
+        assert await later.task == expected["seeded"]
+        assert {kind: await each.task for kind, each in asked.items()} == expected
+        assert [await each.task for each in more] == [expected["greedy"]] * 3
+
+    with ThreadGroup(folder, group_config(2, 1)) as group:
+        addresses = {one.ready.name: one.ready.client_address for one in group.attention}
+        asking(addresses, group.token, body)
+        assert group.attention[0].wait_left(10.0)
+        status = group.attention[0].status()
+        assert (status.healthy, status.running, status.waiting) == (True, 0, 0)
+        assert status.notes["leaving"] == LEFT
+        blocks = loop_of(group.attention[0]).scheduler.blocks
+        blocks.check([])
+        group.attention[0].stop()
+        until(lambda: set(loop_endpoint(group.experts[0]).peers()) == {"attention-1"})
+
+
+@pytest.mark.parametrize("doomed", ["attention-0", "expert-0"])
+def test_sigterm_to_a_rank_costs_no_request_a_token_or_an_attempt(
+    folder: Path, doomed: str
+) -> None:
+    async def body(admission: Admission) -> None:
+        expected = {kind: await Asked(admission, one).task for kind, one in SAMPLINGS.items()}
+        asked = [(kind, Asked(admission, one)) for kind, one in SAMPLINGS.items() for _ in range(3)]
+        await asyncio.gather(*(each.has(3) for _, each in asked))
+        group.processes[doomed].send_signal(signal.SIGTERM)
+        for kind, each in asked:
+            assert await each.task == expected[kind]
+        assert await Asked(admission, SAMPLINGS["seeded"]).task == expected["seeded"]
+
+    config = group_config(2, 2, groups={"drain_s": 0.0})
+    with LocalGroup(str(folder), config) as group:
+        asking(group.client_addresses, group.token, body)
+        assert group.processes[doomed].close() == 0
+
+
+def test_a_second_sigterm_ends_a_rank_at_once(folder: Path) -> None:
+    async def body(admission: Admission) -> None:
+        asked = [Asked(admission, greedy(2000)) for _ in range(2)]
+        await asyncio.gather(*(each.has(1) for each in asked))
+        group.processes["attention-0"].send_signal(signal.SIGTERM)
+        while not admission.problems():
+            await asyncio.sleep(0.01)
+        group.processes["attention-0"].send_signal(signal.SIGTERM)
+        await asyncio.to_thread(group.processes["attention-0"].close)
+
+    config = group_config(1, 1, groups={"drain_s": 3600.0})
+    with LocalGroup(str(folder), config) as group:
+        asking(group.client_addresses, group.token, body)
+
+
+def test_a_prefill_worker_that_leaves_hands_its_scores_over(folder: Path) -> None:
+    with rank_of("prefill", folder) as (worker, client):
+        scheduler = loop_of(worker).scheduler
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler, "next_batch", lambda form: None)
+            number = client.submit(PROMPT, candidates=[1, 2])
+            until(lambda: worker.status().waiting == 1)
+            worker.leave(0.0)
+            failed = client.failed(number)
+            assert (failed.code, client.state and client.state.leaving) == ("handed_over", True)
+            late = client.submit(PROMPT, candidates=[1, 2])
+            assert client.failed(late).code == "handed_over"
+        assert worker.wait_left(10.0)
+
+
+def test_to_leave_with_less_time_counts_and_with_more_does_not() -> None:
+    now_s = 0.0
+    leaving = Leaving("attention-0", lambda: now_s)
+    leaving.leave(10.0)
+    leaving.leave(2.0)
+    leaving.leave(30.0)
+    assert leaving.notes() == {"leaving": "within 2 s"}
