@@ -34,7 +34,7 @@ class PlannerCapacity:
         self._traffic.add(report, monotonic_s())
 
     def take_batch(self, report: BatchReport) -> None:
-        if self._spec.attention_ranks == 1 or self._used_fraction < ALONE:
+        if self._planner.size[0] == 1 or self._used_fraction < ALONE:
             self._planner.observe_alone(report)
 
     async def watch(self) -> None:
@@ -46,7 +46,7 @@ class PlannerCapacity:
     async def show(self, now_s: float) -> None:
         """As the last minute was. While nothing comes nothing is used, and the rest stays."""
         telemetry = self._telemetry
-        mix = self._traffic.mix(now_s, self._spec.attention_ranks)
+        mix = self._traffic.mix(now_s, self._planner.size[0])
         if mix.is_empty:
             telemetry.set(metrics.CAPACITY_USED, Pipeline.GENERATION, self._spec.name, to=0.0)
             return

@@ -24,12 +24,12 @@ from actors.channels.loop_watch import EventLoopWatch
 from actors.planning.model_shape import shape_of
 from actors.ranks.planner_capacity import PlannerCapacity
 from actors.ranks.planner_placement import PlannerPlacement
-from actors.ranks.rank import Rank
+from actors.ranks.rank import Links, Rank
 from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
 from contracts import metrics
 from contracts.clock import monotonic_s
-from contracts.errors import HandshakeError
+from contracts.errors import ConfigError, HandshakeError
 from contracts.events import Stage, TaskSpan
 from contracts.frames import BAD_FRAME, framed, read_frame
 from contracts.logs import event
@@ -74,7 +74,8 @@ def planner_rank(spec: WorkerSpec) -> Rank:
         load_s=monotonic_s() - started_s,
     )
     telemetry = service.plan_metrics.telemetry
-    return Rank(spec, ready, service, telemetry, None, timeline=service.timeline)
+    links = Links(resize=service.resize)
+    return Rank(spec, ready, service, telemetry, None, links, timeline=service.timeline)
 
 
 class PlannerService:
@@ -86,8 +87,8 @@ class PlannerService:
         model = check_checkpoint(Path(spec.model_folder))
         setup = _setup(spec, model)
         self._planner = OnlinePlanner(setup)
-        top_k, experts = setup.shape.top_k, setup.shape.num_experts
-        self.plan_metrics = PlanMetrics(setup.attention_ranks * top_k / experts)
+        self._share = setup.shape.top_k / setup.shape.num_experts  # of tokens, at an expert
+        self.plan_metrics = PlanMetrics(setup.attention_ranks * self._share)
         self._identity = Identity(name=spec.name, token=spec.token, epoch=None)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToPlanner] = msgspec.msgpack.Decoder(ToPlanner)
@@ -110,6 +111,19 @@ class PlannerService:
         self._thread = threading.Thread(
             target=self._loop.run_forever, name=f"{spec.name}-service", daemon=True
         )
+
+    def resize(self, attention_ranks: int, expert_ranks: int) -> None:
+        """Plans are of a group of this size from now on. From any thread."""
+        self._loop.call_soon_threadsafe(self._resize, attention_ranks, expert_ranks)
+
+    def _resize(self, attention_ranks: int, expert_ranks: int) -> None:
+        try:
+            self._planner.resize(attention_ranks, expert_ranks)
+        except ConfigError as error:
+            event(log, "hardware_of_another_size", logging.WARNING, reason=error)
+            self._planner.learn_anew(attention_ranks, expert_ranks)
+        self.plan_metrics.tokens_per_expert = attention_ranks * self._share
+        self._tell_version()
 
     def listen(self) -> str:
         """Its channel address."""
@@ -258,14 +272,14 @@ class PlanMetrics:
     def __init__(self, tokens_per_expert: float) -> None:
         """tokens_per_expert: that one token of each attention rank brings to each expert."""
         self.telemetry = Telemetry()
-        self._tokens_per_expert = tokens_per_expert
+        self.tokens_per_expert = tokens_per_expert
 
     def show(self, report: BatchReport, predicted_ms: float | None) -> None:
         """predicted_ms: for the batch as it was cut, before its times were learned from."""
         plan, telemetry = report.plan, self.telemetry
         sizes = [len(times.batch) for times in report.micro_batches]
         tokens = sum(stop - start for m in report.micro_batches for start, stop in m.batch)
-        me = tokens / len(sizes) * self._tokens_per_expert / plan.r2
+        me = tokens / len(sizes) * self.tokens_per_expert / plan.r2
         for field, value in (("ma", max(sizes)), ("r1", len(sizes)), ("me", me), ("r2", plan.r2)):
             telemetry.set(metrics.PLAN, field, to=value)
         for order in Order:

@@ -66,12 +66,12 @@ class Ledger:
         self.application, self.launch_id = application, launch_id
         self.config_digest = hashlib.sha256(encode_config(config)).digest()
         self._key = f"fleet/{application}".encode()
-        self._written: list[tuple[str, int, int]] = []
+        self._written: list[tuple[str, int, WorkerSpec]] = []
 
     def write(self, token: bytes, groups: Sequence[RankGroup]) -> None:
         """What is there now; without effect where nothing has changed since the last time."""
         members = [member for group in groups for member in group.members]
-        now = [(member.name, member.ready.pid, member.spec.epoch) for member in members]
+        now = [(member.name, member.ready.pid, member.spec) for member in members]
         if now == self._written:
             return
         rooms = {one.place.placed.name: one.place.placed for one in members}

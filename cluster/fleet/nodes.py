@@ -90,12 +90,17 @@ def check_resources(requests: Sequence[RankRequest], available: dict[str, float]
             )
 
 
-def _place(requests: Sequence[RankRequest], groups: GroupsConfig, name: str) -> PlacementGroup:
-    """A placement group with one bundle per rank, ready. Raises ResourceError."""
+def _place(
+    requests: Sequence[RankRequest], groups: GroupsConfig, name: str, on: str
+) -> PlacementGroup:
+    """A placement group with one bundle per rank, ready. on: as `place_ranks` has it. Raises
+    ResourceError."""
     bundles = [dict(request.resources) or {"CPU": _NODE_SHARE} for request in requests]
-    if groups.placement == "spread" and requests[0].group is not Group.PREFILL:
-        for bundle, host in zip(bundles, _spread_hosts(requests), strict=True):
-            bundle[f"node:{host}"] = _NODE_SHARE
+    hosts = [on] * len(bundles) if on else []
+    if not on and groups.placement == "spread" and requests[0].group is not Group.PREFILL:
+        hosts = _spread_hosts(requests, groups)
+    for bundle, host in zip(bundles, hosts, strict=bool(hosts)):
+        bundle[f"node:{host}"] = _NODE_SHARE
     lifetime = "detached" if name else None
     placement = placement_group(bundles, strategy="PACK", name=name, lifetime=lifetime)
     try:
@@ -109,7 +114,7 @@ def _place(requests: Sequence[RankRequest], groups: GroupsConfig, name: str) -> 
     return placement
 
 
-def _spread_hosts(requests: Sequence[RankRequest]) -> list[str]:
+def _spread_hosts(requests: Sequence[RankRequest], groups: GroupsConfig) -> list[str]:
     """A node per rank, so that no node holds ranks of both groups."""
     hosts = sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
     if len(hosts) < 2:
@@ -117,8 +122,7 @@ def _spread_hosts(requests: Sequence[RankRequest]) -> list[str]:
             f"groups.placement=spread needs at least 2 nodes, the Ray cluster has {len(hosts)}; "
             "use placement=pack"
         )
-    groups = Counter(request.group for request in requests)
-    attention = groups[Group.ATTENTION] / (groups[Group.ATTENTION] + groups[Group.EXPERT])
+    attention = groups.attention_ranks / (groups.attention_ranks + groups.expert_ranks)
     split = min(max(1, round(len(hosts) * attention)), len(hosts) - 1)
     of_group = {
         Group.ATTENTION: hosts[:split],
@@ -192,15 +196,21 @@ class Placed(NamedTuple):
 
 
 def place_ranks(
-    requests: list[RankRequest], config: TandemConfig, device: str, application: str = ""
+    requests: list[RankRequest],
+    config: TandemConfig,
+    device: str,
+    application: str = "",
+    *,
+    beside: str | None = None,
 ) -> Placed:
     """Takes room for these ranks, and for the planner beside attention ranks. application: as
-    `Placed` has it. Raises ResourceError."""
-    if requests[0].group is Group.ATTENTION and config.planner.enabled:
+    `Placed` has it. beside: they are one more of a group that runs, on this host ("": on any).
+    Raises ResourceError."""
+    if beside is None and requests[0].group is Group.ATTENTION and config.planner.enabled:
         planner = RankRequest(Group.PLANNER, 0, {})  # it computes now and then only
         requests = [*requests, planner]
     name = f"{application}/{secrets.token_hex(4)}" if application else ""
-    placement = _place(requests, config.groups, name)
+    placement = _place(requests, config.groups, name, beside or "")
     found = [_node_of(placement, bundle) for bundle in range(len(requests))]
     return Placed(requests, placement, device, found, application, name)
 

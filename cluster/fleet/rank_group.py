@@ -106,13 +106,24 @@ class RankGroup:
             return self.epoch
 
     def join(self, member: Member) -> None:
-        """Another one that has started: checked and in the directory from now on."""
+        """Another one that has started: checked and in the directory from now on, and all know of
+        it, and it of all."""
         self.members = [*self.members, member]
+        self._introduce()
 
     def leave(self, member: Member) -> None:
-        """Out of the directory, and nobody takes its place. What becomes of it is the caller's
-        business."""
+        """Out of the directory, and nobody takes its place: not even where it is being replaced.
+        What becomes of it is the caller's business."""
         self.members = [one for one in self.members if one is not member]
+
+    def of_kind(self, kind: Group) -> list[Member]:
+        """In the order of their ranks."""
+        found = [member for member in self.members if member.spec.group is kind]
+        return sorted(found, key=lambda member: member.spec.rank)
+
+    def has(self, members: Sequence[Member]) -> bool:
+        """Whether they all are of the group still."""
+        return all(member in self.members for member in members)
 
     def start_again(self, lost: Sequence[Member], closing: threading.Event) -> None:
         """All under one new epoch, unless the fleet is closed meanwhile. Raises what keeps them
@@ -133,7 +144,7 @@ class RankGroup:
                 message = f"not placed within {timeout_s:g} s (groups.ready_timeout_s)"
                 raise TandemError(message) from None
             raise
-        if closing.is_set():
+        if closing.is_set() or not self.has(lost):
             kill_all(handles)
             return
         for member, spec, handle, told in zip(lost, specs, handles, ready, strict=True):
@@ -176,7 +187,7 @@ class RankGroup:
         TimeoutError after groups.ready_timeout_s."""
         started, timeout_s = handle.started(), self._config.groups.ready_timeout_s
         end_s, told = time.monotonic() + timeout_s, False
-        while not closing.is_set() and time.monotonic() < end_s:
+        while not closing.is_set() and time.monotonic() < end_s and self.has([member]):
             try:
                 started.result(PLACE_PERIOD_S)
                 return member.place.node

@@ -16,16 +16,13 @@ import time
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-import msgspec
-import ray
 from ray.exceptions import RayError
 
-from actors.ranks.rendezvous import form_group
-from cluster.fleet.member import Member, Place
-from cluster.fleet.nodes import Placed, RankRequest, place_ranks
+from cluster.fleet.growth import end_member, give_back, start_member
+from cluster.fleet.member import Member
 from cluster.fleet.rank_group import RankGroup, kill_all
 from contracts.config import TandemConfig
-from contracts.errors import LaunchError, TandemError
+from contracts.errors import TandemError
 from contracts.logs import event
 from contracts.worker import Group, RankStatus
 from planner.policies.scaling import FillScaling
@@ -33,8 +30,6 @@ from planner.policies.scaling import FillScaling
 log = logging.getLogger("tandem.fleet")
 
 LOOK_PERIOD_S = 0.5
-TOLD_S = 3.0  # until every router has looked into the directory (finder.FOLLOW_PERIOD_S)
-ANSWER_S = 5.0
 
 
 class Scaler:
@@ -48,6 +43,10 @@ class Scaler:
 
     def start(self) -> None:
         self._thread.start()
+
+    def keep(self, least: int) -> None:
+        """So many workers at any rate, from now on."""
+        self._policy.least = least
 
     def close(self, timeout_s: float) -> None:
         self._closing.set()
@@ -78,72 +77,21 @@ class Scaler:
         """Raises what keeps it from starting; it has no room then."""
         event(log, "prefill_grows", workers=workers, fill=round(self._policy.fill, 2))
         group, started_s = self._group, time.monotonic()
-        first = group.members[0]
-        needs = first.place.needs
-        request = RankRequest(Group.PREFILL, workers, dict(needs))
-        beside = first.place.placed
-        placed = place_ranks([request], self._config, beside.device, beside.application)
-        try:
-            member = self._started(placed, first, workers)
-        except BaseException:
-            placed.release()
-            raise
+        # Of the memory that is left, an equal part for each that may still come.
+        share = self._config.prefill_slots - workers
+        member = start_member(group, Group.PREFILL, workers, self._config, share=share)
         if self._closing.is_set():
             kill_all([member.handle])
-            placed.release()
+            give_back(member.place)
             return
         group.join(member)
         seconds = round(time.monotonic() - started_s, 1)
         event(log, "worker_added", name=member.name, epoch=member.spec.epoch, seconds=seconds)
 
-    def _started(self, placed: Placed, first: Member, rank: int) -> Member:
-        place = Place(placed, 0)
-        spec = msgspec.structs.replace(
-            first.spec,
-            rank=rank,
-            epoch=self._group.next_epoch(),
-            host=place.node.listen_host,
-            # Of the memory that is left, an equal part for each that may still come.
-            ranks_on_node=self._config.prefill_slots - rank,
-        )
-        handle = place.start()
-        timeout_s = self._config.groups.ready_timeout_s
-        try:
-            handle.started().result(timeout_s)
-            (ready,) = form_group([spec], [handle], timeout_s=timeout_s)
-        except BaseException as error:
-            kill_all([handle])
-            if isinstance(error, FutureTimeoutError):
-                raise LaunchError(f"{spec.name} did not start within {timeout_s:g} s") from None
-            raise
-        return Member(spec, place, handle, ready)
-
     def _end(self, member: Member) -> None:
         """It may go on answering for http.request_timeout_s; nobody waits for an answer longer."""
         event(log, "prefill_shrinks", name=member.name, fill=round(self._policy.fill, 2))
-        self._group.leave(member)
-        started_s = time.monotonic()
-        self._wait_idle(member, started_s)
-        seconds = round(time.monotonic() - started_s, 1)
-        try:
-            member.handle.call("stop").result(ANSWER_S)
-        except (TandemError, RayError, FutureTimeoutError) as error:
-            event(log, "rank_stop_failed", logging.WARNING, name=member.name, error=error)
-        ray.kill(member.handle.actor)
-        member.place.placed.release()
-        event(log, "worker_ended", name=member.name, seconds=seconds)
-
-    def _wait_idle(self, member: Member, since_s: float) -> None:
-        """Until it has nothing open and everybody has been told; it may be lost meanwhile."""
-        last_s = since_s + self._config.http.request_timeout_s
-        while not self._closing.wait(LOOK_PERIOD_S) and time.monotonic() < last_s:
-            try:
-                status: RankStatus = member.handle.call("status").result(ANSWER_S)
-            except (TandemError, RayError, FutureTimeoutError):
-                return
-            is_idle = status.running == status.waiting == 0
-            if is_idle and time.monotonic() >= since_s + TOLD_S:
-                return
+        end_member(self._group, member, self._config.http.request_timeout_s, self._closing)
 
 
 def fill_of(status: RankStatus | None) -> float | None:

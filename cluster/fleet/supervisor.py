@@ -83,12 +83,12 @@ class Supervisor:
         self._threads.submit(self._replace, group, lost)
 
     def _replace(self, group: RankGroup, lost: Sequence[Member]) -> None:
-        """Others in their places, tried until they are there or the fleet is closed."""
+        """Others in their places, tried until they are there, or no more wanted."""
         names = ", ".join(member.name for member in lost)
         retry_s = RETRY_S
         for member in lost:
             member.kill()
-        while not self._closing.is_set():
+        while not self._closing.is_set() and group.has(lost):
             try:
                 group.start_again(lost, self._closing)
                 return

@@ -1,8 +1,10 @@
-"""Where ranks are told that their planner is."""
+"""Where ranks are told that their planner is, and the planner how many they are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import msgspec
 
 from cluster.fleet.member import Member
 from cluster.fleet.rank_group import RankGroup
@@ -10,14 +12,16 @@ from contracts.worker import Group
 
 
 class ToldPlanner:
-    """By the supervisor, round by round: whoever takes a lost planner's place is elsewhere. Ranks
-    run under default plans until they have found it. To be made of ranks that have been told."""
+    """By the supervisor, round by round: whoever takes a lost planner's place is elsewhere, and
+    ranks come and go. Ranks run under default plans until they have found it. To be made of ranks
+    that have been told."""
 
     def __init__(self, groups: Sequence[RankGroup]) -> None:
         self._planners = [group for group in groups if group.kind is Group.PLANNER]
         self._asking = [group for group in groups if group.kind in (Group.ATTENTION, Group.EXPERT)]
         address = self._address
         self._told = {member.name: (member.ready.pid, address) for member in self._members}
+        self._sizes: dict[int, tuple[int, int]] = {}  # of the group, by the planner's process
 
     def update(self) -> None:
         """Tells those that have not been told so, and waits for nobody."""
@@ -27,6 +31,24 @@ class ToldPlanner:
             if self._told.get(member.name) != now:
                 self._told[member.name] = now
                 member.handle.call("join_planner", address)
+        for group in self._asking:
+            self._size(group)
+
+    def _size(self, group: RankGroup) -> None:
+        """Specs say how many ranks there are, for whoever takes a place."""
+        size = len(group.of_kind(Group.ATTENTION)), len(group.of_kind(Group.EXPERT))
+        planners = [member for one in self._planners for member in one.members]
+        for planner in planners:
+            made_for = planner.spec.attention_ranks, planner.spec.expert_ranks
+            if self._sizes.setdefault(planner.ready.pid, made_for) != size:
+                self._sizes[planner.ready.pid] = size
+                planner.handle.call("resize", *size)
+        attention, expert = size
+        for member in (*group.members, *planners):
+            if (member.spec.attention_ranks, member.spec.expert_ranks) != size:
+                member.spec = msgspec.structs.replace(
+                    member.spec, attention_ranks=attention, expert_ranks=expert
+                )
 
     @property
     def _address(self) -> str:

@@ -50,12 +50,33 @@ class OnlinePlanner:
     def __init__(self, setup: OnlineSetup) -> None:
         """Raises ConfigError for a split that the hardware file has no figures for."""
         self.version = 1
-        self._setup = setup
-        self._following = OnlineModels(setup)
+        self._begin(setup)
+
+    def resize(self, attention_ranks: int, expert_ranks: int) -> None:
+        """The group has so many ranks from now on: what was measured was of another one. Raises
+        ConfigError as above; it goes on as it was then."""
+        self._begin(
+            self._setup._replace(attention_ranks=attention_ranks, expert_ranks=expert_ranks)
+        )
+        self.version += 1
+
+    def learn_anew(self, attention_ranks: int, expert_ranks: int) -> None:
+        """As `resize`, without the hardware file."""
+        self._setup = self._setup._replace(hardware=None)
+        self.resize(attention_ranks, expert_ranks)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Attention and expert ranks that it plans for."""
+        return self._setup.attention_ranks, self._setup.expert_ranks
+
+    def _begin(self, setup: OnlineSetup) -> None:
+        following = OnlineModels(setup)
+        file = None if setup.hardware is None else OnlineModels(setup)
+        self._setup, self._following = setup, following
         follower = _View(self._following, OnlineLinear(Linear(0.0, 1.0), _EVEN))
         self._views = [follower]
-        if setup.hardware is not None:
-            file = OnlineModels(setup)
+        if file is not None:
             as_measured = _View(file, OnlineLinear(Linear(0.0, 1.0), _EVEN))
             self._views = [_View(file, None), as_measured, follower]
         self._trial = Trial(len(self._views))

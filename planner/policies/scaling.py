@@ -20,12 +20,13 @@ from contracts.config import ScalingConfig
 
 
 class FillScaling:
-    """Decides one step at a time. A fill is a mean over time: batches come and go."""
+    """Decides one step at a time. A fill is a mean over time: batches come and go. least: may be
+    changed, and is reached at once."""
 
     def __init__(self, config: ScalingConfig, least: int) -> None:
         """least: workers that there are at any rate. config.max_prefill_ranks: at most."""
         self._config = config
-        self._least = least
+        self.least = least
         self._most = max(least, config.max_prefill_ranks or least)
         self._seen_s: float | None = None
         self._settled_s = 0.0
@@ -42,12 +43,14 @@ class FillScaling:
         config, workers = self._config, len(fills)
         if workers > self._most:
             return self._change(-1)
+        if workers < self.least:
+            return self._change(1)
         if now_s < self._settled_s:
             return 0
         if self.fill >= config.up_fill and workers < self._most:
             return self._change(1)
         others = max(1, workers - 1)
-        if workers <= self._least or self.fill * workers / others > config.down_fill:
+        if workers <= self.least or self.fill * workers / others > config.down_fill:
             self._idle_since_s = None
         elif self._idle_since_s is None:
             self._idle_since_s = now_s

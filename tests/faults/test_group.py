@@ -527,11 +527,12 @@ def test_a_process_that_dies_while_loading_is_named(tiny_checkpoint: Checkpoints
 
 
 def test_failures_are_events_too(deep: Path) -> None:
-    """A rank that stops says so to everyone who waits."""
+    """A rank that stops says so to everyone who waits: another one may go on with it."""
     with ThreadGroup(deep, group_config(1, 1)) as group, group.client() as client:
         request = client.submit(tokens(1, 20), sampling=greedy(5000))
         client.wait_begun(request)
         group.attention[0].stop()
         failed = client.failed(request)
         assert isinstance(failed, Failed)
-        assert "attention-0 is shutting down" in failed.message
+        assert failed.code == "handed_over"
+        assert "attention-0 leaves" in failed.message

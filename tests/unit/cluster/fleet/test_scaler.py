@@ -12,14 +12,14 @@ import ray
 
 from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import Formation
-from cluster.fleet import scaler as scaling
+from cluster.fleet import growth, scaler
 from cluster.fleet.launch import launch_pipeline
 from cluster.fleet.nodes import Node, Placed, RankRequest
 from cluster.fleet.scaler import Scaler
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, ResourceError
 from contracts.loading import config_from
-from contracts.worker import Group, RankReady, RankStatus
+from contracts.worker import LEFT, Group, RankReady, RankStatus
 
 FULL, EMPTY = 900.0, 0.0  # of a threshold of 1,000
 NODE = Node("a", "10.0.0.1", "10.0.0.1")
@@ -32,7 +32,7 @@ class FakeRank(RayRank):
     def __init__(self, name: str) -> None:
         super().__init__(name, self)
         self.load, self.open = FULL, 0
-        self.fails = False
+        self.fails = self.leaves = False
         self.epoch = 0
         self.ends: list[str] = []
 
@@ -52,7 +52,14 @@ class FakeRank(RayRank):
             self.open = max(0, self.open - 1)
             work = {"work": {"load": self.load, "saturation": 1000.0}}
             running = int(self.open > 0)
-            return done(RankStatus(name=self.name, healthy=True, running=running, sections=work))
+            notes = {"leaving": LEFT} if self.leaves and not self.open else {}
+            return done(
+                RankStatus(
+                    name=self.name, healthy=True, running=running, sections=work, notes=notes
+                )
+            )
+        if method == "leave":
+            self.leaves = True
         if method == "stop":
             self.ends.append(f"stop, {self.open} open")
         return done(None)
@@ -90,9 +97,10 @@ class Rig:
         self.next_fails = self.has_no_room = False
         self.now_s = 0.0
         monkeypatch.setattr(ray, "kill", lambda actor: actor.ends.append("killed"))
-        monkeypatch.setattr(scaling, "place_ranks", self.place)
-        monkeypatch.setattr(scaling, "LOOK_PERIOD_S", 0.001)
-        monkeypatch.setattr(scaling, "TOLD_S", 0.01)
+        monkeypatch.setattr(growth, "place_ranks", self.place)
+        for module in (growth, scaler):
+            monkeypatch.setattr(module, "LOOK_PERIOD_S", 0.001)
+        monkeypatch.setattr(growth, "TOLD_S", 0.01)
         self.config = config_from(
             {
                 "groups": {"attention_ranks": 0, "expert_ranks": 0, "prefill_ranks": 1},
@@ -111,6 +119,8 @@ class Rig:
         config: TandemConfig,
         device: str,
         application: str = "",
+        *,
+        beside: str | None = None,
     ) -> Placed:
         if self.has_no_room:
             raise ResourceError("1 ranks could not be placed")

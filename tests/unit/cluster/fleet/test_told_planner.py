@@ -94,3 +94,34 @@ def test_where_there_is_no_planner_nobody_is_told_anything() -> None:
     rig = Rig(planners=0)
     rig.replace(0)
     assert not rig.told_since()
+
+
+def test_the_planner_is_told_once_how_many_ranks_there_are_and_specs_say_so() -> None:
+    rig = Rig()
+    assert not rig.told_since()
+    first, *_ = rig.members
+    spec = msgspec.structs.replace(first.spec, rank=1)
+    rig.members.append(Member(spec, first.place, FakeRank(spec.name), first.ready))
+    rig.groups[0].join(rig.members[-1])
+    assert rig.told_since()["planner-0"] == [("resize", 2, 1)]
+    assert not rig.told_since()
+    assert [one.spec.attention_ranks for one in rig.members[:2]] == [2, 2]
+    rig.groups[0].leave(rig.members[-1])
+    assert rig.told_since()["planner-0"] == [("resize", 1, 1)]
+
+
+def test_a_planner_that_was_made_for_fewer_is_told() -> None:
+    """One that takes a lost one's place, begun before another attention rank has come."""
+    rig = Rig()
+    rig.told_since()
+    first, planner = rig.members[0], rig.groups[-1].members[0]
+    made_before = planner.spec
+    spec = msgspec.structs.replace(first.spec, rank=1)
+    rig.groups[0].join(Member(spec, first.place, FakeRank(spec.name), first.ready))
+    rig.told_since()
+    assert planner.spec.attention_ranks == 2
+    rig.replace(rig.members.index(planner))
+    assert "planner-0" not in rig.told_since()
+    planner.spec = made_before
+    rig.replace(rig.members.index(planner))
+    assert rig.told_since()["planner-0"] == [("resize", 2, 1)]

@@ -1,0 +1,63 @@
+"""How many ranks a running server is to have, and how far that has come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from contracts.errors import RequestError
+
+Progress = Literal["idle", "running", "done", "failed"]
+
+
+class ScaleWanted(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Ranks of each kind that there are to be. null: as many as there are."""
+
+    attention_ranks: int | None = None
+    expert_ranks: int | None = None
+    prefill_workers: int | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of the kinds that are named, by field."""
+        found = {name: getattr(self, name) for name in FIELDS}
+        return {name: count for name, count in found.items() if count is not None}
+
+
+FIELDS = tuple(ScaleWanted.__struct_fields__)
+MOST_RANKS = 1024  # of a kind
+
+
+class ScaleState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The last change of the number of ranks. number: counts them, since the launcher of the ranks
+    was started. ranks: of each kind that there are now. steps: what has been done, in words.
+    reason: why it failed. seconds: since it began, or that it took."""
+
+    state: Progress = "idle"
+    number: int = 0
+    wanted: ScaleWanted = ScaleWanted()
+    ranks: dict[str, int] = {}
+    steps: list[str] = []
+    reason: str = ""
+    seconds: float = 0.0
+
+
+def check_wanted(wanted: ScaleWanted, there: Mapping[str, int]) -> dict[str, int]:
+    """What is to change, by field. there: how many there are of the kinds that the server has.
+    Raises RequestError for what can never be."""
+    if not wanted.counts:
+        raise RequestError(f"no number of ranks is given: give one of {', '.join(FIELDS)}", None)
+    for name, count in wanted.counts.items():
+        if name not in there:
+            raise RequestError(
+                f"{name}={count}: this server was started without any: start it with some", name
+            )
+        if not 1 <= count <= MOST_RANKS:
+            raise RequestError(
+                f"{name}={count}: give 1 to {MOST_RANKS}; there are {there[name]} now", name
+            )
+    return {name: count for name, count in wanted.counts.items() if count != there[name]}
