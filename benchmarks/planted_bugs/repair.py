@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.planted_bugs.bug import Bug
 
 _ADOPTION = ("tests/unit/cluster/fleet/test_adoption.py",)
+_ENDS = ("tests/property/test_ends.py",)
 _GOING_ON = ("tests/property/test_going_on.py",)
 _PENDING = "actors/experts/remote_pending.py"
 _AGAIN = ("tests/unit/actors/experts/test_remote_pending.py",)
@@ -108,6 +109,20 @@ BUGS: tuple[Bug, ...] = (
         "if (was_idle and not left) or",
         "if not left or",
         ("tests/unit/cluster/serving/test_serve_end.py",),
+    ),
+    Bug(
+        "ends: a token makes up for every lost rank before it",
+        "cluster/routing/ticket.py",
+        "if given - self._forgiven_at >= forgiving_tokens:",
+        "if given > self._forgiven_at:",
+        _ENDS,
+    ),
+    Bug(
+        "ends: tokens make up for no lost rank",
+        "cluster/routing/ticket.py",
+        "self.attempts, self._forgiven_at = 0, given",
+        "self._forgiven_at = given",
+        _ENDS,
     ),
     Bug(
         "adoption: ranks of another launch are taken over",

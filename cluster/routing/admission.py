@@ -152,8 +152,8 @@ class Admission:
         self._placer.remove(ticket)
         is_handed_over = _is_handed_over(ticket, cause)
         is_new, has_others = ticket.note_failure(cause), self._has_others(ticket)
-        if not is_handed_over and (is_new or not has_others):  # once while there are others
-            ticket.attempts += 1
+        counts = not is_handed_over and (is_new or not has_others)  # once while there are others
+        ticket.count_failure(counts=counts, forgiving_tokens=self._config.forgiving_tokens)
         if not ticket.go_on():
             return
         if ticket.attempts >= self._config.max_attempts:

@@ -18,8 +18,8 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     which no answer has come back yet. request_share: of those, what one request may hold while
     others are there. ls_max_wait_s, be_max_wait_s, be_share: as in the section `priority` of the
     configuration. max_attempts: how many ranks (or incarnations of one) may fail with a request
-    before it counts as what ends them. alone_s: how long requests wait while there is no rank at
-    all."""
+    before it counts as what ends them. forgiving_tokens: once it has given so many more, those that
+    failed before count no longer. alone_s: how long requests wait while there is no rank at all."""
 
     block_tokens: int = 16
     max_waiting: int = 1024
@@ -28,6 +28,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     be_max_wait_s: float = 300.0
     be_share: float = 0.1
     max_attempts: int = 3
+    forgiving_tokens: int = 16
     alone_s: float = 60.0
 
 

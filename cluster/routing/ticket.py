@@ -36,8 +36,8 @@ class Ticket:
     another one goes on with it (`go_on`) it ends with the tokens so far. patient: it is not
     the first sequence of its client's request. waits: for a first answer. client: of the rank that
     has it; None: it has not been sent. failed_on: ranks that failed with it, the last one last,
-    each with the connection on which it did so last. attempts: failures that count. failure: the
-    first one.
+    each with the connection on which it did so last. attempts: failures that
+    count (`count_failure`). failure: the first one.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Ticket:
         self._since_s = clock()
         self._request_id = self._connection = 0
         self._tokens = array.array("q")  # that have come since it was sent
+        self._forgiven_at = 0  # how many had come in all when earlier failures ceased to count
         self._cached_tokens = 0  # where it was sent first
         self._hashes: tuple[bytes, ...] | None = None
         self._events: list[SequenceEvent] = []
@@ -100,6 +101,14 @@ class Ticket:
         known = self.failed_on.pop(client, None)
         self.failed_on[client] = self._connection
         return known != self._connection
+
+    def count_failure(self, *, counts: bool, forgiving_tokens: int) -> None:
+        """One more, if it counts, once the tokens that it has given have made up for earlier ones.
+        What ends every rank that it meets gives none, or few."""
+        given = self.submit.generated + len(self._tokens)
+        if given - self._forgiven_at >= forgiving_tokens:
+            self.attempts, self._forgiven_at = 0, given
+        self.attempts += counts
 
     def tried(self) -> list[RankClient]:
         """Ranks that have failed it and have not begun anew since, the last one last."""
