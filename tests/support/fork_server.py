@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -48,6 +49,10 @@ class ForkServer:
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
             return int(self._socket.recv(MAX_REQUEST_BYTES))
 
+    def import_too(self, module: str) -> None:
+        """What is forked from now on has imported it."""
+        self.call({"import": module})
+
     def close(self) -> None:
         self._socket.close()
         self._process.wait(120.0)  # it may still be importing, on a busy machine
@@ -70,6 +75,8 @@ class ForkedProcess:
             os.close(child_out)
         self.returncode: int | None = None
         self._ended = os.pidfd_open(self.pid)
+        weakref.finalize(self, os.close, self._ended)
+        self._reaping = threading.Lock()  # who looks after it and who closes it may be two threads
 
     def poll(self) -> int | None:
         try:
@@ -78,12 +85,12 @@ class ForkedProcess:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            if not select.select([self._ended], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            self.returncode = fork_server().call({"reap": self.pid})
-            os.close(self._ended)
-        return self.returncode
+        if not select.select([self._ended], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        with self._reaping:
+            if self.returncode is None:
+                self.returncode = fork_server().call({"reap": self.pid})
+            return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
@@ -122,6 +129,10 @@ def _next_child(server: socket.socket) -> dict[str, Any] | None:
         if "reap" in request:
             _, status = os.waitpid(request["reap"], 0)
             server.send(str(os.waitstatus_to_exitcode(status)).encode())
+            continue
+        if "import" in request:
+            importlib.import_module(request["import"])
+            server.send(b"0")
             continue
         pid = os.fork()
         if pid == 0:
