@@ -5,103 +5,40 @@ rows, experts in order, as the solver places them, and with a quarter more slots
     python -m benchmarks.placed_bytes --data DATA --mbit 40      over a link of that rate
 
 With --mbit the attention rank and the expert ranks are in two network namespaces of this machine
-(root, iproute2). All groups are up at once and take turns; ratios are of one round. Placements are
-of the profile beside the checkpoint; `predicted` bytes are of the copies that the rows' routing has
-under them (planner/placement/routing.py), which no rank has anything to do with.
+(root, iproute2). All groups are up at once and take turns, each first as often as the others;
+ratios are of one round, and rounds count in which all of them ran the same batches (a row goes
+ahead; the time is from its end to the end of the last). `cpu_ratio`: of the CPU time of all ranks,
+which other work on the machine disturbs less. Placements are of the profile beside the checkpoint;
+`predicted` bytes are of the copies that the rows' routing has under them
+(planner/placement/routing.py), which no rank has anything to do with.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
-import secrets
 import statistics
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.planning.profiled_routing import layer_routing
-from actors.ranks.process import RankProcess
-from actors.ranks.rendezvous import Formation, Seat, contiguous_placements, form_group, make_specs
 from benchmarks.harness import Result, write_result
-from benchmarks.pinned_batches import CANDIDATES, bench_client
+from benchmarks.placed_groups import Ran, Running, batches_of, groups, placements_of, ran, warm
 from benchmarks.placement.traces import BUNDLED, rows_of, traced
-from benchmarks.rank_stream import ask
-from benchmarks.two_nodes import HEAD, OTHER, TwoNodes, nodes_of
-from cluster.routing.rank_client import RankClient
-from contracts.config import TandemConfig
-from contracts.loading import load_config
-from contracts.messages import Scored, Submit
+from benchmarks.two_nodes import TwoNodes, nodes_of
 from contracts.placement import Placement
-from contracts.worker import Group, RankStatus
 from models.foresight.routing_counts import RoutingCounts
 from models.spec.model import ModelSpec, read_spec
 from planner.placement.routing import LayerRouting, TokenCounts, measure
 from planner.placement.slots import ExpertPlacement
-from planner.placement.solve import solve_layer
 
-CALL_S, READY_S = 30.0, 120.0
-HOST = "127.0.0.1"
 ROW_BYTES = 2  # of an element: bfloat16
 PAIR_BYTES = 8  # its position and its weight
-QUARTER = 1.25
-
-
-class Running(NamedTuple):
-    """A group that is up."""
-
-    attention: RankProcess
-    client: RankClient
-    ranks: Sequence[RankProcess] = ()  # the attention rank first
-
-    def bytes_moved(self) -> tuple[int, int]:
-        status: RankStatus = self.attention.call("status").result(CALL_S)
-        moved = status.sections["channel_bytes"]
-        return int(moved["sent"]), int(moved["received"])
-
-    async def run(self, rows: Sequence[list[int]]) -> float:
-        """Seconds until all rows are answered."""
-        start_s = time.perf_counter()
-        submits = [
-            Submit(request_id=0, token_ids=row, sampling=None, candidates=CANDIDATES)
-            for row in rows
-        ]
-        for stream in [await ask(self.client, submit) for submit in submits]:
-            async for event in stream:
-                if not isinstance(event, Scored):
-                    raise RuntimeError(f"a row failed: {event}")
-        return time.perf_counter() - start_s
-
-
-def placements_of(spec: ModelSpec, counts: RoutingCounts, ranks: int) -> dict[str, Placement]:
-    """By name."""
-    in_order = contiguous_placements(str(BUNDLED), expert_ranks=ranks)[Group.EXPERT]
-    each = spec.num_experts // ranks
-    return {
-        "contiguous": in_order,
-        "placed": _solved(spec, counts, [each] * ranks),
-        "replicas": _solved(spec, counts, [round(each * QUARTER)] * ranks),
-    }
-
-
-def _solved(spec: ModelSpec, counts: RoutingCounts, slots: Sequence[int]) -> Placement:
-    def layer(number: int) -> tuple[int, ...]:
-        if number not in spec.moe_layers:
-            return ()
-        return tuple(map(int, solve_layer(layer_routing(counts, number), slots).expert_of_slot))
-
-    return Placement(
-        num_experts=spec.num_experts,
-        slots_per_rank=tuple(slots),
-        expert_of_slot=tuple(map(layer, range(spec.num_layers))),
-    )
 
 
 def predicted(placement: Placement, spec: ModelSpec, paths_PLK: Any) -> dict[str, float]:
@@ -128,107 +65,76 @@ def predicted(placement: Placement, spec: ModelSpec, paths_PLK: Any) -> dict[str
     }
 
 
-@contextlib.asynccontextmanager
-async def groups(
-    options: argparse.Namespace, placements: dict[str, Placement], nodes: TwoNodes | None
-) -> AsyncIterator[dict[str, Running]]:
-    """One of each placement, up at once."""
-    async with contextlib.AsyncExitStack() as stack:
-        yield {
-            name: await stack.enter_async_context(
-                _group(_config(options, placement.ranks), placement, nodes)
-            )
-            for name, placement in placements.items()
-        }
-
-
-def _config(options: argparse.Namespace, ranks: int) -> TandemConfig:
-    return load_config(
-        None,
-        [
-            "model.dtype=bfloat16",
-            f"groups.expert_ranks={ranks}",
-            "kv.prefix_cache=false",
-            "kv.pool_tokens=32768",
-            f"schedule.max_batch_tokens={options.batch_tokens}",
-            "schedule.max_batch_sequences=256",
-            "priority.preempt=false",
-        ],
-    )
-
-
-@contextlib.asynccontextmanager
-async def _group(
-    config: TandemConfig, placement: Placement, nodes: TwoNodes | None
-) -> AsyncIterator[Running]:
-    backend, here, there = ("tcp", HEAD, OTHER) if nodes else ("shm", HOST, HOST)
-    token = secrets.token_bytes(32)
-    formation = Formation(
-        config, str(BUNDLED), token, 1, backend, placements={Group.EXPERT: placement}
-    )
-    seats = [Seat("cpu", there, 1)] * placement.ranks
-    specs = make_specs(formation, [Seat("cpu", here, 1)], seats)
-    handles = []
-    try:
-        for spec in specs:
-            away = nodes is not None and spec.group is Group.EXPERT
-            inside = nodes.inside(1) if away and nodes is not None else ()
-            handles.append(RankProcess(spec.name, inside=inside))
-        ready = form_group(specs, handles, timeout_s=READY_S)
-        first = ready[0]
-        client = await bench_client(first.name, first.client_address, token, silence_s=CALL_S)
-        try:
-            yield Running(handles[0], client, handles)
-        finally:
-            await client.close()
-    finally:
-        for handle in handles:
-            handle.close(CALL_S)
-
-
 async def compare(
     options: argparse.Namespace,
     rows: Sequence[list[int]],
     placements: dict[str, Placement],
     nodes: TwoNodes | None,
 ) -> dict[str, Any]:
-    """Samples by placement: seconds of the rows, bytes of a token out and back."""
-    tokens = sum(map(len, rows))
-    samples: dict[str, Any] = {name: {"s": []} for name in placements}
+    """Samples by placement, of rounds in which all of them ran the same batches; bytes of a token
+    out and back."""
+    batches = batches_of([len(row) for row in rows], options.batch_tokens)
+    tokens = [sum(stop - start for start, stop in batch) for batch in batches]
+    samples: dict[str, Any] = {}
+    rounds: list[dict[str, Ran]] = []
     async with groups(options, placements, nodes) as running:
-        for group in running.values():
-            await group.run(rows)  # warm
-        before = {name: group.bytes_moved() for name, group in running.items()}
-        for _ in range(options.rounds):
-            for name, group in running.items():
-                samples[name]["s"].append(round(await group.run(rows), 4))
+        await warm(running.values(), rows, tokens)
         for name, group in running.items():
-            out, back = np.subtract(group.bytes_moved(), before[name]) / (options.rounds * tokens)
-            samples[name] |= {"a2e_bytes": round(float(out), 2), "e2a_bytes": round(float(back), 2)}
+            samples[name] = await _bytes(group, rows)
+        for number in range(options.rounds):
+            first = number % len(running)
+            order = [*running][first:] + [*running][:first]
+            found = {name: await ran(running[name], rows, tokens) for name in order}
+            alike = {name: one for name, one in found.items() if one is not None}
+            if len(alike) == len(running):
+                rounds.append(alike)
+    for name, of_name in samples.items():
+        for field in Ran._fields:
+            of_name[field] = [round(getattr(each[name], field), 4) for each in rounds]
     return samples
+
+
+async def _bytes(group: Running, rows: Sequence[list[int]]) -> dict[str, float]:
+    before = group.bytes_moved()
+    await group.run(rows)
+    out, back = np.subtract(group.bytes_moved(), before) / sum(map(len, rows))
+    return {"a2e_bytes": round(float(out), 2), "e2a_bytes": round(float(back), 2)}
 
 
 def summary_of(samples: dict[str, Any], foretold: dict[str, Any]) -> dict[str, Any]:
     base, rows = samples["contiguous"], {}
     whole = base["a2e_bytes"] + base["e2a_bytes"]
     for name, found in samples.items():
-        ratio = statistics.median(
-            mine / theirs for mine, theirs in zip(found["s"], base["s"], strict=True)
-        )
+        said = foretold[name]
         moved = found["a2e_bytes"] + found["e2a_bytes"]
         rows[name] = {
-            **foretold[name],
+            **said,
             "measured_a2e_bytes": found["a2e_bytes"],
             "measured_e2a_bytes": found["e2a_bytes"],
-            "a2e_over_predicted": round(found["a2e_bytes"] / foretold[name]["a2e_bytes"], 4),
-            "e2a_over_predicted": round(found["e2a_bytes"] / foretold[name]["e2a_bytes"], 4),
+            "a2e_over_predicted": round(found["a2e_bytes"] / said["a2e_bytes"], 4),
+            "e2a_over_predicted": round(found["e2a_bytes"] / said["e2a_bytes"], 4),
             "bytes_ratio": round(moved / whole, 4),
-            "median_s": statistics.median(found["s"]),
-            "time_ratio": round(ratio, 4),
+            "rounds": len(found["whole_s"]),
+            "median_s": statistics.median(found["whole_s"]),
+            "time_ratio": _ratio(found, base, "whole_s"),
+            "cpu_ratio": _ratio(found, base, "attention_s", "experts_s"),
+            "attention_cpu_ratio": _ratio(found, base, "attention_s"),
+            "experts_cpu_ratio": _ratio(found, base, "experts_s"),
         }
-        if name != "contiguous":
-            rows[name]["fall_of_time_over_bytes"] = round((1 - ratio) / (1 - moved / whole), 3)
+        if moved < whole:
+            fall = (1 - rows[name]["time_ratio"]) / (1 - moved / whole)
+            rows[name]["fall_of_time_over_bytes"] = round(fall, 3)
     return rows
+
+
+def _ratio(found: dict[str, Any], base: dict[str, Any], *fields: str) -> float:
+    """Median over the rounds, of the sum of the fields."""
+
+    def sums(samples: dict[str, Any]) -> Iterator[float]:
+        return map(sum, zip(*(samples[field] for field in fields), strict=True))
+
+    pairs = zip(sums(found), sums(base), strict=True)
+    return round(statistics.median(mine / theirs for mine, theirs in pairs), 4)
 
 
 def main() -> None:
@@ -241,6 +147,8 @@ def main() -> None:
     samples, summary = {}, {}
     for ranks in options.ranks:
         placements = placements_of(spec, counts, ranks)
+        if options.twin:
+            placements["twin"] = placements["contiguous"]
         foretold = {name: predicted(each, spec, paths_PLK) for name, each in placements.items()}
         samples[f"1+{ranks}"] = asyncio.run(compare(options, rows, placements, nodes))
         summary[f"1+{ranks}"] = summary_of(samples[f"1+{ranks}"], foretold)
@@ -275,6 +183,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--batch-tokens", type=int, default=2048)
+    parser.add_argument("--twin", action="store_true", help="a second group in order: the noise")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
     parser.add_argument("--inside", nargs=4, help=argparse.SUPPRESS)

@@ -24,7 +24,6 @@ import asyncio
 import json
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,17 +36,21 @@ from actors.planning.profiled_routing import layer_routing
 from actors.ranks.attention_rank import ChunkCost
 from actors.ranks.rendezvous import contiguous_placements
 from benchmarks.harness import Result, write_result
-from benchmarks.pinned_batches import CANDIDATES
-from benchmarks.placed_bytes import CALL_S, Running, groups, placements_of
+from benchmarks.placed_groups import (
+    Chunks,
+    Ran,
+    batches_of,
+    groups,
+    placements_of,
+    ran,
+    warm,
+)
 from benchmarks.placement.traces import BUNDLED, rows_of
-from benchmarks.rank_stream import ask
 from benchmarks.two_nodes import TwoNodes, nodes_of
 from cluster.capacity.profile import ProfileSettings, profile
 from cluster.files.hardware import load_hardware
 from contracts.config import ScheduleConfig
-from contracts.events import Stage, TaskSpan
 from contracts.hardware import Hardware
-from contracts.messages import Scored, Submit
 from contracts.placement import Placement
 from contracts.worker import Group
 from models.foresight.routing_counts import RoutingCounts
@@ -71,27 +74,8 @@ from planner.findep.split import balanced_ranges
 from planner.placement.samples import split
 from planner.placement.slots import ExpertPlacement
 
-AHEAD_TOKENS, HEAD_START_S = 1024, 0.01
-MOST_WARM = 16  # rounds
 CALMEST = 0.25  # of the rounds
 FRAME, IN_FRAME = 1514, 1448  # bytes of a full Ethernet frame, and of a payload in it
-
-Chunks = list[tuple[int, int]]
-
-
-def batches_of(lengths: Sequence[int], batch_tokens: int) -> list[Chunks]:
-    """As a scheduler fills them: in order, a row that does not fit is cut."""
-    batches, room = [Chunks()], batch_tokens
-    for length in lengths:
-        done = 0
-        while done < length:
-            if room == 0:
-                batches.append([])
-                room = batch_tokens
-            take = min(room, length - done)
-            batches[-1].append((done, done + take))
-            done, room = done + take, room - take
-    return batches
 
 
 class Foretold(NamedTuple):
@@ -160,70 +144,6 @@ def _pieces(
     ]
 
 
-class Ran(NamedTuple):
-    """Seconds: of the batches together; of CPU time of the attention rank and of the busiest expert
-    rank, and that the former waited for a core, from the first row on."""
-
-    whole_s: float
-    attention_s: float
-    expert_s: float
-    waited_s: float
-
-
-async def ran(group: Running, rows: Sequence[list[int]], tokens: Sequence[int]) -> Ran | None:
-    """None where batches were formed of other numbers of tokens."""
-    begin_s, pids = time.monotonic(), [handle.pid for handle in group.ranks]
-    begun, waited_before_s = list(map(_cpu_s, pids)), _waited_s(pids[0])
-    submits = [
-        Submit(request_id=0, token_ids=ids, sampling=None, candidates=CANDIDATES)
-        for ids in ([1] * AHEAD_TOKENS, *rows)
-    ]
-    streams = [await ask(group.client, submits[0])]
-    await asyncio.sleep(HEAD_START_S)
-    streams += [await ask(group.client, submit) for submit in submits[1:]]
-    for stream in streams:
-        async for event in stream:
-            if not isinstance(event, Scored):
-                raise RuntimeError(f"a row failed: {event}")
-    used = [after - before for before, after in zip(begun, map(_cpu_s, pids), strict=True)]
-    waited_s = _waited_s(pids[0]) - waited_before_s
-    spans = [
-        span
-        for handle in group.ranks
-        for span in handle.call("spans").result(CALL_S)
-        if span.start_s >= begin_s and span.stage not in (Stage.WAIT, Stage.A2E, Stage.E2A)
-    ]
-    first, *others = sorted({span.batch for span in spans})
-    formed = [sum(s.tokens for s in spans if _embeds(s) and s.batch == n) for n in others]
-    if formed != list(tokens):
-        return None
-    ended_s = max(span.end_s for span in spans if span.batch == first)
-    whole_s = max(span.end_s for span in spans) - ended_s
-    # What went ahead ran in that time, too.
-    part = whole_s / (max(span.end_s for span in spans) - min(span.start_s for span in spans))
-    return Ran(whole_s, part * used[0], part * max(used[1:]), part * waited_s)
-
-
-def _cpu_s(pid: int) -> float:
-    """That the process has run so far, all threads."""
-    return sum(run for run, _ in _scheduled(pid)) / 1e9
-
-
-def _waited_s(pid: int) -> float:
-    """That its threads could have run, and had no core."""
-    return sum(waited for _, waited in _scheduled(pid)) / 1e9
-
-
-def _scheduled(pid: int) -> list[tuple[int, int]]:
-    """Of each thread, in ns."""
-    texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
-    return [(int(run), int(waited)) for run, waited, _ in map(str.split, texts)]
-
-
-def _embeds(span: TaskSpan) -> bool:
-    return span.stage is Stage.ATTENTION and span.layer == 0
-
-
 async def measured(
     options: argparse.Namespace,
     rows: Sequence[list[int]],
@@ -235,10 +155,7 @@ async def measured(
     tokens = [sum(stop - start for start, stop in batch) for batch in batches]
     found: dict[str, list[Ran]] = {name: [] for name in placements}
     async with groups(options, placements, nodes) as running:
-        for group in running.values():
-            for _ in range(MOST_WARM):  # until it is long ago that requests shared a batch
-                if await ran(group, rows, tokens) is not None:
-                    break
+        await warm(running.values(), rows, tokens)
         for _ in range(options.rounds):
             for name, group in running.items():
                 one = await ran(group, rows, tokens)
@@ -315,7 +232,7 @@ def run(options: argparse.Namespace, nodes: TwoNodes | None) -> None:
 
 
 def compared(routing: RoutingShape, said: Foretold, rounds: Sequence[Ran]) -> dict[str, Any]:
-    whole_s, attention_s, expert_s, _ = map(statistics.median, zip(*rounds, strict=True))
+    whole_s, attention_s, expert_s, *_ = map(statistics.median, zip(*rounds, strict=True))
     calm = sorted(rounds, key=lambda one: one.waited_s / one.whole_s)
     calm = calm[: max(1, round(CALMEST * len(rounds)))]
     calm_s = statistics.median(one.whole_s for one in calm)
