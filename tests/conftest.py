@@ -14,7 +14,8 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.support.fork_server import fork_server
+import actors.ranks.process
+from tests.support.fork_server import fork_server, start_forked
 from tests.support.tiny_models import make_tiny_checkpoint
 
 torch.set_num_threads(1)  # two cores, several workers; and sums that do not depend on the machine
@@ -63,6 +64,12 @@ def forked_processes() -> Iterator[None]:
     fork_server().start()
     yield
     fork_server().close()
+
+
+@pytest.fixture
+def ranks_are_forked(forked_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that a test starts as processes come without the seconds of an import."""
+    start_forked(monkeypatch, actors.ranks.process)
 
 
 @pytest.fixture(scope="session")

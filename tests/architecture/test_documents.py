@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,13 @@ def _headings(document: Path) -> set[str]:
 def _is_a_file_of_ours(name: str) -> bool:
     """A path below one of our folders; or a bare file name of the root."""
     first, slash, _ = name.partition("/")
-    tops = {path.relative_to(ROOT).parts[0] for path in tracked_files()}
-    return (bool(slash) and first in tops) or name in {"Makefile", "LICENSE", "pyproject.toml"}
+    ours = bool(slash) and first in _tops()
+    return ours or name in {"Makefile", "LICENSE", "pyproject.toml"}
+
+
+@functools.cache
+def _tops() -> set[str]:
+    return {path.relative_to(ROOT).parts[0] for path in tracked_files()}
 
 
 def _places(document: Path, name: str) -> tuple[Path, Path]:

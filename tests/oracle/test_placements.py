@@ -54,6 +54,7 @@ def _placed(spec: ModelSpec, extra: Sequence[int], seed: int) -> Placement:
     )
 
 
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_replicated_experts_in_processes_give_the_logits_of_the_single_process_path(
     tiny_checkpoint: Checkpoints,
 ) -> None:
