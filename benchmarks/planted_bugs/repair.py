@@ -111,14 +111,14 @@ BUGS: tuple[Bug, ...] = (
         ("tests/unit/cluster/serving/test_serve_end.py",),
     ),
     Bug(
-        "ends: a token makes up for every lost rank before it",
+        "repair: a token makes up for every lost rank before it",
         "cluster/routing/ticket.py",
         "if given - self._forgiven_at >= forgiving_tokens:",
         "if given > self._forgiven_at:",
         _ENDS,
     ),
     Bug(
-        "ends: tokens make up for no lost rank",
+        "repair: tokens make up for no lost rank",
         "cluster/routing/ticket.py",
         "self.attempts, self._forgiven_at = 0, given",
         "self._forgiven_at = given",
