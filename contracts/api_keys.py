@@ -49,6 +49,16 @@ def check_keys(api_keys: Sequence[ApiKey], metrics_key: str | None) -> None:
         _check_key("metrics_key", metrics_key)
 
 
+def check_operator_key(operator_key: str | None, others: Sequence[str | None]) -> None:
+    """Raises ValueError for one that would let everybody in, or nobody, or those who have another
+    key."""
+    if operator_key is None:
+        return
+    _check_key("operator_key", operator_key)
+    if operator_key in others:
+        raise ValueError("operator_key is one of api_keys or metrics_key, too: give another one")
+
+
 def _check_key(name: str, key: str) -> None:
     if not key:
         raise ValueError(f"{name} is empty: remove it, or give a key")

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from contracts.api_keys import ApiKey, api_key, check_keys
+from contracts.api_keys import ApiKey, api_key, check_keys, check_operator_key
 from contracts.plan import Order, Plan
 
 Count = Annotated[int, Meta(ge=1)]
@@ -25,6 +25,7 @@ OutputFolder = Annotated[str, Meta(extra={"path": "output"})]
 
 BUNDLED = "bundled"
 SPIN_S = 0.005
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 SCALABLE = ("resident", "streamed", "cached")  # prefill.experts of workers that stand alone
 
 
@@ -453,6 +454,9 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     metrics_key: str | None = None
     """The bearer token of /metrics, /load, /status, /trace and of exporters. null: these are open
     to all. One in keys_file goes before it, but at exporters."""
+    operator_key: str | None = None
+    """The bearer token of /scale (`tandem scale`). null: with front "direct" on 127.0.0.1 and
+    without keys it is open to whoever is on this machine, else to nobody."""
     tls_certificate: InputPath | None = None
     """PEM file, together with tls_key. null: plain HTTP."""
     tls_key: InputPath | None = None
@@ -498,8 +502,16 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Whether a request must carry one."""
         return bool(self.api_keys) or self.keys_file is not None
 
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches it."""
+        return self.front == "direct" and self.host in LOOPBACK
+
     def __post_init__(self) -> None:
         check_keys(self.clients, self.metrics_key)
+        check_operator_key(
+            self.operator_key, [*(one.key for one in self.clients), self.metrics_key]
+        )
         if self.api_keys and self.keys_file is not None:
             raise ValueError(
                 f"api_keys and keys_file={self.keys_file}: give one of them; all keys in the file"

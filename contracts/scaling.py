@@ -46,18 +46,22 @@ class ScaleState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seconds: float = 0.0
 
 
+def check_counts(wanted: ScaleWanted) -> None:
+    """Raises RequestError for what no server has."""
+    if not wanted.counts:
+        raise RequestError(f"no number of ranks is given: give one of {', '.join(FIELDS)}", None)
+    for name, count in wanted.counts.items():
+        if not 1 <= count <= MOST_RANKS:
+            raise RequestError(f"{name}={count}: give 1 to {MOST_RANKS}", name)
+
+
 def check_wanted(wanted: ScaleWanted, there: Mapping[str, int]) -> dict[str, int]:
     """What is to change, by field. there: how many there are of the kinds that the server has.
     Raises RequestError for what can never be."""
-    if not wanted.counts:
-        raise RequestError(f"no number of ranks is given: give one of {', '.join(FIELDS)}", None)
+    check_counts(wanted)
     for name, count in wanted.counts.items():
         if name not in there:
             raise RequestError(
                 f"{name}={count}: this server was started without any: start it with some", name
-            )
-        if not 1 <= count <= MOST_RANKS:
-            raise RequestError(
-                f"{name}={count}: give 1 to {MOST_RANKS}; there are {there[name]} now", name
             )
     return {name: count for name, count in wanted.counts.items() if count != there[name]}

@@ -24,9 +24,18 @@ from cluster.api.errors import bug_response, error_response, install_handlers, o
 from cluster.api.open_requests import OpenRequests
 from cluster.api.openapi import openapi_document
 from cluster.api.request_log import AccessLog, RequestLog
+from cluster.api.scaled import begin_scale, scaled
 from cluster.api.schemas import ServedModel
 from cluster.api.scoring import score
-from cluster.api.session import AskRanks, AskTrace, EventStream, ExtraMetrics, Services, Session
+from cluster.api.session import (
+    AskRanks,
+    AskTrace,
+    EventStream,
+    ExtraMetrics,
+    Scale,
+    Services,
+    Session,
+)
 from cluster.api.tokenizing import Tokenizing
 from cluster.api.tokens import detokenize, tokenize
 from cluster.api.traced import trace
@@ -59,13 +68,15 @@ def build_app(
     extra: ExtraMetrics | None = None,
     ranks: AskRanks | None = None,
     tracing: AskTrace | None = None,
+    scale: Scale | None = None,
     share_between_keys: bool = False,
     limits: LimitsConfig = LimitsConfig(),  # noqa: B008  (frozen)
     logs_prompts: bool = False,
     clock: Clock = monotonic_s,
 ) -> App:
     """The application in front of `backend`. extra: the ranks' metrics in Prometheus text format.
-    ranks: what they say of themselves; tracing: what they have done. logs_prompts: as log.prompts.
+    ranks: what they say of themselves; tracing: what they have done; scale: how many there are to
+    be. logs_prompts: as log.prompts.
     share_between_keys: as in `KvConfig`.
 
     Of http.keys_file nothing is read here: until its keys are taken nobody is let in
@@ -87,6 +98,8 @@ def build_app(
             http.clients,
             http.metrics_key,
             needs_keys=http.has_keys,
+            operator_key=http.operator_key,
+            is_local=http.is_local,
             share_between_keys=share_between_keys,
             clock=clock,
         ),
@@ -95,6 +108,7 @@ def build_app(
         extra=extra,
         ranks=ranks,
         trace=tracing,
+        scale=scale,
         logs_prompts=logs_prompts,
     )
     app = App(services)
@@ -118,12 +132,14 @@ def build_app(
         ("/metrics", metrics_of(services)),
         ("/status", status_of(services)),
         ("/trace", trace),
+        ("/scale", scaled),
         ("/openapi.json", _openapi),
         ("/version", _version),
         ("/v1/models", _models),
         ("/v1/models/{name:path}", _one_model),
     ):
         app.add_route(path, _simple(services, plain), methods=["GET"])
+    app.add_route("/scale", _simple(services, begin_scale), methods=["POST"])
     return app
 
 

@@ -38,7 +38,8 @@ class _Client(NamedTuple):
 
 class Callers:
     """The clients of one ingress, and who watches it. needs_keys: nobody is let in while there are
-    none. share_between_keys: all keys find each other's prefixes. On one event loop."""
+    none. operator_key: of whoever may change the server; is_local: only this machine reaches it.
+    share_between_keys: all keys find each other's prefixes. On one event loop."""
 
     def __init__(
         self,
@@ -46,10 +47,13 @@ class Callers:
         metrics_key: str | None = None,
         *,
         needs_keys: bool = False,
+        operator_key: str | None = None,
+        is_local: bool = True,
         share_between_keys: bool = False,
         clock: Clock = monotonic_s,
     ) -> None:
         self._is_open = not needs_keys and not api_keys
+        self._operator_key, self._is_local = operator_key, is_local
         self._shares, self._clock = share_between_keys, clock
         self._clients: dict[str, _Client] = {}
         self._numbers = itertools.count(1)
@@ -83,6 +87,19 @@ class Callers:
         if self._metrics_key is not None:
             needed = "the metrics key is needed (Authorization: Bearer KEY, http.metrics_key)"
             _check([self._metrics_key], request, needed)
+
+    def check_operator(self, request: Request) -> None:
+        """Raises UnauthorizedError unless the bearer token is the operator's. Where there are no
+        keys at all, whoever is on this machine is one."""
+        needed = "the operator's key is needed (Authorization: Bearer KEY, http.operator_key)"
+        if self._operator_key is not None:
+            _check([self._operator_key], request, needed)
+        elif not (self._is_open and self._is_local):
+            raise UnauthorizedError(
+                f"{needed}: this server was started without one, though it has API keys or others "
+                "than this machine reach it",
+                None,
+            )
 
     def caller(self, key: str | None, name: str = "") -> Caller:
         """Of a request that came with this valid key; None: keys are not configured. name: what its

@@ -38,6 +38,7 @@ from cluster.api.openapi_bounds import (
 from cluster.api.schemas import ServedModel
 from contracts import errors
 from contracts.config import HttpConfig
+from contracts.scaling import ScaleState, ScaleWanted
 from contracts.traces import MAX_TRACE_S
 
 VERSION = "3.1.0"
@@ -86,6 +87,7 @@ def openapi_document(model: ServedModel, http: HttpConfig, costs: Bounds | None 
         *(answers.Classification, answers.Scoring),
         *(schemas.TokenizeBody, schemas.DetokenizeBody),
         *(answers.Tokenized, answers.Detokenized),
+        *(ScaleWanted, ScaleState),
         *(answers.ModelList, answers.Health, answers.Version, answers.Load, answers.Status),
         answers.ErrorAnswer,
     ]
@@ -95,7 +97,11 @@ def openapi_document(model: ServedModel, http: HttpConfig, costs: Bounds | None 
         bound_texts(components, costs)
     bound_together(components, model, http)
     may_have_one = http.metrics_key is not None or http.keys_file is not None
-    given = {"key": http.has_keys, "metrics_key": may_have_one}
+    given = {
+        "key": http.has_keys,
+        "metrics_key": may_have_one,
+        "operator_key": http.operator_key is not None,
+    }
     document: Schema = {
         "openapi": VERSION,
         "info": {
@@ -103,7 +109,10 @@ def openapi_document(model: ServedModel, http: HttpConfig, costs: Bounds | None 
             "version": "1",
             "description": "Mixture-of-Experts serving: generation, classification, scoring.",
         },
-        "paths": _paths(given["key"], metrics_key=given["metrics_key"]),
+        "paths": {
+            **_paths(given["key"], metrics_key=given["metrics_key"]),
+            "/scale": _scaled(http),
+        },
         "components": {"schemas": components, "responses": _error_responses()},
     }
     if costs is not None:
@@ -195,6 +204,22 @@ def _traced(metrics_key: bool) -> Schema:
     statuses = (400, 401, 429, 500, 503)
     operation = _operation(summary, file, statuses, metrics_key, "metrics_key")
     return {**operation, "parameters": [seconds]}
+
+
+def _scaled(http: HttpConfig) -> Schema:
+    """Without a key of its own it is open to some only, or to nobody."""
+    answer, refuses = _answered(ScaleState, None), http.has_keys or not http.is_local
+    is_keyed, scheme = http.operator_key is not None, "operator_key"
+    shown = _operation(
+        "The last change of the number of ranks", answer, (401, 500), is_keyed or refuses, scheme
+    )
+    statuses = (400, 401, 408, 413, 415, 429, 500)
+    begun = _operation("Change the number of ranks", answer, statuses, is_keyed or refuses, scheme)
+    begun["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(ScaleWanted)}}}
+    if not is_keyed:
+        for operation in (shown, begun):
+            operation.pop("security", None)
+    return {"get": shown, "post": begun}
 
 
 def _watched(summary: str, answer: Schema, metrics_key: bool) -> Schema:

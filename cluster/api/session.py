@@ -29,6 +29,7 @@ from contracts.config import HttpConfig
 from contracts.errors import ClientGoneError, ForbiddenError, RequestTimeoutError, TandemError
 from contracts.metrics import Outcome, Pipeline
 from contracts.requests import Caller, Priority, Usage
+from contracts.scaling import ScaleState, ScaleWanted
 from contracts.traces import ClockOffset, RequestSpan, TraceAnswer
 from contracts.worker import RankStatus
 from models.text.tokenizer import Tokenizer
@@ -37,6 +38,8 @@ Result = TypeVar("Result")
 ExtraMetrics = Callable[[], Awaitable[str]]
 MAX_SEEN = 4096  # latest requests, for a trace
 AskRanks = Callable[[], Awaitable[list[RankStatus]]]
+Scale = Callable[[ScaleWanted | None], Awaitable[ScaleState]]
+"""Begins to make the ranks as many as wanted; None: only says how far that has come."""
 
 # In scope["state"], from a front of our own: to be called with what to do once the client has left,
 # or with None when that matters no more. Elsewhere a task waits for it, which takes longer.
@@ -54,7 +57,8 @@ class AskTrace(msgspec.Struct, frozen=True):
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):
     """What every endpoint works with. extra: metrics of the ranks, in Prometheus text format.
-    ranks: what they say of themselves. trace: what they have done. sessions: of the requests under
+    ranks: what they say of themselves. trace: what they have done. scale: how many there are to
+    be. sessions: of the requests under
     way. ending: whether the server is about to. seen: the latest that have ended."""
 
     backend: Backend
@@ -70,6 +74,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     extra: ExtraMetrics | None
     ranks: AskRanks | None = None
     trace: AskTrace | None = None
+    scale: Scale | None = None
     logs_prompts: bool = False
     sessions: set[Session] = msgspec.field(default_factory=set)
     ending: Ending = msgspec.field(default_factory=Ending)

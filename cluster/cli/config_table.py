@@ -63,7 +63,7 @@ def _open(name: str, value: Any) -> Any:
     """The value, but of API keys only how many there are."""
     if name == "api_keys":
         return ["…"] * len(value)
-    return "…" if name == "metrics_key" and value else value
+    return "…" if name in ("metrics_key", "operator_key") and value else value
 
 
 def table_of(keys: list[Key]) -> Table:

@@ -8,6 +8,7 @@ import msgspec
 import contracts.errors
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, TandemError
+from contracts.scaling import ScaleState, ScaleWanted
 from contracts.traces import TraceAnswer
 from contracts.worker import RankReady
 
@@ -78,6 +79,21 @@ def encode_trace(answer: TraceAnswer) -> bytes:
 
 def decode_trace(body: bytes) -> TraceAnswer:
     return msgspec.json.decode(body, type=TraceAnswer)
+
+
+def encode_scale(answer: ScaleWanted | ScaleState) -> bytes:
+    return msgspec.msgpack.encode(answer)
+
+
+def decode_wanted(body: bytes) -> ScaleWanted:
+    return msgspec.msgpack.decode(body, type=ScaleWanted)
+
+
+def decode_scale(body: bytes, failure: bytes) -> ScaleState:
+    """Raises the TandemError that `failure` is, if it is one."""
+    if failure:
+        raise decode_failure(failure)
+    return msgspec.msgpack.decode(body, type=ScaleState)
 
 
 def decode_directory(body: bytes) -> Directory:

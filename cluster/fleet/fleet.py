@@ -14,6 +14,7 @@ from cluster.fleet.codec import Directory
 from cluster.fleet.ledger import Ledger
 from cluster.fleet.member import Member
 from cluster.fleet.rank_group import RankGroup, kill_all
+from cluster.fleet.resizing import Resizing
 from cluster.fleet.scaler import Scaler
 from cluster.fleet.scraped import Scraped
 from cluster.fleet.supervisor import Supervisor
@@ -22,9 +23,11 @@ from cluster.fleet.tracing import gather, trace_answer
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
+from contracts.errors import RequestError
 from contracts.events import TaskSpan
 from contracts.logs import event
 from contracts.plan import Plan
+from contracts.scaling import ScaleState, ScaleWanted
 from contracts.traces import TraceAnswer
 from contracts.worker import Group, RankStatus
 
@@ -43,8 +46,8 @@ class Fleet:
         config: TandemConfig | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        """config: where the number of prefill workers follows the load (section `scaling`). ledger:
-        where the ranks are written down, now and whenever one is replaced."""
+        """config: what they were launched with, where their number may change. ledger: where the
+        ranks are written down, now and whenever one comes, goes or is replaced."""
         self._token = token
         self._ledger = ledger
         if ledger is not None:
@@ -64,6 +67,7 @@ class Fleet:
             self._scalers = [Scaler(group, config) for group in self._prefill]
         for scaler in self._scalers:
             scaler.start()
+        self._resizing = None if config is None else Resizing(groups, config, self._scalers)
 
     @property
     def directory(self) -> Directory:
@@ -87,6 +91,17 @@ class Fleet:
         """Replaces the prefill workers at these client addresses, for these reasons."""
         for group in self._prefill:
             group.suspect(suspects)
+
+    def scale(self, wanted: ScaleWanted) -> ScaleState:
+        """Begins to make the ranks as many as wanted. Raises as `Resizing.begin`."""
+        if self._resizing is None:
+            raise RequestError("the ranks of this server are as many as they are", None)
+        return self._resizing.begin(wanted)
+
+    @property
+    def scaled(self) -> ScaleState:
+        """How far that has come."""
+        return ScaleState() if self._resizing is None else self._resizing.state
 
     def status(self, timeout_s: float) -> list[RankStatus]:
         """What each rank says of itself (the planner is none); one that does not answer is
@@ -131,6 +146,8 @@ class Fleet:
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends scaling and supervision, then the loops in order, then the actors; gives the
         resources back."""
+        if self._resizing is not None:
+            self._resizing.close(timeout_s)
         for scaler in self._scalers:
             scaler.close(timeout_s)
         self._supervisor.close(timeout_s)

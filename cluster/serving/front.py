@@ -25,7 +25,7 @@ from cluster.api.errors import TooManyConnectionsError
 from cluster.serving.front_connections import Connections, connection_limit, timeouts_of
 from cluster.serving.front_listener import Listener
 from cluster.serving.front_protocol import FrontProtocol, refusal
-from contracts.config import HttpConfig
+from contracts.config import LOOPBACK, HttpConfig
 from contracts.errors import ConfigError, ResourceError
 from contracts.logs import event
 
@@ -34,7 +34,6 @@ log = logging.getLogger("tandem.front")
 START_TIMEOUT_S = 10.0
 BIND_PATIENCE_S = 8.0  # a replica that this one replaces may take a while to end
 RETRY_AFTER_S = 1
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class FrontServer(uvicorn.Server):

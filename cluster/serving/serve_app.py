@@ -30,9 +30,11 @@ from cluster.fleet.codec import (
     decode_config,
     decode_directory,
     decode_target,
+    decode_wanted,
     encode_config,
     encode_directory,
     encode_failure,
+    encode_scale,
     encode_trace,
 )
 from cluster.fleet.exported import Exported
@@ -135,6 +137,20 @@ class Groups:
             return encode_failure(error)
         fleet.replace(suspects or {})
         return encode_directory(fleet.directory)
+
+    async def scale(self, wanted: bytes) -> tuple[bytes, bytes]:
+        """Begins to make the ranks as many as wanted: how far that has come, or why it cannot be.
+        wanted: empty: it is only asked."""
+        fleet = await self._fleet()
+        try:
+            state = (
+                await asyncio.to_thread(fleet.scale, decode_wanted(wanted))
+                if wanted
+                else fleet.scaled
+            )
+        except TandemError as error:
+            return b"", encode_failure(error)
+        return encode_scale(state), b""
 
     async def export(self, target: bytes) -> None:
         """From a process that is no rank: a Prometheus scrapes it there, for as long as it goes on
@@ -265,7 +281,9 @@ class Ingress:
         app = self._app = await build_ingress_app(
             self._config,
             directory,
-            AskGroups(self._rank_metrics, self._rank_status, self._rank_trace, self._clock),
+            AskGroups(
+                self._rank_metrics, self._rank_status, self._rank_trace, self._clock, self._scale
+            ),
             self._addresses,
             telemetry,
         )
@@ -305,6 +323,10 @@ class Ingress:
     async def _rank_trace(self, seconds: float) -> bytes:
         body: bytes = await self._groups.trace.remote(seconds, FIRST_RANK_PID)
         return body
+
+    async def _scale(self, wanted: bytes) -> tuple[bytes, bytes]:
+        answer: tuple[bytes, bytes] = await self._groups.scale.remote(wanted)
+        return answer
 
     async def _clock(self) -> tuple[float, str]:
         shown: tuple[float, str] = await self._groups.clock.remote()

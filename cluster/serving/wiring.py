@@ -20,7 +20,7 @@ from cluster.api.keys_follower import KeysFollower
 from cluster.api.schemas import ServedModel
 from cluster.api.session import AskTrace
 from cluster.files.model_folder import resolve_model_folder
-from cluster.fleet.codec import Directory, decode_trace
+from cluster.fleet.codec import Directory, decode_scale, decode_trace, encode_scale
 from cluster.fleet.tracing import ROUNDS, offset_of
 from cluster.routing.admission import Admission
 from cluster.routing.finder import Find
@@ -36,6 +36,7 @@ from contracts.errors import NotReadyError
 from contracts.garbage import spare_what_lives_on
 from contracts.logs import event
 from contracts.messages import STATE_PERIOD_S
+from contracts.scaling import ScaleState, ScaleWanted
 from contracts.traces import ClockOffset, TraceAnswer, this_boot
 from contracts.worker import Group, RankStatus, rank_name
 from models.text.tokenizer import Tokenizer
@@ -124,6 +125,7 @@ class AskGroups(NamedTuple):
     status: Callable[[], Awaitable[list[RankStatus]]]
     trace: Callable[[float], Awaitable[bytes]]
     clock: Callable[[], Awaitable[tuple[float, str]]]
+    scale: Callable[[bytes], Awaitable[tuple[bytes, bytes]]]
 
 
 async def build_ingress_app(
@@ -163,6 +165,13 @@ async def build_ingress_app(
             event(log, "trace_failed", logging.WARNING, error=error)
             raise NotReadyError("the launcher of the ranks does not answer") from None
 
+    async def scale(wanted: ScaleWanted | None) -> ScaleState:
+        try:
+            return decode_scale(*await ask.scale(b"" if wanted is None else encode_scale(wanted)))
+        except RayError as error:
+            event(log, "scale_not_asked", logging.WARNING, error=error)
+            raise NotReadyError("the launcher of the ranks does not answer") from None
+
     app = build_app(
         backend,
         tokenizer,
@@ -172,6 +181,7 @@ async def build_ingress_app(
         extra=extra,
         ranks=ranks,
         tracing=AskTrace(trace, lambda: _clock_of(ask)),
+        scale=scale,
         share_between_keys=config.kv.share_between_keys,
         limits=config.limits,
         logs_prompts=config.log.prompts,

@@ -1,0 +1,111 @@
+"""`tandem scale`: more ranks or fewer, and what becomes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import httpx
+import msgspec
+
+from cluster.client.status import Server
+from cluster.files.server_url import bearer, no_answer
+from contracts.errors import ConfigError, LaunchError
+from contracts.scaling import ScaleState, ScaleWanted
+
+_ASK_S: Final = 30.0
+_MAX_BYTES: Final = 1 << 20
+_LOOK_S: Final = 0.5
+_SILENT_S: Final = 60.0  # so long nobody may answer while a launcher is replaced
+
+
+def begin_scale(server: Server, wanted: ScaleWanted) -> ScaleState:
+    """Raises ConfigError where it cannot be, or nobody answers."""
+    return _ask(server, "POST", wanted)
+
+
+def follow_scale(
+    server: Server,
+    begun: ScaleState,
+    say: Callable[[str], None],
+    within_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+) -> ScaleState:
+    """Says each step, until it has ended. Raises LaunchError if it has failed, or not ended by
+    then: it goes on in the server."""
+    end_s, heard_s = time.monotonic() + within_s, time.monotonic()
+    said, state = 0, begun
+    while True:
+        for step in state.steps[said:]:
+            say(step)
+        said = len(state.steps)
+        if state.state == "failed":
+            raise LaunchError(f"{state.reason}; there are {counts_of(state)}")
+        if state.state != "running":
+            return state
+        if time.monotonic() > end_s:
+            raise LaunchError(
+                f"not done within {within_s:g} s (--within): it goes on; look at `tandem status`"
+            )
+        sleep(_LOOK_S)
+        try:
+            state, heard_s = _ask(server, "GET", None), time.monotonic()
+        except ConfigError:
+            if time.monotonic() - heard_s > _SILENT_S:
+                raise
+            continue
+        if state.number != begun.number:
+            raise LaunchError(
+                "the launcher of the ranks was started anew, or another scale has begun: look at "
+                "`tandem status`, and scale again"
+            )
+
+
+def counts_of(state: ScaleState) -> str:
+    """ "attention_ranks=3, expert_ranks=1"."""
+    return ", ".join(f"{name}={count}" for name, count in state.ranks.items())
+
+
+def _ask(server: Server, method: str, wanted: ScaleWanted | None) -> ScaleState:
+    body = None if wanted is None else msgspec.json.encode(wanted)
+    headers = bearer(server.key) | ({} if body is None else {"content-type": "application/json"})
+    try:
+        with (
+            httpx.Client(base_url=server.url, headers=headers, timeout=_ASK_S) as client,
+            client.stream(method, "/scale", content=body) as response,
+        ):
+            answer = _read(response)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise no_answer(server.url, error) from None
+    if response.status_code == 401:
+        told = _message(answer)
+        raise ConfigError(f"--url {server.url}: 401: give http.operator_key as --api-key: {told}")
+    if response.status_code != 200:
+        raise ConfigError(f"--url {server.url}: {response.status_code}: {_message(answer)}")
+    try:
+        return msgspec.json.decode(answer, type=ScaleState)
+    except (msgspec.DecodeError, RecursionError):
+        raise ConfigError(
+            f"--url {server.url}: /scale did not answer as Tandem does: is it another server, or "
+            "another version?"
+        ) from None
+
+
+def _read(response: httpx.Response) -> bytes:
+    """No more of it and no longer than is sound."""
+    end_s, body = time.monotonic() + _ASK_S, b""
+    for part in response.iter_bytes():
+        body += part
+        if len(body) > _MAX_BYTES or time.monotonic() > end_s:
+            raise httpx.ReadTimeout(f"its answer has no end after {len(body)} bytes")
+    return body
+
+
+def _message(body: bytes) -> str:
+    """Of an error's answer, in one line."""
+    try:
+        told = msgspec.json.decode(body, type=dict[str, dict[str, str | None]])
+        return str(told["error"]["message"])
+    except (msgspec.DecodeError, KeyError, RecursionError):
+        return " ".join(body[:200].decode("utf-8", "replace").split()) or "no answer"
