@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from actors.channels.handshake import Identity
 from cluster.api.app import build_app
 from cluster.api.schemas import ServedModel
-from cluster.api.session import AskRanks, AskTrace
+from cluster.api.session import AskRanks, AskTrace, Scale
 from cluster.routing.admission import Admission
 from cluster.routing.least_work import LeastWork
 from cluster.routing.placer import RoutingConfig
@@ -137,11 +137,12 @@ def serve_api(
     config: LimitsConfig | None = None,
     ask: AskRanks | None = None,
     tracing: AskTrace | None = None,
+    scale: Scale | None = None,
     logs_prompts: bool = False,
     **limits: Any,
 ) -> Iterator[Api]:
     """The API in front of `ranks`; config: its section `limits`; ask: what ranks say of themselves;
-    tracing, logs_prompts: as `build_app` takes them; limits: fields of RoutingConfig."""
+    tracing, scale, logs_prompts: as `build_app` takes them; limits: fields of RoutingConfig."""
     tokenizer = Tokenizer.load(folder)
     loop = Loop()
     settings = msgspec.structs.replace(http or HttpConfig(), port=0)
@@ -166,6 +167,7 @@ def serve_api(
             limits=config or LimitsConfig(),
             ranks=ask,
             tracing=tracing,
+            scale=scale,
             logs_prompts=logs_prompts,
         )
         front = DirectFront(app, settings)

@@ -1,0 +1,190 @@
+"""`tandem serve` under streams while attention ranks come and go, by `tandem scale` and by SIGTERM:
+every answer is that of an undisturbed server, and nothing of the ranks that went is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import ray
+
+from cluster.cli.main import main
+from cluster.fleet.codec import decode_directory
+from cluster.serving.front import free_port
+from cluster.serving.server import Served, serving
+from contracts.loading import load_config
+from tests.support.ray_support import ray_of_our_own
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
+
+DEADLINE_S = 150.0
+CLIENTS = 4
+TOKENS = 48
+SETTINGS = (
+    *("groups.attention_ranks=2", "groups.expert_ranks=2", "groups.drain_s=4"),
+    *("model.dtype=float32", "kv.pool_tokens=8192", "groups.ready_timeout_s=120"),
+    *("http.api_keys=[client]", "http.operator_key=operator"),
+)
+ASKED: list[dict[str, Any]] = [
+    {"prompt": "The capital of France is", "temperature": 0.0},
+    {"prompt": "One two three", "temperature": 0.0},
+    {"prompt": "A film that", "temperature": 1.0, "seed": 5},
+    {"prompt": "It was", "temperature": 0.8, "seed": 11, "top_p": 0.9},
+]
+
+
+class Streams:
+    """Clients that ask one generation after another until they are told to stop. wrong: whatever
+    was not the expected answer."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self._stop = threading.Event()
+        with self._client() as client:
+            self._expected = [self._ask(client, each) for each in ASKED]
+        self.answers = 0
+        self.wrong: list[str] = []
+
+    def _client(self) -> httpx.Client:
+        headers = {"authorization": "Bearer client"}
+        return httpx.Client(base_url=self.served.url, timeout=DEADLINE_S, headers=headers)
+
+    def _ask(self, client: httpx.Client, asked: dict[str, Any]) -> str:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        body = {"model": model, "max_tokens": TOKENS, "ignore_eos": True, "stream": True, **asked}
+        text = ""
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        return str(event)
+                    text += "".join(choice["text"] for choice in event["choices"])
+        return text if answer.status_code == 200 else f"{answer.status_code}"
+
+    def _run(self, first: int) -> None:
+        with self._client() as client:
+            number = first
+            while not self._stop.is_set():
+                number = (number + 1) % len(ASKED)
+                found = self._ask(client, ASKED[number])
+                self.answers += 1
+                if found != self._expected[number]:
+                    self.wrong.append(f"{found!r} instead of {self._expected[number]!r}")
+
+    def wait_more(self, answers: int) -> None:
+        """Until so many more have come."""
+        wanted, end_s = self.answers + answers, time.monotonic() + DEADLINE_S
+        while self.answers < wanted:
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+
+    @contextlib.contextmanager
+    def going(self) -> Iterator[None]:
+        with ThreadPoolExecutor(CLIENTS) as threads:
+            asking: list[Future[None]] = [threads.submit(self._run, n) for n in range(CLIENTS)]
+            try:
+                yield
+            finally:
+                self._stop.set()
+            for future in asking:
+                future.result(DEADLINE_S)
+        self._stop.clear()
+        assert not self.wrong, self.wrong[:3]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ray_of_our_own())
+        yield stack.enter_context(
+            serving(load_config(None, [*SETTINGS, f"http.port={free_port()}"]))
+        )
+
+
+@pytest.fixture(scope="module")
+def streams(served: Served) -> Streams:
+    return Streams(served)
+
+
+def pids(served: Served) -> dict[str, int]:
+    found = served.groups.directory.remote().result(timeout_s=DEADLINE_S)
+    return {rank.name: rank.pid for rank in decode_directory(found).ranks}
+
+
+def scale(served: Served, *arguments: str) -> int:
+    return main(["scale", "--url", served.url, "--api-key", "operator", *arguments])
+
+
+def ranks_up(served: Served) -> list[str]:
+    """As /metrics shows them."""
+    lines = httpx.get(f"{served.url}/metrics", timeout=DEADLINE_S).text.splitlines()
+    return [line for line in lines if line.startswith('tandem_rank_up{group="attention"')]
+
+
+def test_from_two_attention_ranks_to_three_and_to_one(
+    served: Served, streams: Streams, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, free = pids(served), ray.available_resources()
+    with streams.going():
+        streams.wait_more(CLIENTS)
+        assert scale(served, "--attention-ranks", "3") == 0
+        three = pids(served)
+        assert set(three) - set(before) == {"attention-2"}
+        assert three.items() >= before.items(), "nobody else was started anew"
+        streams.wait_more(4 * CLIENTS)
+        status = httpx.get(f"{served.url}/status", timeout=DEADLINE_S).json()
+        computed = {one["name"]: one["sections"].get("totals", {}) for one in status["ranks"]}
+        assert computed["attention-2"]["computed_tokens"] > 0
+        assert scale(served, "--attention-ranks", "1") == 0
+        streams.wait_more(4 * CLIENTS)
+    one = pids(served)
+    assert set(before) - set(one) == {"attention-1"}
+    assert not any(psutil.pid_exists(three[name]) for name in ("attention-1", "attention-2"))
+    assert len(ranks_up(served)) == 1
+    assert "attention_ranks=1" in capsys.readouterr().out
+    seats = free["CPU"] - ray.available_resources()["CPU"]
+    assert seats == pytest.approx(0.0, abs=0.01), "what was taken for the third is free again"
+    assert scale(served, "--attention-ranks", "2") == 0
+    assert httpx.get(f"{served.url}/health").status_code == 200
+
+
+def test_sigterm_to_one_rank_after_the_other_costs_no_answer_a_token(
+    served: Served, streams: Streams
+) -> None:
+    before = pids(served)
+    with streams.going():
+        for name in ("attention-0", "expert-1"):
+            streams.wait_more(CLIENTS)
+            os.kill(pids(served)[name], signal.SIGTERM)
+            end_s = time.monotonic() + DEADLINE_S
+            while pids(served)[name] == before[name]:
+                assert time.monotonic() < end_s
+                time.sleep(0.1)
+        streams.wait_more(4 * CLIENTS)
+
+
+def test_what_cannot_be_is_one_line_and_changes_nothing(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, said in (
+        (["--attention-ranks", "0"], "give 1 to 1024"),
+        (["--attention-ranks", "900"], "CPU, the Ray cluster has"),
+        (["--prefill-workers", "2"], "started without any"),
+        (["--attention-ranks", "2", "--api-key", "client"], "401"),
+    ):
+        before = pids(served)
+        assert scale(served, *arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+        assert pids(served) == before

@@ -1,0 +1,293 @@
+"""Ranks that come and go while others serve, without Ray: who is in the directory when, who is told
+of whom, and what is left of those that fail, hang or are lost meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import pytest
+import ray
+
+from actors.ranks.remote import RayRank
+from actors.ranks.rendezvous import Formation
+from cluster.fleet import growth
+from cluster.fleet.launch import launch_pipeline
+from cluster.fleet.nodes import Node, Placed, RankRequest
+from cluster.fleet.resizing import Resizing
+from cluster.fleet.supervisor import Supervisor
+from contracts.errors import LaunchError, NotReadyError, OverloadError, RequestError, ResourceError
+from contracts.loading import config_from
+from contracts.scaling import ScaleState, ScaleWanted
+from contracts.worker import LEFT, Group, RankReady, RankStatus, rank_name
+from tests.support.waiting import wait_until
+
+NODE = Node("a", "10.0.0.1", "10.0.0.1")
+CPU = 0.5  # of each rank
+
+
+class FakeRank(RayRank):
+    """fails: `prepare` does. hold: `prepare` waits for it. hangs: nothing is answered, once it is
+    to leave; dies: nor then, for its actor is gone."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, self)
+        self.told: list[tuple[Any, ...]] = []
+        self.fails = self.hangs = self.dies = False
+        self.hold: Future[Any] | None = None
+        self.spec: Any = None
+
+    def started(self) -> Future[Any]:
+        return done(None)
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        self.told.append((method, *arguments))
+        leaves = ("leave",) in [each[:1] for each in self.told]
+        if leaves and self.hangs:
+            return Future()
+        if (leaves and self.dies) or (method == "prepare" and self.fails):
+            failed: Future[Any] = Future()
+            failed.set_exception(LaunchError(f"{self.name}: its actor died"))
+            return failed
+        if method == "prepare":
+            self.spec = arguments[0]
+            at = f"tcp:{self.name}:{self.spec.epoch}"
+            is_asked = self.spec.group in (Group.ATTENTION, Group.PREFILL)
+            ready = RankReady(
+                name=self.name, pid=id(self), channel_address=at, client_address=at * is_asked
+            )
+            return done(ready) if self.hold is None else self.hold
+        if method == "status":
+            notes = {"leaving": LEFT} if leaves else {}
+            return done(RankStatus(name=self.name, healthy=True, notes=notes))
+        return done(None)
+
+    def has_heard(self, method: str) -> list[tuple[Any, ...]]:
+        return [arguments for name, *arguments in self.told if name == method]
+
+
+def done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+class FakePlaced(Placed):
+    rig: Rig
+
+    def start(self, bundle: int) -> FakeRank:
+        request = self.requests[bundle]
+        rank = FakeRank(rank_name(request.group, request.rank))
+        self.rig.next(rank)
+        self.rig.started.append(rank)
+        return rank
+
+    def node(self, bundle: int) -> Node:
+        return NODE
+
+    @property
+    def is_complete(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        self.rig.released.append([rank_name(one.group, one.rank) for one in self.requests])
+
+
+class Rig:
+    """Two attention ranks, two expert ranks. free: CPUs of the cluster. next: what is done to a
+    rank that starts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[FakeRank] = []
+        self.killed: list[str] = []
+        self.released: list[list[str]] = []
+        self.free = 10.0
+        self.next: Callable[[FakeRank], None] = lambda rank: None
+        monkeypatch.setattr(ray, "kill", lambda actor: self.killed.append(actor.name))
+        monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": self.free})
+        monkeypatch.setattr(growth, "place_ranks", self.place)
+        monkeypatch.setattr(growth, "LOOK_PERIOD_S", 0.001)
+        monkeypatch.setattr(growth, "ANSWER_S", 0.01)
+        monkeypatch.setattr(growth, "TOLD_S", 0.01)
+        monkeypatch.setattr(growth, "LATE_S", 0.05)
+        self.config = config_from(
+            {"groups": {"attention_ranks": 2, "expert_ranks": 2, "drain_s": 0.1}}, source="test"
+        )
+        kinds = [(Group.ATTENTION, 0), (Group.ATTENTION, 1), (Group.EXPERT, 0), (Group.EXPERT, 1)]
+        placed = self.place([RankRequest(*each, {"CPU": CPU}) for each in kinds])
+        formation = Formation(self.config, "", b"", 1, "shm")
+        (self.group,) = launch_pipeline(formation, placed, Counter())
+        self.resizing = Resizing([self.group], self.config)
+
+    def place(self, requests: list[RankRequest], *_: Any, **__: Any) -> Placed:
+        placed = FakePlaced(requests, None, "cpu", [NODE] * len(requests))
+        placed.rig = self
+        return placed
+
+    def scale(self, **wanted: int) -> ScaleState:
+        self.resizing.begin(ScaleWanted(**wanted))
+        return self.ended()
+
+    def ended(self) -> ScaleState:
+        wait_until(lambda: self.resizing.state.state != "running", "it never ended", 20.0, 0.002)
+        return self.resizing.state
+
+    @property
+    def names(self) -> list[str]:
+        """Those that take requests."""
+        return list(self.group.client_addresses)
+
+    def rank(self, name: str) -> FakeRank:
+        """Whoever has come last by that name."""
+        return next(rank for rank in reversed(self.started) if rank.name == name)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(monkeypatch)
+
+
+def test_one_more_joins_all_under_a_higher_epoch_and_nobody_else_is_started(rig: Rig) -> None:
+    state = rig.scale(attention_ranks=3)
+    assert (state.state, state.ranks) == ("done", {"attention_ranks": 3, "expert_ranks": 2})
+    assert rig.names == ["attention-0", "attention-1", "attention-2"]
+    assert [rank.name for rank in rig.started[4:]] == ["attention-2"]
+    new = rig.rank("attention-2")
+    assert (new.spec.rank, new.spec.epoch, new.spec.group) == (2, 2, Group.ATTENTION)
+    assert set(new.has_heard("connect")[0][0]) == {"expert-0", "expert-1"}
+    assert [step.partition(",")[0] for step in state.steps] == [
+        "attention-2 starts",
+        "attention-2 serves",
+    ]
+
+
+def test_those_that_go_leave_first_and_only_room_of_their_own_is_free_again(rig: Rig) -> None:
+    rig.scale(attention_ranks=3)
+    state = rig.scale(attention_ranks=1)
+    assert (state.state, rig.names) == ("done", ["attention-0"])
+    for name in ("attention-2", "attention-1"):
+        told = [each[0] for each in rig.rank(name).told]
+        assert told.index("leave") < told.index("stop")
+        assert rig.rank(name).has_heard("leave")[0][0] <= 0.1
+    assert rig.killed == ["attention-2", "attention-1"]
+    assert rig.released == [["attention-2"]], "the other's is among those of the launch"
+    rig.free = 0.0
+    assert rig.scale(attention_ranks=2).state == "done", "its place was kept"
+    assert rig.rank("attention-1").spec.epoch == 3
+
+
+def test_what_cannot_be_is_refused_by_name_and_number(rig: Rig) -> None:
+    for wanted, said in (
+        ({}, "give one of attention_ranks, expert_ranks, prefill_workers"),
+        ({"attention_ranks": 0}, "attention_ranks=0: give 1 to 1024"),
+        ({"prefill_workers": 2}, "prefill_workers=2: this server was started without any"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            rig.resizing.begin(ScaleWanted(**wanted))
+    rig.free = 0.9
+    with pytest.raises(
+        NotReadyError, match=r"attention_ranks=4: 2 more need 1 CPU, the Ray cluster has 0.9 free"
+    ):
+        rig.resizing.begin(ScaleWanted(attention_ranks=4))
+    assert rig.resizing.state == ScaleState(ranks={"attention_ranks": 2, "expert_ranks": 2})
+    assert len(rig.started) == 4
+
+
+def test_so_many_that_are_there_already_are_no_work(rig: Rig) -> None:
+    state = rig.scale(attention_ranks=2)
+    assert (state.state, state.number) == ("done", 1)
+    assert state.steps == ["there are so many already"]
+    assert len(rig.started) == 4
+
+
+def test_a_second_one_is_refused_while_one_is_under_way(rig: Rig) -> None:
+    held: Future[Any] = Future()
+    rig.next = lambda rank: setattr(rank, "hold", held)
+    rig.resizing.begin(ScaleWanted(attention_ranks=3))
+    with pytest.raises(OverloadError, match=r"another scale is under way \(attention_ranks=3, for"):
+        rig.resizing.begin(ScaleWanted(attention_ranks=1))
+    held.set_result(RankReady(name="attention-2", pid=1, channel_address="tcp:here"))
+    assert rig.ended().state == "done"
+    assert rig.scale(attention_ranks=2).number == 2
+
+
+def test_one_that_dies_while_it_starts_leaves_nothing(rig: Rig) -> None:
+    rig.next = lambda rank: setattr(rank, "fails", True)
+    state = rig.scale(attention_ranks=4)
+    assert (state.state, state.reason) == ("failed", "attention-2: its actor died")
+    assert state.ranks["attention_ranks"] == 2
+    assert (rig.killed, rig.released) == (["attention-2"], [["attention-2"]])
+    rig.next = lambda rank: None
+    assert rig.scale(attention_ranks=3).state == "done"
+
+
+def test_one_that_finds_no_room_fails_by_name(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(*_: Any, **__: Any) -> Placed:
+        raise ResourceError("1 ranks could not be placed within 3 s")
+
+    monkeypatch.setattr(growth, "place_ranks", place)
+    assert rig.scale(attention_ranks=3).reason == "1 ranks could not be placed within 3 s"
+
+
+@pytest.mark.parametrize("fault", ["hangs", "dies"])
+def test_one_that_hangs_or_dies_while_it_leaves_is_ended_in_its_time(rig: Rig, fault: str) -> None:
+    setattr(rig.rank("attention-1"), fault, True)
+    state = rig.scale(attention_ranks=1)
+    assert (state.state, rig.names) == ("done", ["attention-0"])
+    assert rig.killed == ["attention-1"]
+
+
+def test_a_rank_that_is_being_replaced_is_left_out_and_may_be_let_go_of(rig: Rig) -> None:
+    """The second attention rank is lost, and whoever comes in its place loads for ever."""
+    lost = rig.group.members[1]
+    held: Future[Any] = Future()
+    rig.next = lambda rank: setattr(rank, "hold", held if rank.name == lost.name else None)
+    supervisor = Supervisor([rig.group])
+    lost.replaced_for = "its actor died"
+    replacing = threading.Thread(target=supervisor._replace, args=(rig.group, [lost]))
+    replacing.start()
+    wait_until(lambda: len(rig.started) == 5, "it was not replaced", 20.0, 0.002)
+    assert rig.scale(attention_ranks=3).state == "done"
+    assert rig.scale(attention_ranks=1).state == "done"
+    assert not rig.started[1].has_heard("leave"), "nobody is there who could"
+    ready = RankReady(name=lost.name, pid=7, channel_address="tcp:x", client_address="tcp:y")
+    held.set_result(ready)
+    replacing.join(20.0)
+    assert not replacing.is_alive()
+    assert rig.names == ["attention-0"], "nobody has come back"
+    assert rig.killed.count(lost.name) >= 2, "the late one is ended"
+
+
+def test_when_all_end_a_scale_ends(rig: Rig) -> None:
+    held: Future[Any] = Future()
+    rig.next = lambda rank: setattr(rank, "hold", held)
+    rig.resizing.begin(ScaleWanted(attention_ranks=3))
+    closing = threading.Thread(target=rig.resizing.close, args=(20.0,))
+    closing.start()
+    wait_until(lambda: len(rig.started) == 5, "none has started", 20.0, 0.002)
+    wait_until(lambda: rig.resizing._closing.is_set(), "it does not end", 20.0, 0.002)
+    held.set_result(RankReady(name="attention-2", pid=1, channel_address="tcp:here"))
+    closing.join(20.0)
+    assert rig.names == ["attention-0", "attention-1"]
+    assert rig.released == [["attention-2"]]
+
+
+def test_the_wanted_number_of_prefill_workers_has_a_bound(rig: Rig) -> None:
+    groups = msgspec.structs.replace(rig.config.groups, prefill_ranks=2)
+    config = msgspec.structs.replace(rig.config, groups=groups)
+    placed = rig.place([RankRequest(Group.PREFILL, rank, {"CPU": CPU}) for rank in range(2)])
+    (workers,) = launch_pipeline(Formation(config, "", b"", 1, "auto"), placed, Counter())
+    resizing = Resizing([rig.group, workers], config)
+    with pytest.raises(RequestError, match=r"prefill_workers=3: .* 2 at most \(groups.prefill_ran"):
+        resizing.begin(ScaleWanted(prefill_workers=3))
+    gathered = msgspec.structs.replace(config.prefill, experts="gathered")
+    divided = msgspec.structs.replace(config, prefill=gathered)
+    with pytest.raises(RequestError, match=r"prefill.experts=gathered: its workers divide"):
+        Resizing([workers], divided).begin(ScaleWanted(prefill_workers=1))
+    resizing.begin(ScaleWanted(prefill_workers=1))
+    wait_until(lambda: resizing.state.state == "done", "it never ended", 20.0, 0.002)
+    assert list(workers.client_addresses) == ["prefill-0"]
