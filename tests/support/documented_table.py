@@ -43,6 +43,11 @@ TABLE: list[tuple[str, Tried | Left]] = [
     ("tandem doctor --model DIR", Tried(HERE, DIR)),
     ("tandem doctor --config tandem.yaml", Tried(HERE)),
     ("cat *.json", Tried(HERE, "writes what the document shows")),
+    ("tandem scale --attention-ranks 3", Tried("tests/ray/test_scale.py", "slow; another port")),
+    (
+        "tandem scale --url *",
+        Tried("tests/unit/cluster/client/test_scale.py", "of a server without ranks"),
+    ),
     ("tandem trace --seconds *", Tried("tests/ray/test_serving.py", "for half a second")),
     ("tandem bench --rate 4 *", Tried("tests/unit/cluster/load/test_bench.py", "of other servers")),
     ("tandem plan spec.json*", Tried(HERE, "Qwen3-235B-A22B is a folder with a config.json")),
