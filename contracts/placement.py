@@ -70,8 +70,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return hashlib.sha256(body).hexdigest()[:16]
 
     def experts_of(self, rank: int) -> dict[int, tuple[int, ...]]:
-        """By layer, the expert ids of `rank` in the order of its local indices."""
-        low, high = self.slot_bounds[rank]
+        """By layer, the expert ids of `rank` in the order of its local indices: none, where the
+        placement is of fewer ranks."""
+        low, high = self.slot_bounds[rank] if rank < self.ranks else (0, 0)
         layers = enumerate(self.expert_of_slot)
         return {layer: experts[low:high] for layer, experts in layers if experts}
 
@@ -79,6 +80,29 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def bounds_of(slots_per_rank: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """[first, last) slot of each rank."""
     return tuple(itertools.pairwise(itertools.accumulate(slots_per_rank, initial=0)))
+
+
+class WantedPlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """What an expert rank is told by its launcher: its next placement, which may be of more ranks
+    or of fewer. within_s: how long that may take."""
+
+    placement: Placement
+    within_s: float
+
+
+class PlacedExperts(msgspec.Struct, frozen=True, kw_only=True):
+    """What an expert rank has. placement: what all attention ranks use, and no other any more.
+    newest: the largest generation that it was told of; under_way: the one that is to come.
+    failures: why the latest that have failed did. expert_bytes: of one expert of one layer, 0 where
+    it takes no memory of its own. node: with one value all ranks share free_bytes."""
+
+    placement: Placement
+    newest: int
+    under_way: int | None = None
+    failures: dict[int, str] = {}
+    expert_bytes: int = 0
+    free_bytes: int = 0
+    node: str = ""
 
 
 class PlacementFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

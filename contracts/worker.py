@@ -61,6 +61,11 @@ def rank_name(group: Group, rank: int) -> str:
     return f"{group.value}-{rank}"
 
 
+def rank_names(group: Group, ranks: int) -> tuple[str, ...]:
+    """By rank number."""
+    return tuple(rank_name(group, rank) for rank in range(ranks))
+
+
 class RankReady(msgspec.Struct, frozen=True, kw_only=True):
     """A rank has loaded its weights and listens. `client_address`: attention ranks and prefill
     workers. `channel_address`: expert ranks', where a prefill worker hands out its experts ("" if

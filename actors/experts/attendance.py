@@ -6,19 +6,22 @@ a small machine without I/O, threads or a clock.
                             │  WANTED stand-in ──> HELD by all others
                             └────────────────────> stand-in ───────────> base, LEFT stand-in
 
-A rank can be asked for the experts of a generation once it has said HELD of it. Every attention
+Ranks that the present generation is not on, because they have come for the next one or may go, are
+neither there nor absent. A rank can be asked for the experts of a generation once it has said HELD
+of it. Every attention
 rank decides by itself: what stands in is a pure function of the generation and of who is lost
 (planner/placement/stand_in.py), so that all that see the same loss want the same of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from actors.channels.base import Kind
 from actors.experts.generations import Tell
 from contracts.placement import Placement
+from contracts.worker import Group, rank_names
 from planner.placement.stand_in import is_stand_in, stand_in
 
 _SETTLED_S: Final = 0.5  # who is not linked by then counts as lost
@@ -38,17 +41,20 @@ class Attendance:
     stands in for it. changes: how often any of this has changed. stood_in: how often another
     placement than `base` was taken up. Methods return the packets to send, in order."""
 
-    def __init__(self, experts: Sequence[str], base: Placement) -> None:
-        """experts: names of all expert ranks."""
+    def __init__(self, base: Placement) -> None:
         self.base = self.placement = base
         self.changes = self.stood_in = 0
         self.absent: dict[str, Absence] = {}
         self.refused = ""  # why nothing stands in; empty: nobody said no
-        self._experts = tuple(experts)
         self._held: dict[str, set[int]] = {}  # of those that are linked: what they have said
         self._asked: dict[str, set[int]] = {}
         self._unwilling: set[int] = set()
         self._target: Placement | None = None  # a stand-in that is wanted
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """Names of the ranks that the present generation is on."""
+        return rank_names(Group.EXPERT, self.base.ranks)
 
     def can(self, expert: str, generation: int) -> bool:
         """Whether it can be asked for that."""
@@ -82,9 +88,10 @@ class Attendance:
     def lost(self, expert: str, reason: str, epoch: int, now_s: float) -> list[Tell]:
         self._held.pop(expert, None)
         self._asked.pop(expert, None)
-        before = self.absent.get(expert)
-        since_s = before.since_s if before is not None and before.is_lost else now_s
-        self.absent[expert] = Absence(reason, epoch, since_s, True)
+        if expert in self.experts:
+            before = self.absent.get(expert)
+            since_s = before.since_s if before is not None and before.is_lost else now_s
+            self.absent[expert] = Absence(reason, epoch, since_s, True)
         return self.settle(now_s)
 
     # --- from the rank itself
@@ -114,15 +121,17 @@ class Attendance:
     def settle(self, now_s: float) -> list[Tell]:
         """Who is there, what is wanted of them, and what is used."""
         self.changes += 1
-        base = self.base.generation
-        for expert in self._experts:
+        base, experts = self.base.generation, self.experts
+        for expert in self.absent.keys() - set(experts):
+            del self.absent[expert]
+        for expert in experts:
             if self.can(expert, base):
                 self.absent.pop(expert, None)
             elif expert not in self.absent:
                 reason = f"{expert} has not said what it has"
                 self.absent[expert] = Absence(reason, 0, now_s, False)
         self._target = self._stand_in()
-        present = [expert for expert in self._experts if expert not in self.absent]
+        present = [expert for expert in experts if expert not in self.absent]
         late = [expert for expert in self.absent if self._held.get(expert)]
         telling = [tell for expert in late for tell in self._ask(expert, base)]
         if not self.absent:
@@ -165,6 +174,6 @@ class Attendance:
     def _stand_in(self) -> Placement | None:
         if not any(absence.is_lost for absence in self.absent.values()):
             return None
-        lost = [rank for rank, expert in enumerate(self._experts) if expert in self.absent]
+        lost = [rank for rank, expert in enumerate(self.experts) if expert in self.absent]
         found = stand_in(self.base, lost)
         return None if found is None or found.generation in self._unwilling else found

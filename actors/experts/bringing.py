@@ -17,6 +17,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from actors.channels.neighbour import boot_id
 from actors.experts.moving import Brought
 from actors.experts.rank_experts import AllThere
 from actors.weights.expert_exchange import gives_way
@@ -91,14 +92,21 @@ class Peers(Protocol):
 
 class CachedBringer:
     """A `Bringer` of ranks that read experts as they are wanted (`SomeThere`): a generation is a
-    list of what is theirs. And of ranks whose experts stay where they are: it fits none there."""
+    list of what is theirs."""
 
     def __init__(self, spec: WorkerSpec, model: ModelSpec, *, asked: bool = False) -> None:
         """asked: attention ranks ask for it, because a rank was lost."""
         self._spec, self._model, self._asked = spec, model, asked
+        self._ranks = spec.placement.ranks
 
-    def misfit(self, placement: Placement) -> str:
-        return misfit(self._spec, self._model, placement, asked=self._asked)
+    expert_bytes = 0
+
+    def room(self) -> tuple[str, int]:
+        """None is needed."""
+        return "", 0
+
+    def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
+        return misfit(self._spec, self._model, placement, self._ranks, asked=self._asked or resizes)
 
     def begin(
         self, placement: Placement, done: Callable[[Brought[dict[int, tuple[int, ...]]]], None]
@@ -109,7 +117,7 @@ class CachedBringer:
         """Nothing is under way."""
 
     def settled(self, placement: Placement) -> None:
-        """It is what it is."""
+        self._ranks = placement.ranks
 
     close = stop
 
@@ -140,9 +148,20 @@ class ResidentBringer:
         self._thread: threading.Thread | None = None
         store.let_go = self._let_go
 
-    def misfit(self, placement: Placement) -> str:
-        reason = misfit(self._spec, self._layout.spec, placement, asked=self._asked)
-        return reason or ("" if self._asked else self._too_much(self._lacking(placement)))
+    @property
+    def expert_bytes(self) -> int:
+        return self._layout.num_bytes(1)
+
+    def room(self) -> tuple[str, int]:
+        device = self._layout.device
+        if device.type == "cpu":
+            return boot_id(), available_bytes()
+        return f"{boot_id()} {self._spec.name}", torch.cuda.mem_get_info(device)[0]
+
+    def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
+        asked, ranks = self._asked or resizes, self._placement.ranks
+        reason = misfit(self._spec, self._layout.spec, placement, ranks, asked=asked)
+        return reason or ("" if asked else self._too_much(self._lacking(placement)))
 
     def begin(self, placement: Placement, done: Callable[[Brought[ExpertHalf]], None]) -> None:
         before, self._stopped = self._thread, threading.Event()
@@ -229,7 +248,7 @@ class _Bringing:
         if self._layout.device.type == "cpu" and wanted_bytes > available_bytes():
             raise ResourceError(
                 f"{wanted_bytes} bytes of experts exceed the {available_bytes()} bytes of free "
-                "memory: lower placement.move_bytes"
+                "memory: free some on its node, or lower placement.move_bytes"
             )
         brought = {key: self._one(key, pace) for key in keys}
         if self._checkpoint is not None:
@@ -293,12 +312,16 @@ def _let_go(layers: dict[int, ExpertLayer]) -> None:
         pause.wait(_LET_GO_S)
 
 
-def misfit(spec: WorkerSpec, model: ModelSpec, placement: Placement, *, asked: bool = False) -> str:
-    """Why a placement is none for this group; empty: it is one. asked: by attention ranks."""
+def misfit(
+    spec: WorkerSpec, model: ModelSpec, placement: Placement, ranks: int, *, asked: bool
+) -> str:
+    """Why a placement is none for this group; empty: it is one. ranks: that there are. asked: by
+    attention ranks or the launcher, who may want more or fewer."""
     if spec.config.placement.follow == "off" and not asked:
         return "placement.follow=off: experts stay where they are"
     try:
-        check_fits(placement, spec.expert_ranks, model.num_experts, model.moe_layers)
+        number = None if asked else ranks
+        check_fits(placement, number, model.num_experts, model.moe_layers)
     except ConfigError as error:
         return error.message
     return ""

@@ -37,12 +37,13 @@ class _LayerPairs:
 
 class DispatchCounts:
     """Owned by the thread that dispatches; read at scrapes. tokens: at each layer anew; copies: how
-    many ranks they were sent to; pairs_R: (token, expert) that each rank had."""
+    many ranks they were sent to; pairs_R: (token, expert) that each rank had, those that are not
+    there any more too."""
 
     def __init__(self, ranks: int, own_rank: int | None = None) -> None:
         """own_rank: this one has experts itself; what it keeps is no copy."""
         self.tokens = self.copies = 0
-        self.pairs_R = [0] * ranks
+        self.pairs_R, self._ranks = [0] * ranks, ranks
         self._own_rank = own_rank
         self._layers: dict[int, _LayerPairs] = {}
         self._shown: list[tuple[int, int]] = []  # (layer, expert)
@@ -53,6 +54,8 @@ class DispatchCounts:
         known = self._layers.get(layer)
         if known is None or known.placed is not placed:
             known = self._layers[layer] = _LayerPairs(placed, known)
+            self._ranks = len(placed.bounds)
+            self.pairs_R += [0] * (self._ranks - len(self.pairs_R))
         for piece in slices:
             if piece.rank != self._own_rank:
                 self.copies += piece.num_rows
@@ -69,13 +72,13 @@ class DispatchCounts:
             telemetry.read(metrics.LOCAL_ACTIVATION, rank, of=self._local(self._own_rank))
 
     def _load(self) -> Callable[[], float]:
-        grown = [
-            growth(partial(self.pairs_R.__getitem__, rank)) for rank in range(len(self.pairs_R))
-        ]
+        grown: list[Callable[[], float]] = []
 
         def load() -> float:
-            """1 where nothing has run."""
-            pairs = [by() for by in grown]
+            """1 where nothing has run. Of the ranks that there are now."""
+            for rank in range(len(grown), len(self.pairs_R)):
+                grown.append(growth(partial(self.pairs_R.__getitem__, rank)))
+            pairs = [by() for by in grown][: self._ranks]
             return max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0
 
         return load

@@ -1,5 +1,5 @@
-"""An attention rank follows the experts: from one generation to the next as they move, and to those
-that stand in when an expert rank is lost.
+"""An attention rank follows the experts: from one generation to the next as they move, be it to
+more ranks or to fewer, and to those that stand in when an expert rank is lost.
 
 Owned by the plane's thread. The rules are those of `AttentionGenerations` and `Attendance`; here
 are the packets.
@@ -8,7 +8,7 @@ are the packets.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 
 from actors.channels.base import Endpoint, Kind, Packet, PeerLost
 from actors.experts.attendance import Absence, Attendance
@@ -33,27 +33,35 @@ class Following:
     def __init__(
         self,
         endpoint: Endpoint,
-        experts: Sequence[str],
         placement: Placement,
         *,
         deadline_s: float,
         check: Callable[[Placement], None],
         clock: Clock,
     ) -> None:
-        """experts: names of all expert ranks. check: raises ConfigError where a placement is of
-        another model or group."""
+        """check: raises ConfigError where a placement is of another model."""
         self.slots, self._used = ExpertPlacement(placement), placement
         self.switches = 0
         self.repairs = {"stand_in": 0, "return": 0}
-        self._generations = AttentionGenerations(experts, placement, deadline_s)
-        self._attendance = Attendance(experts, placement)
+        self._generations = AttentionGenerations(placement, deadline_s)
+        self._attendance = Attendance(placement)
         self._speaker = Speaker(endpoint, clock)
-        self._experts, self._present = frozenset(experts), frozenset[str]()
+        self._present = frozenset[str]()
         self._name, self._check, self._clock = endpoint.name, check, clock
 
     @property
     def generation(self) -> int:
         return self._generations.generation
+
+    @property
+    def ranks(self) -> int:
+        """Expert ranks that the present generation is on."""
+        return self._generations.current.ranks
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """Names of expert ranks by number, those that it is not on any more too. Never fewer."""
+        return self._generations.experts
 
     @property
     def used(self) -> int:
@@ -97,11 +105,15 @@ class Following:
 
     def joined(self, expert: str) -> None:
         """It says by itself what it has."""
+        self._generations.joined(expert)
         self._attendance.joined(expert)
 
     def lost(self, lost: PeerLost) -> None:
-        """Of an expert rank. What is to come is let go of by the others."""
-        now_s = self._clock()
+        """Of an expert rank. What is to come is let go of by the others. One that nothing is asked
+        of any more may go."""
+        now_s, is_used = self._clock(), lost.peer in self._attendance.experts
+        name, level = ("peer_lost", logging.ERROR) if is_used else ("peer_left", logging.INFO)
+        event(log, name, level, rank=self._name, reason=lost.error.message)
         self._say(self._generations.lost(lost.peer))
         self._attend(self._attendance.lost(lost.peer, lost.error.message, lost.epoch, now_s))
 
@@ -132,7 +144,10 @@ class Following:
             self._say(self._generations.refuse(generation, str(error), now_s))
             return
         holders = self._generations.holders(generation) | {packet.peer}
-        self._say(self._generations.placed(packet.peer, placement, packet.header.batch, now_s))
+        attempt, within_s = packet.header.batch, float(packet.header.token_group)
+        self._say(
+            self._generations.placed(packet.peer, placement, attempt, now_s, within_s=within_s)
+        )
         if self.generation == generation:
             self._go_over(placement, holders)
 
@@ -176,15 +191,16 @@ class Following:
 
     def _go_over(self, placement: Placement, holders: Collection[str]) -> None:
         self.switches += 1
-        event(log, "placement_used", rank=self._name, generation=placement.generation)
+        generation, ranks = placement.generation, placement.ranks
+        event(log, "placement_used", rank=self._name, generation=generation, ranks=ranks)
         self._attend(self._attendance.went_over(placement, holders, self._clock()))
 
     def _attend(self, tells: Iterable[Tell]) -> None:
         """Says it, and goes over to what is used now."""
         self._say(tells)
         attendance = self._attendance
-        came = self._experts - attendance.absent.keys() - self._present
-        self._present = self._experts - attendance.absent.keys()
+        present = frozenset(attendance.experts) - attendance.absent.keys()
+        came, self._present = present - self._present, present
         for expert in came:
             if expert in self._generations.lost_ones:
                 self.repairs["return"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Final
 
@@ -58,7 +59,7 @@ class Speaker:
             tell.attempt,
             0,
             0,
-            0,
+            math.ceil(tell.within_s),
             priority,
             self._clock(),
             tell.generation,

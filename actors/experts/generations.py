@@ -33,16 +33,23 @@ from contracts.planning import Outcome
 from contracts.requests import Priority
 
 LAUNCH_ATTEMPT: Final = 0
+_TAKEN: Final = ("proposed before it", "is under way", "has refused generation", "than the rest")
+
+
+def is_taken(reason: str) -> bool:
+    """Whether that failed because another was proposed at the same time: it may be tried again."""
+    return any(words in reason for words in _TAKEN)
 
 
 class Tell(NamedTuple):
-    """A packet to `peer`."""
+    """A packet to `peer`. within_s: of PLACED, how long all of it may take; 0: as long as any."""
 
     peer: str
     kind: Kind
     generation: int
     attempt: int = LAUNCH_ATTEMPT
     reason: str = ""
+    within_s: float = 0.0
 
 
 class Load(NamedTuple):
@@ -76,15 +83,24 @@ class Stage(enum.Enum):
 class _Next:
     """The generation that is to come."""
 
-    def __init__(self, placement: Placement, until_s: float, stage: Stage = Stage.LOADING) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        until_s: float,
+        within_s: float = 0.0,
+        stage: Stage = Stage.LOADING,
+    ) -> None:
         self.placement = placement
-        self.until_s = until_s
+        self.until_s, self.within_s = until_s, within_s
         self.stage = stage
         self.is_adopted = stage is Stage.PLACED  # nobody proposed it here
 
     @property
     def generation(self) -> int:
         return self.placement.generation
+
+    def tell(self, peer: str, attempt: int = LAUNCH_ATTEMPT) -> Tell:
+        return Tell(peer, Kind.PLACED, self.generation, attempt, within_s=self.within_s)
 
 
 class _Peer:
@@ -104,6 +120,10 @@ class _Peer:
     def is_through_with_those_before(self, generation: int) -> bool:
         """And whatever it sent for them has come."""
         return min(self.retired.values()) >= generation
+
+    def is_through_with(self, generation: int) -> bool:
+        """That one too: it was on other ranks only."""
+        return min(self.retired.values()) > generation
 
 
 class ExpertGenerations:
@@ -135,8 +155,11 @@ class ExpertGenerations:
 
     # --- from the planner
 
-    def proposed(self, placement: Placement, now_s: float, misfit: str = "") -> list[Action]:
-        """misfit: why it cannot be placed here at all; empty: it can."""
+    def proposed(
+        self, placement: Placement, now_s: float, misfit: str = "", within_s: float = 0.0
+    ) -> list[Action]:
+        """misfit: why it cannot be placed here at all; empty: it can. within_s: how long it may
+        take; 0: as long as any."""
         generation = placement.generation
         if self._next is not None and generation == self._next.generation:
             return []  # said twice
@@ -144,7 +167,7 @@ class ExpertGenerations:
         self._newest = max(self._newest, generation)
         if reason:
             return self._withdrawn(generation, reason)
-        self._next = _Next(placement, now_s + self._deadline_s)
+        self._next = _Next(placement, now_s + (within_s or self._deadline_s), within_s)
         self._ask_anew()
         return [Load(placement)]
 
@@ -154,7 +177,7 @@ class ExpertGenerations:
         if self._next is not None or placement.generation <= self.current:
             return []
         self._newest = max(self._newest, placement.generation)
-        self._next = _Next(placement, math.inf, Stage.PLACED)
+        self._next = _Next(placement, math.inf, stage=Stage.PLACED)
         self._ask_anew()
         return self._settle()
 
@@ -187,8 +210,8 @@ class ExpertGenerations:
         if self._next is None or self._next.generation != generation:
             return []  # it was given up meanwhile
         self._next.stage = Stage.PLACED
-        telling = [Tell(peer, Kind.PLACED, generation) for peer in self._peers]
-        return [*telling, Report(generation, Outcome.READY)]
+        telling = [self._next.tell(peer) for peer in self._peers]
+        return [*telling, Report(generation, Outcome.READY), *self._settle()]
 
     def failed(self, generation: int, reason: str) -> list[Action]:
         if self._next is None or self._next.generation != generation:
@@ -197,11 +220,11 @@ class ExpertGenerations:
 
     def look(self, now_s: float) -> list[Action]:
         due_s = self.due_s
-        if due_s is None or now_s < due_s:
+        if self._next is None or due_s is None or now_s < due_s:
             return []
         return self._withdraw(
-            f"not there within {self._deadline_s:g} s (placement.deadline_s): raise it, or "
-            "placement.bytes_per_s"
+            f"not there within {self._next.within_s or self._deadline_s:g} s "
+            "(placement.deadline_s): raise it, or placement.bytes_per_s"
         )
 
     # --- from attention ranks
@@ -210,7 +233,7 @@ class ExpertGenerations:
         self._peers[name] = _Peer()
         if self._next is None or self._next.stage is Stage.LOADING:
             return []
-        return [Tell(name, Kind.PLACED, self._next.generation)]
+        return [self._next.tell(name)]
 
     def lost(self, name: str) -> list[Action]:
         if self._peers.pop(name, None) is None or self._next is None:
@@ -245,10 +268,14 @@ class ExpertGenerations:
 
     def _settle(self) -> list[Action]:
         """What is to be done once an attention rank has said something, or is gone."""
-        if self._next is None or self._next.stage is Stage.LOADING:
+        if self._next is None:
             return []
         generation, peers = self._next.generation, self._peers.values()
         proposed = not self._next.is_adopted
+        if proposed and peers and all(peer.is_through_with(generation) for peer in peers):
+            return self._withdraw("attention ranks use a newer one, which needs nothing of here")
+        if self._next.stage is Stage.LOADING:
+            return []
         if all(peer.refused for peer in peers):
             reasons = [peer.reason for peer in peers] or ["no attention rank is linked any more"]
             self._next = None
@@ -259,13 +286,13 @@ class ExpertGenerations:
             return [Free(before), *[Report(generation, Outcome.RETIRED)][:proposed]]
         if not any(peer.uses(generation) for peer in peers):
             return []
-        return list(self._placed_again(generation))
+        return list(self._placed_again(self._next))
 
-    def _placed_again(self, generation: int) -> Iterable[Tell]:
+    def _placed_again(self, coming: _Next) -> Iterable[Tell]:
         for name, peer in self._peers.items():
             if peer.refused:
                 peer.refused = False
-                yield Tell(name, Kind.PLACED, generation, peer.attempt)
+                yield coming.tell(name, peer.attempt)
 
     def _withdraw(self, reason: str) -> list[Action]:
         """Of the next one, which is not placed yet."""

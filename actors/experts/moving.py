@@ -1,13 +1,15 @@
-"""An expert rank's experts move: proposals of the planner become generations that are there.
+"""An expert rank's experts move: proposals of the planner, or what the launcher wants of more ranks
+or fewer, become generations that are there.
 
     planner's link ──propose──> │ loop: ExpertGenerations ──Load──> thread: Bringing ──┐
+    launcher ───────resize───> │                                                       │
     attention ranks ──packets──> │      PLACED, WITHDRAWN            peer, checkpoint    │
                                  │ <─────────────────── what it brought ────────────────┤
                     ──WANTED───> │ loop: Wanted ─────────────Load──> thread, at once ────┘
                                  │      HELD, WITHDRAWN              checkpoint
 
-Owned by the server's thread, but for `propose`. The rules are those of `ExpertGenerations`, and of
-`Wanted` for what attention ranks need because a rank was lost.
+Owned by the server's thread, but for `propose` and `resize`. The rules are those of
+`ExpertGenerations`, and of `Wanted` for what attention ranks need because a rank was lost.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from actors.experts.generations import Action, ExpertGenerations, Free, Load, Re
 from actors.experts.wanted import Wanted
 from contracts.clock import Clock
 from contracts.logs import event
-from contracts.placement import Placement
+from contracts.placement import PlacedExperts, Placement, WantedPlacement
 from contracts.planning import Outcome, PlacementOutcome
 from planner.placement.stand_in import is_stand_in
 
 log = logging.getLogger("tandem.experts")
+
+_FAILURES = 8  # are remembered
 
 P = TypeVar("P")
 P_in = TypeVar("P_in", contravariant=True)
@@ -57,10 +61,17 @@ class Store(Protocol[P_in]):
 
 
 class Bringer(Protocol[P]):
-    """Brings in what a generation has here that the present one has not."""
+    """Brings in what a generation has here that the present one has not. expert_bytes: of each."""
 
-    def misfit(self, placement: Placement) -> str:
-        """Why that cannot be; empty: it can."""
+    @property
+    def expert_bytes(self) -> int: ...
+
+    def room(self) -> tuple[str, int]:
+        """Where it brings them, and the free bytes there. From any thread."""
+
+    def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
+        """Why that cannot be; empty: it can. resizes: the number of ranks may change, however much
+        that brings in."""
 
     def begin(self, placement: Placement, done: Callable[[Brought[P]], None]) -> None:
         """`done` is called once, from any thread, unless it is stopped before."""
@@ -74,9 +85,16 @@ class Bringer(Protocol[P]):
     def close(self) -> None: ...
 
 
+class _Proposed(NamedTuple):
+    placement: Placement
+    resizes: bool = False
+    within_s: float = 0.0
+
+
 class Moving(Generic[P]):
     """A `Generations` of an expert server. placement: the newest that all attention ranks use.
-    counts, loaded_bytes, load_s: so far; stood_in: how often it has stood in for others."""
+    counts, loaded_bytes, load_s: so far; stood_in: how often it has stood in for others. failures:
+    by generation, why the latest that have failed did."""
 
     def __init__(
         self,
@@ -89,8 +107,10 @@ class Moving(Generic[P]):
         deadline_s: float,
         clock: Clock,
         report: Callable[[PlacementOutcome], None] = lambda outcome: None,
+        settled: Callable[[], None] = lambda: None,
     ) -> None:
-        """bringer: of what is proposed. at_once: of what is wanted; requests wait for it."""
+        """bringer: of what is proposed. at_once: of what is wanted; requests wait for it. settled:
+        called when `placement` is another."""
         self.placement = placement
         self._endpoint, self._store = endpoint, store
         self._bringer, self._at_once = bringer, at_once
@@ -99,14 +119,15 @@ class Moving(Generic[P]):
         self.stood_in = 0
         self._machine = ExpertGenerations(placement.generation, deadline_s)
         self._speaker = Speaker(endpoint, clock)
-        self._clock, self._report = clock, report
-        self._proposed: deque[Placement] = deque()
+        self._clock, self._report, self._settled = clock, report, settled
+        self._proposed: deque[_Proposed] = deque()
         self._brought: deque[Brought[P]] = deque()
         self._coming: Placement | None = None
         self._last: Brought[P] | None = None
         self._freed: list[int] = []
         self.counts = dict.fromkeys(Outcome, 0)
         self.loaded_bytes, self.load_s = 0, 0.0
+        self.failures: dict[int, str] = {}
 
     @property
     def experts(self) -> int:
@@ -125,7 +146,27 @@ class Moving(Generic[P]):
 
     def propose(self, placement: Placement) -> None:
         """From any thread."""
-        self._proposed.append(placement)
+        self._propose(_Proposed(placement))
+
+    def resize(self, wanted: WantedPlacement) -> None:
+        """From any thread."""
+        self._propose(_Proposed(wanted.placement, True, wanted.within_s))
+
+    def placed(self) -> PlacedExperts:
+        """From any thread."""
+        node, free_bytes = self._bringer.room()
+        return PlacedExperts(
+            placement=self.placement,
+            newest=self.newest,
+            under_way=self.under_way,
+            failures=self.failures,
+            expert_bytes=self._bringer.expert_bytes,
+            free_bytes=free_bytes,
+            node=node,
+        )
+
+    def _propose(self, proposed: _Proposed) -> None:
+        self._proposed.append(proposed)
         self._endpoint.wake()
 
     def heard(self, packet: Packet) -> None:
@@ -152,9 +193,9 @@ class Moving(Generic[P]):
 
     def look(self) -> Iterable[int]:
         while self._proposed:
-            placement = self._proposed.popleft()
-            misfit = self._bringer.misfit(placement)
-            self._do(self._machine.proposed(placement, self._clock(), misfit))
+            placement, resizes, within_s = self._proposed.popleft()
+            misfit = self._bringer.misfit(placement, resizes=resizes)
+            self._do(self._machine.proposed(placement, self._clock(), misfit, within_s))
         while self._brought:
             self._take(self._brought.popleft())
         while self._came_at_once:
@@ -289,6 +330,7 @@ class Moving(Generic[P]):
         elif self._coming is not None:
             self.placement, self._coming = self._coming, None
             self._bringer.settled(self.placement)
+            self._settled()
 
     def _tell_planner(self, report: Report) -> None:
         brought = self._last
@@ -297,6 +339,9 @@ class Moving(Generic[P]):
         level = logging.WARNING if report.outcome is Outcome.FAILED else logging.INFO
         name = self._endpoint.name
         self.counts[report.outcome] += 1
+        if report.outcome is Outcome.FAILED:
+            latest = list(self.failures.items())[1 - _FAILURES :]
+            self.failures = dict([*latest, (report.generation, report.reason)])
         event(
             log,
             f"placement_{report.outcome}",

@@ -39,7 +39,6 @@ from contracts.clock import Clock
 from contracts.config import ChannelConfig, GroupsConfig
 from contracts.errors import ChannelError, PeerError, PeerHungError, RepairTimeoutError
 from contracts.events import Stage, TaskSpan
-from contracts.logs import event
 from contracts.plan import Plan
 from kernels.steps import Steps, added, row_tiles, zeroed
 from models.experts.expert_wants import Guess
@@ -77,16 +76,15 @@ class RemotePlane:
         following: Following | None = None,
         counts: DispatchCounts | None = None,
     ) -> None:
-        """expert_ranks: names, by rank number. reply_s: a rank that lives and answers nothing for
-        so long is given up. repair_s: so long requests wait for another in the place of one that
-        is lost. foresight: what it foretells is sent to the ranks that have those
-        experts (None: nothing is). sample: told where tokens go. following: how it goes over to
-        other placements, and to other ranks in the places of lost ones (None: it does not).
-        counts: of what is sent."""
+        """expert_ranks: names, by rank number; with `following` there may be more later. reply_s: a
+        rank that lives and answers nothing for so long is given up. repair_s: so long requests wait
+        for another in the place of one that is lost. foresight: what it foretells is sent to the
+        ranks that have those experts (None: nothing is). sample: told where tokens go. following:
+        how it goes over to other placements, and to other ranks in the places of lost ones (None:
+        it does not). counts: of what is sent."""
         self._endpoint = endpoint
         self._placement = placement
-        self._expert_ranks = expert_ranks
-        self._rank_of = {name: rank for rank, name in enumerate(expert_ranks)}
+        self._name_experts(expert_ranks)
         self._timeline = timeline
         self._clock = clock
         self._reply_s, self._repair_s = reply_s, repair_s
@@ -105,6 +103,10 @@ class RemotePlane:
             self._ahead = LookingAhead(
                 foresight, self._hint, experts_s=lambda: self._away_s, clock=clock
             )
+
+    def _name_experts(self, expert_ranks: Sequence[str]) -> None:
+        self._expert_ranks = expert_ranks
+        self._rank_of = {name: rank for rank, name in enumerate(expert_ranks)}
 
     def wake(self) -> None:
         self._endpoint.wake()
@@ -255,7 +257,7 @@ class RemotePlane:
         for happening in happenings:
             if isinstance(happening, Packet):
                 self._take_packet(happening)
-            elif happening.peer not in self._rank_of:
+            elif self._following is None and happening.peer not in self._rank_of:
                 continue
             elif isinstance(happening, PeerJoined):
                 self._heard_s[happening.peer] = self._clock()
@@ -269,10 +271,11 @@ class RemotePlane:
             raise lost
 
     def _lose(self, following: Following, lost: PeerLost) -> None:
-        event(log, "peer_lost", logging.ERROR, rank=self._endpoint.name, reason=lost.error.message)
         following.lost(lost)
-        for pending in self._pending.values():
-            pending.lose(self._rank_of[lost.peer])
+        rank = self._rank_of.get(lost.peer)  # None: it came, and no generation has been on it
+        if rank is not None:
+            for pending in self._pending.values():
+                pending.lose(rank)
 
     def _take_packet(self, packet: Packet) -> None:
         header = packet.header
@@ -294,7 +297,8 @@ class RemotePlane:
         if following.changes != self._changes:
             self._changes = following.changes
             self._placement, self._generation = following.slots, following.used
-            names = enumerate(self._expert_ranks)
+            self._name_experts(following.experts)
+            names = enumerate(self._expert_ranks[: self._placement.ranks])
             self._barred = frozenset(rank for rank, name in names if not following.can(name))
             self._leaves = following.leaves
             for pending in list(self._pending.values()):
@@ -344,7 +348,7 @@ class RemotePlane:
         """Sums go rank by rank in fp32, whatever the order of arrival: equal inputs, equal bits."""
         self._away_s += self._clock() - pending.sent_s - pending.guessed_s
         total_TD = hidden_TD
-        if self._placement.ranks > 1 or shared_TD is not None:
+        if len(pending.placed.bounds) > 1 or shared_TD is not None:
             total_TD = yield from zeroed(torch.empty_like(hidden_TD, dtype=torch.float32))
         for piece in pending.slices:
             reply = piece.token_group, piece.rank

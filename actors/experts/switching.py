@@ -1,53 +1,62 @@
 """Generations of placement on an attention rank: a small machine without I/O or a clock.
 
 It goes over to a generation once all expert ranks have said PLACED with the same placement, and
-never back. A layer of a micro-batch is computed with one generation, the next layer may be with the
-next one: what is under way ends on what it began with. Once nothing of the old ones is, RETIRED is
-said. The other half, and why attempts are counted: actors/experts/generations.py.
+never back: those that the present one is on, and those of the next one, which may be more or fewer.
+A layer of a micro-batch is computed with one generation, the next layer may be with the next one:
+what is under way ends on what it began with. Once nothing of the old ones is, RETIRED is said.
+The other half, and why attempts are counted: actors/experts/generations.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Final
 
 from actors.channels.base import Kind
 from actors.experts.generations import LAUNCH_ATTEMPT, Tell
 from contracts.placement import Placement
+from contracts.worker import Group, rank_names
 
 _REMEMBERED: Final = 64  # refused ones: what arrives late for them is known to be late
 
 
 class _Candidate:
-    """since_s: when the first word of it came, in this attempt."""
+    """since_s: when the first word of it came, in this attempt. within_s: so long it may take."""
 
-    def __init__(self, since_s: float) -> None:
-        self.since_s = since_s
+    def __init__(self, since_s: float, within_s: float) -> None:
+        self.since_s, self.within_s = since_s, within_s
         self.attempt = LAUNCH_ATTEMPT
-        self.refused = False
+        self.refused, self.reason = False, ""
         self.placement: Placement | None = None
         self.placed: set[str] = set()
         self.excused: set[str] = set()  # have been lost since
+        self.told: set[str] = set()  # that it is refused, on the links that there are
 
 
 class AttentionGenerations:
     """current: what the next layer of any micro-batch is computed with. Every method but `began`
     returns the packets to send, in order; those of kind RETIRED once in each class."""
 
-    def __init__(self, experts: Sequence[str], current: Placement, deadline_s: float) -> None:
-        """experts: names of all expert ranks. deadline_s: from the first word of a generation until
-        all must have said PLACED."""
+    def __init__(self, current: Placement, deadline_s: float) -> None:
+        """deadline_s: from the first word of a generation until all must have said PLACED, unless
+        it says of itself that it takes longer."""
         self.current = current
-        self._experts, self._deadline_s = tuple(experts), deadline_s
+        self._deadline_s = deadline_s
+        self._most_ranks = current.ranks  # of all generations that it has heard of
         self._candidates: dict[int, _Candidate] = {}
         self._live: Counter[int] = Counter()
         self._owes_retired = False
+        self._linked: set[str] = set()
         self._lost: set[str] = set()
 
     @property
     def generation(self) -> int:
         return self.current.generation
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """Names of all expert ranks that a generation was on, or was to be. Never fewer."""
+        return _experts(self._most_ranks)
 
     @property
     def lost_ones(self) -> frozenset[str]:
@@ -61,28 +70,49 @@ class AttentionGenerations:
 
     # --- from expert ranks
 
-    def placed(self, expert: str, placement: Placement, attempt: int, now_s: float) -> list[Tell]:
+    def placed(
+        self,
+        expert: str,
+        placement: Placement,
+        attempt: int,
+        now_s: float,
+        within_s: float = 0.0,
+    ) -> list[Tell]:
+        """within_s: how long the whole of it may take, if that is longer than others may."""
         generation = placement.generation
         if generation <= self.generation:
             return []
+        self._most_ranks = max(self._most_ranks, placement.ranks)
         candidate = self._candidate(generation, now_s)
-        if attempt != candidate.attempt:
+        if expert not in candidate.told:  # its link came later than the refusal, if there was one
+            if candidate.refused:
+                return [self._refusal(generation, expert)]
+        elif attempt != candidate.attempt:
             return []  # it crossed our refusal
+        candidate.within_s = max(candidate.within_s, within_s)
         if candidate.refused:  # somebody uses it: from the start
             candidate.refused, candidate.since_s = False, now_s
         if candidate.placement not in (None, placement):
             return self._refuse(generation, f"{expert} has another placement than the rest")
-        if self._lost and not candidate.attempt:
-            return self._refuse(generation, f"{min(self._lost)} is lost")
+        needed = self._needed(placement)
+        lost = needed & self._lost
+        if lost and not candidate.attempt:
+            return self._refuse(generation, f"{min(lost)} is lost")
         candidate.placement = placement
         candidate.placed.add(expert)
-        if candidate.placed | candidate.excused < set(self._experts):
+        if not needed <= candidate.placed | candidate.excused:
             return []
         return self.adopt(placement)
+
+    def _needed(self, placement: Placement | None) -> set[str]:
+        """Who must have said PLACED of it: whoever has experts before it, or by it."""
+        ranks = 0 if placement is None else placement.ranks
+        return set(_experts(max(self.current.ranks, ranks)))
 
     def adopt(self, placement: Placement) -> list[Tell]:
         """It is used from now on: by all others too, or they are about to."""
         self.current, self._owes_retired = placement, True
+        self._most_ranks = max(self._most_ranks, placement.ranks)
         self._candidates = {g: c for g, c in self._candidates.items() if g > placement.generation}
         return self._settle()
 
@@ -94,16 +124,26 @@ class AttentionGenerations:
             return []
         return self._refuse(generation, reason)
 
+    def joined(self, expert: str) -> None:
+        """It has a link, or another in its place has. Where it has experts of the present
+        generation, it is lost until it `returned`."""
+        self._linked.add(expert)
+        for candidate in self._candidates.values():
+            candidate.told.discard(expert)
+        if expert not in _experts(self.current.ranks):
+            self._lost.discard(expert)
+
     def lost(self, expert: str) -> list[Tell]:
         """It says PLACED to nobody any more. What somebody uses all the same is gone over to
         without its word."""
         self._lost.add(expert)
+        self._linked.discard(expert)
         for candidate in self._candidates.values():
             candidate.excused.add(expert)
         return [
             tell
             for generation, candidate in list(self._candidates.items())
-            if not candidate.refused
+            if not candidate.refused and expert in self._needed(candidate.placement)
             for tell in self._refuse(generation, f"{expert} is lost")
         ]
 
@@ -118,7 +158,7 @@ class AttentionGenerations:
         return [
             tell
             for generation, candidate in list(self._candidates.items())
-            if not candidate.refused and now_s >= candidate.since_s + self._deadline_s
+            if not candidate.refused and now_s >= candidate.since_s + candidate.within_s
             for tell in self._refuse(generation, self._late(candidate))
         ]
 
@@ -145,29 +185,36 @@ class AttentionGenerations:
         if not self._owes_retired or any(older < self.generation for older in self._live):
             return []
         self._owes_retired = False
-        return [Tell(expert, Kind.RETIRED, self.generation) for expert in self._experts]
+        return [Tell(expert, Kind.RETIRED, self.generation) for expert in sorted(self._linked)]
 
     def _candidate(self, generation: int, now_s: float) -> _Candidate:
         if generation not in self._candidates:
             refused = sorted(g for g, each in self._candidates.items() if each.refused)
             for oldest in refused[: len(refused) - _REMEMBERED + 1]:
                 del self._candidates[oldest]
-            self._candidates[generation] = _Candidate(now_s)
+            self._candidates[generation] = _Candidate(now_s, self._deadline_s)
             self._candidates[generation].excused |= self._lost
         return self._candidates[generation]
 
     def _refuse(self, generation: int, reason: str) -> list[Tell]:
         candidate = self._candidates[generation]
-        candidate.refused, candidate.placement = True, None
+        candidate.refused, candidate.placement, candidate.reason = True, None, reason
         candidate.placed.clear()
         candidate.attempt += 1
-        return [
-            Tell(expert, Kind.REFUSED, generation, candidate.attempt, reason)
-            for expert in self._experts
-        ]
+        return [self._refusal(generation, expert) for expert in sorted(self._linked)]
+
+    def _refusal(self, generation: int, expert: str) -> Tell:
+        candidate = self._candidates[generation]
+        candidate.told.add(expert)
+        return Tell(expert, Kind.REFUSED, generation, candidate.attempt, candidate.reason)
 
     def _late(self, candidate: _Candidate) -> str:
-        missing = [expert for expert in self._experts if expert not in candidate.placed]
+        missing = sorted(self._needed(candidate.placement) - candidate.placed)
         return (
-            f"no word of {', '.join(missing)} within {self._deadline_s:g} s (placement.deadline_s)"
+            f"no word of {', '.join(missing)} within {candidate.within_s:g} s "
+            "(placement.deadline_s)"
         )
+
+
+def _experts(ranks: int) -> tuple[str, ...]:
+    return rank_names(Group.EXPERT, ranks)

@@ -50,7 +50,9 @@ MAX_OUTSTANDING = 2  # questions; while so many wait, the latest as many more ar
 MAX_PLANS = 4096
 MAX_BUFFERED_BYTES = 1 << 20  # reports are dropped while this much has not left
 
-Report = BatchReport | ExpertReport | TrafficReport | RoutingReport | PlacementOutcome
+Report = (
+    BatchReport | ExpertReport | TrafficReport | RoutingReport | PlacementOutcome | PlacementHeld
+)
 MakeReport = Callable[[], Report | None]
 
 

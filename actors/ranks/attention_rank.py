@@ -38,7 +38,7 @@ from contracts.config import PriorityConfig
 from contracts.errors import ChannelError, CheckpointError, NotFiniteError
 from contracts.messages import Submit
 from contracts.requests import Priority, Sampling
-from contracts.worker import Group, WorkerSpec, rank_name
+from contracts.worker import WorkerSpec
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
 from models.spec.model import ModelSpec
@@ -58,7 +58,7 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     started_s, config = monotonic_s(), spec.config
     prepare_process(spec)
     half, served = load_half(spec)
-    check_fits(spec.placement, spec.expert_ranks, half.spec.num_experts, half.spec.moe_layers)
+    check_fits(spec.placement, None, half.spec.num_experts, half.spec.moe_layers)
     chunk_cost = ChunkCost(half.spec)
 
     kv, blocks = _pool(spec, half)
@@ -82,7 +82,7 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     sample = _sample(spec, half.spec, planning)
     following = _following(spec, half.spec, endpoint)
     _show(following, spec.name, telemetry)
-    counts = DispatchCounts(spec.expert_ranks)
+    counts = DispatchCounts(spec.placement.ranks)
     counts.show(telemetry, spec.name)
     plane = _plane(spec, half, endpoint, recorded.timeline, following, sample, counts)
     parts = ExecutorParts(
@@ -151,19 +151,12 @@ def _sample(spec: WorkerSpec, model: ModelSpec, planning: RankPlanning) -> Routi
     return RoutingSample(spec.name, placing.sample_tokens, shape, monotonic_s, send)
 
 
-def _expert_names(spec: WorkerSpec) -> list[str]:
-    return [rank_name(Group.EXPERT, rank) for rank in range(spec.expert_ranks)]
-
-
 def _following(spec: WorkerSpec, model: ModelSpec, endpoint: Endpoint) -> Following:
     return Following(
         endpoint,
-        _expert_names(spec),
         spec.placement,
         deadline_s=spec.config.placement.deadline_s,
-        check=lambda placement: check_fits(
-            placement, spec.expert_ranks, model.num_experts, model.moe_layers
-        ),
+        check=lambda placement: check_fits(placement, None, model.num_experts, model.moe_layers),
         clock=monotonic_s,
     )
 
@@ -188,7 +181,7 @@ def _plane(
     return RemotePlane(
         endpoint,
         following.slots,
-        _expert_names(spec),
+        following.experts,
         timeline,
         monotonic_s,
         reply_s=spec.config.channel.reply_s,
@@ -233,7 +226,8 @@ class Placed(Observer):
 
     def sections(self) -> dict[str, dict[str, float]]:
         following = self._following
-        placement = {"generation": following.generation, "switches": following.switches}
+        placement: dict[str, float] = {"generation": following.generation, "ranks": following.ranks}
+        placement["switches"] = following.switches
         lost = {name: one.epoch for name, one in following.absent.items() if one.epoch}
         found: dict[str, dict[str, float]] = {"placement": {**placement, **following.repairs}}
         return found | {"lost": dict(lost)} if lost else found

@@ -29,6 +29,7 @@ from actors.weights.expert_exchange import ExpertExchange
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.events import TaskSpan
+from contracts.placement import PlacedExperts, WantedPlacement
 from contracts.planning import Outcome, PlacementHeld, PlacementOutcome
 from contracts.worker import LEFT, RankReady, WorkerSpec
 from models.experts.expert_layout import ExpertLayout
@@ -51,7 +52,7 @@ def expert_rank(spec: WorkerSpec) -> Rank:
     prepare_process(spec)
     device, folder = torch.device(spec.device), Path(spec.model_folder)
     model = check_checkpoint(folder)
-    check_fits(spec.placement, spec.expert_ranks, model.num_experts, model.moe_layers)
+    check_fits(spec.placement, None, model.num_experts, model.moe_layers)
     telemetry = RankMetrics(spec, monotonic_s)
     reports = ExpertReports(spec)
     endpoint = rank_endpoint(spec, device, monotonic_s)
@@ -125,12 +126,14 @@ def _held(
             deadline_s=deadline_s,
             clock=monotonic_s,
             report=reports.tell,
+            settled=reports.tell_held,
         )
         reports.moving = made
         return made
 
     if spec.config.experts.is_bounded:
-        cache = expert_cache(spec, ExpertLayout(model, dtype, device), telemetry, own=own)
+        known = own if any(own.values()) else None  # of one that comes later: any of them
+        cache = expert_cache(spec, ExpertLayout(model, dtype, device), telemetry, own=known)
         endpoint.watch(cache.fileno())
         some = SomeThere(cache, own, clamped_gate(model), generation)
         listed = CachedBringer(spec, model, asked=True)
@@ -145,8 +148,6 @@ def _held(
     every = AllThere(half, generation)
     layout = ExpertLayout(model, dtype, device)
     at_once = ResidentBringer(spec, layout, every, None, loaded, asked=True)
-    if not moves:
-        return Held(every, moving(every, CachedBringer(spec, model), at_once))
     exchange = ExpertExchange(spec, layout, every.memory_of) if layout.packed else None
     bringer = ResidentBringer(spec, layout, every, exchange, loaded)
     return Held(every, moving(every, bringer, at_once), exchange)
@@ -192,6 +193,11 @@ class ExpertReports:
     def tell(self, outcome: PlacementOutcome) -> None:
         if self._link is not None:
             self._link.report(lambda: outcome)
+
+    def tell_held(self) -> None:
+        """Another placement than the planner proposed, perhaps."""
+        if self._link is not None:
+            self._link.report(self._held)
 
     def _held(self) -> PlacementHeld:
         moving = self.moving
@@ -249,12 +255,21 @@ class ExpertLoop:
 
     load = (0, 0)
 
+    def place(self, wanted: WantedPlacement) -> None:
+        """From any thread. What becomes of it, `placed` says."""
+        self.held.moving.resize(wanted)
+
+    def placed(self) -> PlacedExperts:
+        """From any thread."""
+        return self.held.moving.placed()
+
     def sections(self) -> dict[str, dict[str, float]]:
         moving = self.held.moving
         outcomes = {outcome.value: count for outcome, count in list(moving.counts.items())}
         return {
             "placement": {
                 "generation": moving.placement.generation,
+                "ranks": moving.placement.ranks,
                 "experts": moving.experts,
                 **outcomes,
                 "loaded_bytes": moving.loaded_bytes,

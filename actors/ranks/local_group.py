@@ -11,6 +11,7 @@ from types import TracebackType
 import msgspec
 
 from actors.channels.handshake import new_token
+from actors.ranks.placing import Working, place_experts
 from actors.ranks.process import RankProcess
 from actors.ranks.rendezvous import (
     Formation,
@@ -24,7 +25,7 @@ from contracts.config import TandemConfig
 from contracts.events import TaskSpan
 from contracts.hardware import Hardware
 from contracts.placement import Placement
-from contracts.worker import Group, RankReady, RankStatus
+from contracts.worker import Group, RankReady, RankStatus, WorkerSpec, rank_names
 
 STOP_TIMEOUT_S = 5.0
 
@@ -61,7 +62,7 @@ class LocalGroup:
         prefill = [seat] * groups.prefill_ranks
         planners = [Seat("cpu", "127.0.0.1", 1)] if planner else []
         self._specs = make_specs(formation, attention, expert, planners, prefill)
-        self._epoch = formation.epoch
+        self._epoch, self._config = formation.epoch, config
         self._timeout_s = groups.ready_timeout_s
         self.processes: dict[str, RankProcess] = {}
         self.ready: list[RankReady] = []
@@ -101,6 +102,41 @@ class LocalGroup:
         by_name = {ready.name: ready for ready in (*others, *told)}
         self.ready = [by_name[spec.name] for spec in self._specs]
         introduce(self.ready, self.processes)
+
+    def resize_experts(self, expert_ranks: int) -> None:
+        """More expert ranks or fewer, while the group serves. Raises as `form_group` and
+        `place_experts`: there are as many as before then."""
+        names = rank_names(Group.EXPERT, expert_ranks)
+        specs = [self._spec_of(n) for n, name in enumerate(names) if name not in self.processes]
+        self._epoch += bool(specs)
+        try:
+            handles = [self.processes.setdefault(s.name, RankProcess(s.name)) for s in specs]
+            others = self.ready
+            ready = form_group(specs, handles, timeout_s=self._timeout_s, others=others)
+            self._specs, self.ready = [*self._specs, *specs], [*others, *ready]
+            place_experts(self.working, expert_ranks, self._config)
+        except BaseException:
+            self._end(*(spec.name for spec in specs))
+            raise
+        self._end(*(s.name for s in self._specs if s.group is Group.EXPERT and s.name not in names))
+
+    def working(self) -> list[Working]:
+        """For `place_experts`."""
+        handles = self.processes
+        return [Working(ready, handles[ready.name]) for ready in self.ready]
+
+    def _spec_of(self, rank: int) -> WorkerSpec:
+        """Of an expert rank that comes later."""
+        spec = next(spec for spec in self._specs if spec.group is Group.EXPERT)
+        return msgspec.structs.replace(spec, rank=rank, epoch=self._epoch + 1)
+
+    def _end(self, *names: str) -> None:
+        for name in names:
+            process = self.processes.pop(name)
+            process.call("stop")
+            process.close()
+        self._specs = [spec for spec in self._specs if spec.name not in names]
+        self.ready = [ready for ready in self.ready if ready.name not in names]
 
     @property
     def client_addresses(self) -> dict[str, str]:

@@ -32,7 +32,7 @@ from contracts.planning import (
     PlacementProposal,
     RoutingReport,
 )
-from contracts.worker import Group, WorkerSpec, rank_name
+from contracts.worker import Group, WorkerSpec, rank_names
 from models.spec.model import ModelSpec
 from planner.costs.model_shape import ModelShape
 from planner.costs.routing_shape import Spread
@@ -83,8 +83,7 @@ class PlannerPlacement:
         )
         self._follower = Follower(spec.placement, config)
         self._expert_bytes = shape.expert_elements * shape.element_bytes
-        names = [rank_name(Group.EXPERT, rank) for rank in range(spec.expert_ranks)]
-        self._held: dict[str, bool] = dict.fromkeys(names, False)  # whether it said so
+        self._held: dict[str, bool] = {}  # whether it said so, also of ranks that are not used yet
         self._record = RoutingRecord(spec, model)
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -134,7 +133,7 @@ class PlannerPlacement:
             return
         now_s = monotonic_s()
         routing, follower = self._window.routing(now_s), self._follower
-        is_due = follower.is_due(now_s, routing) and all(self._held.values())
+        is_due = follower.is_due(now_s, routing) and self._have_said()
         current, unit_ms = follower.current, self._planner.unit_ms() or (None, None)
         costs = MoveCosts(self._expert_bytes, *unit_ms)
         generation, gains = follower.newest + 1, follower.least_gains(now_s)
@@ -170,10 +169,19 @@ class PlannerPlacement:
         now_s = monotonic_s()
         if looked.spread is not None:
             self._planner.spread_over(looked.spread)
-        if looked.step is not None and all(self._held.values()):
+        if looked.step is not None and self._have_said(looked.step):
             self._propose(looked.step, now_s)
         elif looked.was_due:
             self._follower.nothing_found(now_s)
+
+    def _have_said(self, step: Step | None = None) -> bool:
+        """Whether all ranks that experts are on have said what they hold, and `step` is still one
+        from there: the launcher has put them on more ranks or fewer meanwhile."""
+        current = self._follower.current
+        is_next = step is None or step.placement.generation > self._follower.newest
+        there = is_next and (step is None or step.placement.ranks == current.ranks)
+        names = rank_names(Group.EXPERT, current.ranks)
+        return there and all(self._held.get(name) for name in names)
 
     def _propose(self, step: Step, now_s: float) -> None:
         self._follower.proposed(step, now_s)
@@ -187,7 +195,7 @@ class PlannerPlacement:
             load_bytes=step.load_bytes,
             is_whole=step.is_whole,
         )
-        for name in self._held:
+        for name in rank_names(Group.EXPERT, step.placement.ranks):
             self._send(name, PlacementProposal(step.placement))
 
     def close(self, deadline_s: float) -> None:
@@ -200,17 +208,18 @@ class PlannerPlacement:
             self._record.close()
 
     def _check_name(self, name: str) -> None:
-        if name not in self._held:
+        if name not in rank_names(Group.EXPERT, self._model.num_experts):
             raise ValueError(f"{name} is no expert rank of this group, and speaks of placement")
 
     def _check(self, name: str, placement: Placement) -> None:
         self._check_name(name)
         launched = self._spec.placement
         try:
-            check_fits(placement, launched.ranks, self._model.num_experts, self._model.moe_layers)
+            check_fits(placement, None, self._model.num_experts, self._model.moe_layers)
         except ConfigError as error:
             raise ValueError(f"{name}: {error.message}") from None
-        if placement.slots_per_rank != launched.slots_per_rank:
+        is_launched = placement.generation == launched.generation
+        if is_launched and placement.slots_per_rank != launched.slots_per_rank:
             raise ValueError(
                 f"{name} has slots_per_rank={placement.slots_per_rank}, this group was launched "
                 f"with {launched.slots_per_rank}"

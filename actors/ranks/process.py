@@ -23,6 +23,7 @@ import contracts.errors
 from contracts.errors import LaunchError, TandemError
 from contracts.events import TaskSpan
 from contracts.import_path import module_command
+from contracts.placement import PlacedExperts, WantedPlacement
 from contracts.plan import Plan
 from contracts.traces import RankTrace
 from contracts.worker import RankReady, RankStatus, WorkerSpec
@@ -30,6 +31,7 @@ from contracts.worker import RankReady, RankStatus, WorkerSpec
 log = logging.getLogger(f"tandem.{__name__}")
 
 _ARGUMENTS: dict[str, Any] = {
+    "place": WantedPlacement,
     "prepare": WorkerSpec,
     "connect": dict[str, str],
     "join_planner": str,
@@ -39,6 +41,7 @@ _ARGUMENTS: dict[str, Any] = {
     "resize": int,
 }
 _RESULTS: dict[str, Any] = {
+    "placed": PlacedExperts,
     "prepare": RankReady,
     "status": RankStatus,
     "spans": list[TaskSpan],

@@ -27,7 +27,7 @@ _STATUS, _LOOKS = "status", "looks"
 # What is answered whatever else runs in the actor, `connect` for example. The status has a thread
 # to itself: by it a supervisor tells whether the rank lives.
 _GROUP_OF = {"status": _STATUS} | dict.fromkeys(
-    ("metrics", "spans", "clock_s", "trace", "identity", "leave"), _LOOKS
+    ("metrics", "spans", "clock_s", "trace", "identity", "leave", "place", "placed"), _LOOKS
 )
 
 

@@ -119,7 +119,7 @@ def form_group(
     """
     deadline_s = time.monotonic() + timeout_s
     pairs = list(zip(specs, handles, strict=True))
-    ready = _gather(
+    ready = gather(
         [(spec.name, handle.call("prepare", spec)) for spec, handle in pairs],
         "load its weights",
         deadline_s,
@@ -135,14 +135,14 @@ def form_group(
             continue  # they move nothing among themselves
         members = [(spec.name, h) for spec, h in pairs if spec.group is group]
         connecting = [(name, handle.call("connect", addresses)) for name, handle in members]
-        _gather(connecting, f"connect to {who}", deadline_s)
+        gather(connecting, f"connect to {who}", deadline_s)
     for spec, answer in zip(specs, ready, strict=True):
         if spec.group is Group.PLANNER:
             address = answer.channel_address
             joining = [(s.name, handle.call("join_planner", address)) for s, handle in pairs]
-            _gather(joining, "be told where the planner is", deadline_s)
+            gather(joining, "be told where the planner is", deadline_s)
     starting = [(spec.name, handle.call("start")) for spec, handle in pairs]
-    _gather(starting, "start its loop", deadline_s)
+    gather(starting, "start its loop", deadline_s)
     return ready
 
 
@@ -173,7 +173,7 @@ def channel_addresses(ready: Sequence[RankReady], group: Group) -> dict[str, str
     }
 
 
-def _gather(futures: Sequence[tuple[str, Future[Any]]], what: str, deadline_s: float) -> list[Any]:
+def gather(futures: Sequence[tuple[str, Future[Any]]], what: str, deadline_s: float) -> list[Any]:
     """All answers. A rank that fails is told of at once, however long others may still take."""
     left_s = max(0.0, deadline_s - time.monotonic())
     done, _ = wait([future for _, future in futures], left_s, return_when=FIRST_EXCEPTION)

@@ -8,7 +8,7 @@ import msgspec
 
 from actors.channels.neighbour import here
 from actors.ranks.attention_rank import attention_rank
-from actors.ranks.expert_rank import expert_rank
+from actors.ranks.expert_rank import ExpertLoop, expert_rank
 from actors.ranks.planner_rank import planner_rank
 from actors.ranks.prefill_rank import prefill_rank
 from actors.ranks.rank import Rank
@@ -17,6 +17,7 @@ from contracts.errors import LaunchError
 from contracts.events import TaskSpan
 from contracts.garbage import spare_what_lives_on
 from contracts.logs import set_up_logging
+from contracts.placement import PlacedExperts, WantedPlacement
 from contracts.plan import Plan
 from contracts.stacks import watch_interpreter
 from contracts.traces import RankTrace
@@ -47,6 +48,14 @@ class WorkerShell:
 
     def connect(self, addresses: dict[str, str]) -> None:
         self._made.connect(addresses)
+
+    def place(self, wanted: WantedPlacement) -> None:
+        """Expert ranks only: that is to be its next placement (placing.py)."""
+        self._experts.place(wanted)
+
+    def placed(self) -> PlacedExperts:
+        """Expert ranks only."""
+        return self._experts.placed()
 
     def join_planner(self, address: str) -> None:
         """Attention and expert ranks only: connects to the planner in the background."""
@@ -87,6 +96,13 @@ class WorkerShell:
     def stop(self) -> None:
         if self._rank is not None:
             self._rank.stop()
+
+    @property
+    def _experts(self) -> ExpertLoop:
+        loop = self._made.loop
+        if not isinstance(loop, ExpertLoop):
+            raise LaunchError(f"{self._made.spec.name} is no expert rank: it has no placement")
+        return loop
 
     @property
     def _made(self) -> Rank:

@@ -277,8 +277,10 @@ class Follower:
         self._is_over = self._is_over or self._config.follow == "once"
 
     def held(self, placement: Placement, newest: int) -> None:
-        """What an expert rank said when it connected."""
+        """What an expert rank said when it connected, or went over to what nobody here proposed."""
         self.newest = max(self.newest, newest, placement.generation)
+        if self.pending is not None and placement.generation > self.pending.generation:
+            self.pending = None  # whatever becomes of it, that is newer
         if placement.generation > self.current.generation and self.pending is None:
             self.current = placement
 

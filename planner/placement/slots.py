@@ -108,14 +108,17 @@ def expert_ranges(placement: Placement) -> list[tuple[int, int]]:
 
 
 def check_fits(
-    placement: Placement, ranks: int, num_experts: int, moe_layers: Sequence[int]
+    placement: Placement, ranks: int | None, num_experts: int, moe_layers: Sequence[int]
 ) -> None:
-    """Raises ConfigError where the placement is of another group or model."""
+    """Raises ConfigError where the placement is of another group or model. ranks: None: as many as
+    have a use for an expert."""
     placed = [layer for layer, experts in enumerate(placement.expert_of_slot) if experts]
     told = (placement.ranks, placement.num_experts, len(placed))
-    if told != (ranks, num_experts, len(moe_layers)) or placed != list(moe_layers):
+    fitting = ranks if ranks is not None else min(max(1, placement.ranks), num_experts)
+    if told != (fitting, num_experts, len(moe_layers)) or placed != list(moe_layers):
+        group = f"the group {ranks} ranks" if ranks is not None else f"1 to {num_experts} ranks"
         raise ConfigError(
             f"the placement is of {told[1]} experts in {told[2]} layers on {told[0]} ranks, the "
-            f"model has {num_experts} in {len(moe_layers)} and the group {ranks} ranks: "
+            f"model has {num_experts} in {len(moe_layers)} and {group}: "
             "launch the group with a placement of its own"
         )

@@ -17,6 +17,7 @@ faults = st.builds(
     deaths=st.integers(0, 2),
     expert_dies=st.sampled_from((False, False, False, True)),
     impatient=st.booleans(),
+    resizes=st.sampled_from((0.0, 0.0, 0.5)),
 )
 worlds = st.builds(
     World,

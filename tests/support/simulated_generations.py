@@ -17,18 +17,20 @@ from actors.experts.switching import AttentionGenerations
 from contracts.placement import Placement
 from contracts.planning import Outcome
 from contracts.requests import Priority
+from contracts.worker import Group, rank_names
 
 DEADLINE_S = 10.0
 TRAFFIC_S = 100.0
+SPARE = 2  # expert ranks that are joined and that the launch's placement is not on
 
 
-def proposal(generation: int, variant: int = 0) -> Placement:
-    """Of each variant another one."""
+def proposal(generation: int, ranks: int, variant: int = 0) -> Placement:
+    """One expert on each of so many ranks; of each variant another one."""
     return Placement(
         num_experts=1,
         generation=generation,
-        slots_per_rank=(1,) * (variant + 1),
-        expert_of_slot=((0,) * (variant + 1),),
+        slots_per_rank=(1,) * ranks,
+        expert_of_slot=((0,) * ranks,) * (variant + 1),
     )
 
 
@@ -42,6 +44,7 @@ class Faults(NamedTuple):
     deaths: int = 0  # of attention ranks
     expert_dies: bool = False
     impatient: bool = False  # attention ranks have half the patience of expert ranks
+    resizes: float = 0.0  # a proposal is of another number of expert ranks
 
 
 class World:
@@ -56,17 +59,20 @@ class World:
         self.is_lost = False
         self.broken: list[str] = []
         self.switches = self.placed_again = 0
+        self.ranks_of = {0: experts}  # by generation
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._last_s: dict[tuple[str, str, Priority], float] = {}
-        self.experts = {f"expert-{n}": Expert(self, f"expert-{n}") for n in range(experts)}
+        there = experts + SPARE if faults.resizes else experts
+        self.experts = {f"expert-{n}": Expert(self, f"expert-{n}") for n in range(there)}
         names = tuple(self.experts)
         self.attentions = {
-            f"attention-{n}": Attention(self, f"attention-{n}", names) for n in range(attentions)
+            f"attention-{n}": Attention(self, f"attention-{n}") for n in range(attentions)
         }
         for attention in self.attentions:
             for expert in self.experts.values():
                 expert.do(expert.machine.joined(attention))
+                self.attentions[attention].machine.joined(expert.name)
             self.after(self.random.random(), self.attentions[attention].turn)
         for generation in range(1, proposals + 1):
             self.after(self.random.uniform(0.0, TRAFFIC_S), self._proposing(generation))
@@ -86,6 +92,12 @@ class World:
             self.now_s, _, happens = heapq.heappop(self._events)
             happens()
 
+    @property
+    def ranks(self) -> int:
+        """That the newest generation which somebody uses is on, as the launcher knows it."""
+        newest = max((expert.machine.current for expert in self.experts.values()), default=0)
+        return self.ranks_of[newest]
+
     def after(self, delay_s: float, happens: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now_s + delay_s, next(self._numbers), happens))
 
@@ -104,11 +116,16 @@ class World:
 
     def _proposing(self, generation: int) -> Callable[[], None]:
         def propose() -> None:
-            for expert in self.experts.values():
-                if self.random.random() < self.faults.proposal_lost:
+            ranks = self.ranks
+            if self.random.random() < self.faults.resizes:
+                ranks = self.random.randint(1, self.ranks_of[0] + SPARE)
+            self.ranks_of[generation] = ranks
+            for name in rank_names(Group.EXPERT, max(ranks, self.ranks)):
+                expert = self.experts.get(name)
+                if expert is None or self.random.random() < self.faults.proposal_lost:
                     continue
                 other = self.random.random() < self.faults.other_placement
-                told = proposal(generation, 1 if other else 0)
+                told = proposal(generation, ranks, 1 if other else 0)
                 self.after(self.random.random() * 2.0, functools.partial(expert.proposed, told))
 
         return propose
@@ -190,16 +207,16 @@ class Expert:
         self.world.placed_again += tell.kind is Kind.PLACED and tell.attempt > 0
         if attention is not None and self.name in self.world.experts:
             told = functools.partial(
-                attention.hears, self.name, tell, self._told.get(tell.generation, proposal(0))
+                attention.hears, self.name, tell, self._told.get(tell.generation, proposal(0, 1))
             )
             self.world.send(self.name, tell.peer, Priority.LS, told)
 
 
 class Attention:
-    def __init__(self, world: World, name: str, experts: tuple[str, ...]) -> None:
-        self.world, self.name, self.experts = world, name, experts
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
         patience_s = DEADLINE_S / 2 if world.faults.impatient else DEADLINE_S
-        self.machine = AttentionGenerations(experts, proposal(0), patience_s)
+        self.machine = AttentionGenerations(proposal(0, world.ranks_of[0]), patience_s)
         self.open: set[tuple[int, int]] = set()  # calls that wait for answers, generations
         self._calls = itertools.count()
         self.is_dead = self.is_through = False
@@ -216,7 +233,8 @@ class Attention:
         world, generation = self.world, self.machine.began()
         call = next(self._calls), generation
         self.open.add(call)
-        to = world.random.sample(self.experts, world.random.randint(1, len(self.experts)))
+        used = rank_names(Group.EXPERT, self.machine.current.ranks)
+        to = world.random.sample(used, world.random.randint(1, len(used)))
         left = set(to)
         priority = world.random.choice(list(Priority))
 
@@ -308,7 +326,8 @@ def settled(world: World) -> list[str]:
         waiting = [g for g, c in attention.machine._candidates.items() if not c.refused]
         if waiting or attention.open:
             wrong.append(f"{name} waits for {waiting}, and answers of {attention.open}")
-        for expert in () if world.is_lost else world.experts.values():
+        used = rank_names(Group.EXPERT, attention.machine.current.ranks)
+        for expert in () if world.is_lost else [world.experts[each] for each in used]:
             if expert.machine.current != attention.machine.generation:
                 wrong.append(f"{name} uses {attention.machine.generation}, {expert.name} not")
     return wrong

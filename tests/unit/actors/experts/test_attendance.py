@@ -19,7 +19,7 @@ LATER = msgspec.structs.replace(LAUNCH, generation=1, expert_of_slot=((2, 1, 0),
 @pytest.fixture
 def present() -> Attendance:
     """All are there."""
-    made = Attendance(NAMES, LAUNCH)
+    made = Attendance(LAUNCH)
     for name in NAMES:
         made.joined(name)
     for name in NAMES:
@@ -40,7 +40,7 @@ def number(*lost: int, of: Placement = LAUNCH) -> int:
 
 
 def test_nobody_is_asked_before_he_has_said_what_he_has() -> None:
-    attendance = Attendance(NAMES, LAUNCH)
+    attendance = Attendance(LAUNCH)
     assert not any(attendance.can(name, 0) for name in NAMES)
     for name in NAMES:
         attendance.joined(name)
@@ -51,7 +51,7 @@ def test_nobody_is_asked_before_he_has_said_what_he_has() -> None:
 
 
 def test_ranks_that_start_later_than_others_are_not_taken_for_lost() -> None:
-    attendance = Attendance(NAMES, LAUNCH)
+    attendance = Attendance(LAUNCH)
     for name in NAMES:
         attendance.joined(name)
     attendance.held("expert-0", 0, 0.0)
@@ -60,7 +60,6 @@ def test_ranks_that_start_later_than_others_are_not_taken_for_lost() -> None:
 
 def test_one_that_was_never_linked_is_stood_in_for_after_a_while() -> None:
     attendance = Attendance(
-        NAMES[:2],
         msgspec.structs.replace(
             LAUNCH, num_experts=2, slots_per_rank=(1, 1), expert_of_slot=((0, 1),)
         ),

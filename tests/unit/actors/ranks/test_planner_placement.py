@@ -227,7 +227,7 @@ def other_slots(placement: Placement) -> Placement:
     ("name", "message", "said"),
     [
         ("attention-0", lambda placed: held(0, placed), "attention-0 is no expert rank"),
-        ("expert-7", lambda placed: held(0, placed), "expert-7 is no expert rank"),
+        ("expert-8", lambda placed: held(0, placed), "expert-8 is no expert rank"),
         ("expert-1", lambda placed: held(1, other_slots(placed)), "slots_per_rank=(5, 3)"),
         ("expert-1", lambda placed: held(1, Placement()), "launch the group with a placement"),
         (

@@ -1,0 +1,202 @@
+"""Puts the experts of a running group on more ranks or on fewer: the launcher's part, with whatever
+handles it has.
+
+    attention ranks <── connect ── all expert ranks, those that are new too
+    expert ranks    ──> placed ──> what they have, what room there is
+                    <── place ──── the next generation (planner/placement/resized.py)
+                    ──> placed ──> again and again: all have it, and nothing older is used
+
+Whoever is new has been started before, and whoever is not needed any more goes afterwards. Nothing
+hangs on the launcher once it has told them: they end it among themselves
+(actors/experts/moving.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, Final, NamedTuple
+
+from actors.experts.generations import is_taken
+from actors.ranks.rendezvous import WorkerHandle, channel_addresses, gather, peer_addresses
+from contracts.clock import monotonic_s
+from contracts.config import PlacementConfig, TandemConfig
+from contracts.errors import LaunchError, ResourceError
+from contracts.logs import event
+from contracts.placement import PlacedExperts, Placement, WantedPlacement
+from contracts.worker import Group, RankReady, rank_names
+from planner.placement.resized import brought, resized
+
+log = logging.getLogger("tandem.fleet")
+
+ANSWER_S: Final = 10.0  # for a rank to say what it has, or to join another
+LOOK_S: Final = 0.1
+SETTLE_S: Final = 5.0  # for all to let go of what has failed
+TRIES: Final = 5  # where the planner proposes something at the same moment
+
+
+class Working(NamedTuple):
+    """A rank that works: not one that is being replaced."""
+
+    ready: RankReady
+    handle: WorkerHandle
+
+
+Find = Callable[[], Sequence[Working]]
+"""The attention and expert ranks that work now, those too that have come for more or are to go."""
+
+
+def place_experts(
+    find: Find, expert_ranks: int, config: TandemConfig, closing: threading.Event | None = None
+) -> Placement:
+    """Returns what all attention ranks use then, and nothing older; from a thread of one's own.
+    closing: ends the waiting.
+
+    Raises a TandemError, by name; the group serves on with what it had then: ConfigError for a
+    number of ranks that there cannot be, ResourceError where they have no room, LaunchError for
+    whatever came in between."""
+    placing = _Placing(find, config.placement, closing or threading.Event())
+    for _ in range(TRIES):
+        placed = placing.place(expert_ranks)
+        if placed is not None:
+            return placed
+    raise LaunchError(f"{expert_ranks} expert ranks: experts move all the time: try again")
+
+
+def expert_ranks_in_use(find: Find) -> int:
+    """That attention ranks ask. Raises LaunchError where no expert rank says so."""
+    placing = _Placing(find, PlacementConfig(), threading.Event())
+    return _newest(placing.answers(wait_s=ANSWER_S)).placement.ranks
+
+
+class _Placing:
+    def __init__(self, find: Find, config: PlacementConfig, closing: threading.Event) -> None:
+        self._find, self._config, self._closing = find, config, closing
+        self._asked: dict[str, tuple[int, Future[PlacedExperts]]] = {}
+        self._introduced: set[int] = set()  # process ids of attention ranks
+
+    def place(self, expert_ranks: int) -> Placement | None:
+        """None: somebody else had another move begun in the same moment."""
+        self._introduce(wait_s=ANSWER_S)
+        said = self._at_rest()
+        before = _newest(said).placement
+        if before.ranks == expert_ranks:
+            return before
+        generation = 1 + max(each.newest for each in said.values())
+        wanted = resized(before, expert_ranks, generation=generation)
+        needed = rank_names(Group.EXPERT, max(before.ranks, expert_ranks))
+        missing = [name for name in needed if name not in said]
+        if missing:
+            raise LaunchError(f"{missing[0]} is not there: try again when it is")
+        most_bytes = _check_room(before, wanted, said)
+        within_s = self._config.deadline_s + 2 * most_bytes / self._config.bytes_per_s
+        event(log, "experts_resize", ranks=expert_ranks, generation=generation)
+        self._tell(needed, WantedPlacement(placement=wanted, within_s=within_s))
+        return self._follow(wanted, monotonic_s() + 2 * within_s + SETTLE_S)
+
+    def answers(self, wait_s: float) -> dict[str, PlacedExperts]:
+        """What expert ranks say, by name: of those that answer by then, and have not been lost."""
+        ranks = {one.ready.name: one for one in self._of(Group.EXPERT)}
+        for name, one in ranks.items():
+            if name not in self._asked or self._asked[name][0] != one.ready.pid:
+                self._asked[name] = one.ready.pid, one.handle.call("placed")
+        wait([self._asked[name][1] for name in ranks], wait_s)
+        found: dict[str, PlacedExperts] = {}
+        for name in [name for name in ranks if self._asked[name][1].done()]:
+            _, answer = self._asked.pop(name)
+            if answer.exception() is None:
+                found[name] = answer.result()
+        return found
+
+    def _at_rest(self) -> dict[str, PlacedExperts]:
+        """What they say once nothing is under way. Raises LaunchError."""
+        end_s = monotonic_s() + 2 * self._config.deadline_s
+        while True:
+            said = self.answers(wait_s=ANSWER_S)
+            if not said:
+                raise LaunchError("no expert rank says what it has: there is none, or none works")
+            coming = [each.under_way for each in said.values() if each.under_way is not None]
+            if not coming:
+                return said
+            if monotonic_s() > end_s or self._closing.wait(LOOK_S):
+                raise LaunchError(
+                    f"generation {coming[0]} of the placement is under way: try again later"
+                )
+
+    def _tell(self, names: Sequence[str], wanted: WantedPlacement) -> None:
+        ranks = {one.ready.name: one for one in self._of(Group.EXPERT)}
+        telling = [(name, ranks[name].handle.call("place", wanted)) for name in names]
+        gather(telling, "be told of its experts", monotonic_s() + ANSWER_S)
+
+    def _follow(self, wanted: Placement, end_s: float) -> Placement | None:
+        """Until it is used, or has failed everywhere."""
+        generation, failure = wanted.generation, ""
+        while not self._closing.wait(LOOK_S):
+            self._introduce(wait_s=0.0)
+            said = self.answers(wait_s=LOOK_S)
+            used = [each.placement.generation >= generation for each in said.values()]
+            is_over = bool(said) and not any(e.under_way == generation for e in said.values())
+            if is_over and any(used):
+                return wanted if _newest(said).placement == wanted else None
+            for each in said.values():
+                failure = failure or each.failures.get(generation, "")
+            if failure and is_over:
+                if is_taken(failure):
+                    return None
+                raise LaunchError(f"{wanted.ranks} expert ranks: {failure}")
+            if monotonic_s() > end_s:
+                break
+        raise LaunchError(
+            f"{wanted.ranks} expert ranks: {failure or 'it has not come to an end'}: see the logs "
+            "of the expert ranks, or raise placement.deadline_s"
+        )
+
+    def _introduce(self, wait_s: float) -> None:
+        """Joins every attention rank with all expert ranks, and these among themselves. Whoever
+        comes later is told as well, and not waited for."""
+        ready = [one.ready for one in self._find()]
+        ranks = self._of(Group.ATTENTION, Group.EXPERT)
+        new = [one for one in ranks if one.ready.pid not in self._introduced]
+        self._introduced.update(one.ready.pid for one in new)
+        told: list[tuple[str, Future[Any]]] = []
+        for one in new:
+            if one.ready.name.startswith(Group.ATTENTION):
+                addresses = channel_addresses(ready, Group.EXPERT)
+            else:
+                addresses = peer_addresses(ready, Group.EXPERT)
+            told.append((one.ready.name, one.handle.call("connect", addresses)))
+        if wait_s:
+            gather(told, "join the expert ranks", monotonic_s() + wait_s)
+
+    def _of(self, *groups: Group) -> list[Working]:
+        starts = tuple(f"{group.value}-" for group in groups)
+        return [one for one in self._find() if one.ready.name.startswith(starts)]
+
+
+def _newest(said: Mapping[str, PlacedExperts]) -> PlacedExperts:
+    """Raises LaunchError."""
+    if not said:
+        raise LaunchError("no expert rank says what it has")
+    return max(said.values(), key=lambda each: each.placement.generation)
+
+
+def _check_room(before: Placement, wanted: Placement, said: Mapping[str, PlacedExperts]) -> int:
+    """Bytes that the rank which brings in most does. Raises ResourceError where a node has not so
+    much memory."""
+    loads = zip(rank_names(Group.EXPERT, wanted.ranks), brought(before, wanted), strict=True)
+    bytes_of = {name: experts * said[name].expert_bytes for name, experts in loads}
+    on_node: defaultdict[str, list[str]] = defaultdict(list)
+    for name in bytes_of:
+        on_node[said[name].node].append(name)
+    for names in on_node.values():
+        needed = sum(bytes_of[name] for name in names)
+        free = min(said[name].free_bytes for name in names)
+        if needed > free:
+            raise ResourceError(
+                f"{wanted.ranks} expert ranks: {', '.join(names)} would bring {needed} bytes of "
+                f"experts into {free} bytes of free memory: free some there, or have more ranks"
+            )
+    return max(bytes_of.values(), default=0)

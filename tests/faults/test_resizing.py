@@ -1,0 +1,196 @@
+"""Expert ranks are added and taken away while the group serves: every stream ends with the tokens
+of an undisturbed run (float32), whatever is lost in between, and nothing is left of whoever has
+gone."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.ranks.local_group import LocalGroup
+from actors.ranks.placing import _check_room, expert_ranks_in_use, place_experts
+from contracts.errors import TandemError
+from contracts.placement import PlacedExperts, Placement
+from contracts.worker import RankStatus
+from models.decoder.local import LocalModel
+from models.spec.model import read_spec
+from planner.placement.contiguous import contiguous
+from planner.placement.resized import resized
+from tests.support.channels_support import nothing_leaks  # noqa: F401
+from tests.support.group_harness import RankConnection, greedy, group_config, until
+from tests.support.tiny_models import prompts
+
+pytestmark = pytest.mark.usefixtures("ranks_are_forked")
+Checkpoints = Callable[..., Path]
+PROMPTS = prompts(7, [20, 31, 9])
+TOKENS = 24
+FAST, SLOW = 1e9, 3e5  # bytes a second: at once; seconds
+
+
+@pytest.fixture(scope="session")
+def deep(tiny_checkpoint: Checkpoints) -> Path:
+    return tiny_checkpoint("qwen3_moe", num_hidden_layers=4, num_experts=8)
+
+
+@pytest.fixture(scope="session")
+def right(deep: Path) -> list[list[int]]:
+    local = LocalModel.load(deep, dtype="float32")
+    return [local.greedy(prompt, TOKENS) for prompt in PROMPTS]
+
+
+class Streams:
+    """Generations on each attention rank, again and again, whose tokens are known."""
+
+    def __init__(self, clients: list[RankConnection], right: list[list[int]]) -> None:
+        self._right, self._ending = right, threading.Event()
+        self.wrong: list[str] = []
+        self.count = 0
+        self._threads = [threading.Thread(target=self._run, args=(one,)) for one in clients]
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        self._ending.set()
+        for thread in self._threads:
+            thread.join()
+        assert not self.wrong
+        assert self.count
+
+    def _run(self, client: RankConnection) -> None:
+        while not self._ending.is_set() and not self.wrong:
+            try:
+                asked = [client.submit(prompt, sampling=greedy(TOKENS)) for prompt in PROMPTS]
+                found = [client.generated(request)[0] for request in asked]
+            except (AssertionError, OSError, TandemError) as error:
+                self.wrong.append(repr(error))
+                return
+            if found != self._right:
+                self.wrong.append(f"{found} instead of {self._right}")
+            self.count += len(found)
+
+
+@contextlib.contextmanager
+def processes(
+    folder: Path, right: list[list[int]], *ranks: int, bytes_per_s: float = FAST, **sections: Any
+) -> Iterator[tuple[LocalGroup, Streams]]:
+    placement = {"bytes_per_s": bytes_per_s, **sections.pop("placement", {})}
+    config = group_config(*ranks, placement=placement, **sections)
+    with LocalGroup(str(folder), config) as group, contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(RankConnection(*item, group.token))
+            for item in group.client_addresses.items()
+        ]
+        streams = Streams(clients, right)
+        stack.callback(streams.end)
+        yield group, streams
+
+
+def status_of(group: LocalGroup, name: str) -> RankStatus:
+    status: RankStatus = group.processes[name].call("status").result(5.0)
+    return status
+
+
+def check_settled(group: LocalGroup, folder: Path, ranks: int) -> None:
+    """Every expert is somewhere once, and nobody misses anybody."""
+    spec = read_spec(folder)
+    assert expert_ranks_in_use(group.working) == ranks
+    found = [status_of(group, f"expert-{n}").sections["placement"] for n in range(ranks)]
+    assert sum(each["experts"] for each in found) == spec.num_experts * len(spec.moe_layers)
+    for name in group.client_addresses:
+        status = status_of(group, name)
+        assert "lost" not in status.sections
+        assert "experts" not in status.notes
+        assert status.sections["placement"]["ranks"] == ranks
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [{}, pytest.param({"follow": "follow", "spare_slots": 1}, marks=pytest.mark.slow)],
+    ids=["off", "follow"],
+)
+def test_streams_go_on_as_expert_ranks_come_and_go(
+    deep: Path, right: list[list[int]], placement: dict[str, Any]
+) -> None:
+    with processes(deep, right, 2, 2, placement=placement) as (group, _):
+        for ranks in (3, 1, 2):
+            group.resize_experts(ranks)
+            check_settled(group, deep, ranks)
+            assert f"expert-{ranks}" not in group.processes
+
+
+def test_a_replacement_whose_launch_was_of_another_number_adopts_the_present_one(
+    deep: Path, right: list[list[int]]
+) -> None:
+    with processes(deep, right, 2, 2) as (group, _):
+        group.resize_experts(3)
+        for name in ("expert-0", "expert-2"):
+            group.replace(name)
+            until(lambda: "experts" not in status_of(group, "attention-1").notes)
+        until(lambda: not any(status_of(group, f"expert-{n}").notes for n in range(3)))
+        until(lambda: experts_of(group, 3) == len(read_spec(deep).moe_layers) * 8)
+        check_settled(group, deep, 3)
+
+
+def experts_of(group: LocalGroup, ranks: int) -> float:
+    found = [status_of(group, f"expert-{n}").sections["placement"] for n in range(ranks)]
+    return sum(each["experts"] for each in found)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "victim"),
+    [
+        (3, "expert-2"),
+        (1, "expert-0"),
+        pytest.param(3, "expert-0", marks=pytest.mark.slow),
+        pytest.param(1, "expert-1", marks=pytest.mark.slow),
+    ],
+    ids=["new one", "taker", "giver", "leaver"],
+)
+def test_a_rank_that_is_lost_in_the_middle_ends_it_by_name_and_the_old_placement_serves_on(
+    deep: Path, right: list[list[int]], ranks: int, victim: str
+) -> None:
+    """What had come is let go of."""
+    with processes(deep, right, 1, 2, bytes_per_s=SLOW) as (group, _):
+        killer = threading.Thread(target=kill_in_the_middle, args=(group, victim))
+        killer.start()
+        with pytest.raises(TandemError, match=rf"{ranks} expert ranks: .*{victim} is lost"):
+            group.resize_experts(ranks)
+        killer.join()
+        assert sorted(group.processes) == ["attention-0", "expert-0", "expert-1"]
+        if victim != "expert-2":
+            group.replace(victim)
+        until(lambda: experts_of(group, 2) == len(read_spec(deep).moe_layers) * 8)
+        check_settled(group, deep, 2)
+
+
+def kill_in_the_middle(group: LocalGroup, victim: str) -> None:
+    until(lambda: victim in group.processes and bool(coming(group)))
+    group.processes[victim].send_signal(signal.SIGKILL)
+
+
+def coming(group: LocalGroup) -> list[str]:
+    """Expert ranks that are bringing something in."""
+    there = [name for name in list(group.processes) if name.startswith("expert")]
+    return [name for name in there if "placement" in status_of(group, name).notes]
+
+
+def test_what_cannot_be_is_refused_in_a_line_before_anything_moves(
+    deep: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with processes(deep, right, 1, 2) as (group, _):
+        for ranks in (0, 9):
+            with pytest.raises(TandemError, match=f"{ranks} expert ranks for 8 experts: give 1 to"):
+                place_experts(group.working, ranks, group_config())
+        with pytest.raises(TandemError, match="expert-2 is not there"):
+            place_experts(group.working, 3, group_config())
+        few = PlacedExperts(placement=Placement(), newest=0, expert_bytes=1000, free_bytes=9)
+        before = contiguous(8, 2, num_layers=1, moe_layers=[0])
+        with pytest.raises(TandemError, match="bring 4000 bytes of experts into 9 bytes of free"):
+            _check_room(before, resized(before, 1, generation=1), {"expert-0": few})
+        check_settled(group, deep, 2)
