@@ -47,7 +47,9 @@ def adopt(config: TandemConfig, model_folder: str, ledger: Ledger) -> Fleet | No
         try:
             groups = _groups(config, model_folder, record, ledger.application)
             event(log, "fleet_adopted", logging.WARNING, ranks=sum(len(g.members) for g in groups))
-            return Fleet(record.token, groups, scraped_of(config), config, ledger)
+            fleet = Fleet(record.token, groups, scraped_of(config), config, ledger)
+            fleet.trim()
+            return fleet
         except (TandemError, RayError) as error:
             event(log, "fleet_not_adopted", logging.ERROR, error=error)
     end_remnants(ledger.application)

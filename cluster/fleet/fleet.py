@@ -92,6 +92,11 @@ class Fleet:
         for group in self._prefill:
             group.suspect(suspects)
 
+    def trim(self) -> None:
+        """As `Resizing.trim`."""
+        if self._resizing is not None:
+            self._resizing.trim()
+
     def scale(self, wanted: ScaleWanted) -> ScaleState:
         """Begins to make the ranks as many as wanted. Raises as `Resizing.begin`."""
         if self._resizing is None:

@@ -19,6 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import ray
 from ray.exceptions import RayError
 
+from actors.ranks.placing import Working, expert_ranks_in_use, place_experts
 from cluster.fleet.growth import end_member, give_back, kept_place, start_member
 from cluster.fleet.member import Member
 from cluster.fleet.rank_group import RankGroup, kill_all
@@ -112,12 +113,18 @@ class Resizing:
         if (count := changes.get("prefill_workers")) is not None:
             self._check_prefill(count)
         if (count := changes.get("expert_ranks")) is not None:
-            raise RequestError(
-                f"expert_ranks={count}: experts cannot be divided anew while the server runs",
-                "expert_ranks",
-            )
+            self._check_experts(count)
         for name, count in changes.items():
             self._check_room(name, count)
+
+    def _check_experts(self, count: int) -> None:
+        placement = self._members(Group.EXPERT)[0].spec.placement
+        if count > placement.num_experts:
+            raise RequestError(
+                f"expert_ranks={count}: the model has {placement.num_experts} experts per layer; "
+                "use at most that many ranks",
+                "expert_ranks",
+            )
 
     def _check_prefill(self, count: int) -> None:
         most, experts = self._config.prefill_slots, self._config.prefill.experts
@@ -172,12 +179,50 @@ class Resizing:
         if kind is Group.PREFILL and self._scalers:
             self._follow_load(count)
             return
+        if kind is Group.EXPERT:
+            self._divide_experts(count)
+            return
         while (there := len(self._members(kind))) < count and not self._closing.is_set():
             self._add(kind, there, share=count - there)
         while len(self._members(kind)) > count and not self._closing.is_set():
             self._end(self._members(kind)[-1])
         if self._closing.is_set():
             raise LaunchError("the server ends")
+
+    def _divide_experts(self, count: int) -> None:
+        """Ranks that come have nothing until experts have moved there, those that go have nothing
+        left. Where they cannot move, all is as it was."""
+        there = len(self._members(Group.EXPERT))
+        try:
+            for rank in range(there, count):
+                self._add(Group.EXPERT, rank, share=1)
+            self._tell(f"experts move to {count} ranks")
+            place_experts(self._working, count, self._config, self._closing)
+        except BaseException:
+            for member in self._members(Group.EXPERT)[there:]:
+                self._end(member)
+            raise
+        for member in reversed(self._members(Group.EXPERT)[count:]):
+            self._end(member)
+
+    def _working(self) -> list[Working]:
+        """Of the group that experts are moved in."""
+        members = self._group(Group.EXPERT).members
+        return [Working(one.ready, one.handle) for one in members if not one.replaced_for]
+
+    def trim(self) -> None:
+        """Of a launcher that takes over: expert ranks that nobody asks were to come or to go when
+        the last one ended. They go. Waits for nobody."""
+        if self._members(Group.EXPERT):
+            threading.Thread(target=self._trim, name="trimming", daemon=True).start()
+
+    def _trim(self) -> None:
+        try:
+            used = expert_ranks_in_use(self._working)
+            if used < len(self._members(Group.EXPERT)):
+                self.begin(ScaleWanted(expert_ranks=used))
+        except (TandemError, RayError, FutureTimeoutError) as error:
+            event(log, "expert_ranks_not_trimmed", logging.WARNING, error=error)
 
     def _add(self, kind: Group, rank: int, *, share: int) -> None:
         group, started_s = self._group(kind), time.monotonic()

@@ -1,4 +1,4 @@
-"""`tandem serve` under streams while attention ranks come and go, by `tandem scale` and by SIGTERM:
+"""`tandem serve` under streams while ranks come and go, by `tandem scale` and by SIGTERM:
 every answer is that of an undisturbed server, and nothing of the ranks that went is left."""
 
 from __future__ import annotations
@@ -156,6 +156,19 @@ def test_from_two_attention_ranks_to_three_and_to_one(
     seats = free["CPU"] - ray.available_resources()["CPU"]
     assert seats == pytest.approx(0.0, abs=0.01), "what was taken for the third is free again"
     assert scale(served, "--attention-ranks", "2") == 0
+    assert httpx.get(f"{served.url}/health").status_code == 200
+
+
+def test_from_two_expert_ranks_to_three_and_to_one(served: Served, streams: Streams) -> None:
+    before = pids(served)
+    with streams.going():
+        for ranks in ("3", "1", "2"):
+            streams.wait_more(CLIENTS)
+            assert scale(served, "--expert-ranks", ranks) == 0
+            streams.wait_more(2 * CLIENTS)
+            assert sum(name.startswith("expert-") for name in pids(served)) == int(ranks)
+    after = pids(served)
+    assert {name for name in after if after[name] != before[name]} == {"expert-1"}
     assert httpx.get(f"{served.url}/health").status_code == 200
 
 

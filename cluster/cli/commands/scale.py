@@ -14,7 +14,7 @@ from contracts.scaling import FIELDS, MOST_RANKS, ScaleWanted
 
 _EXAMPLE = """example:
   tandem scale --attention-ranks 3
-  tandem scale --url http://HOST:8000 --api-key KEY --prefill-workers 4
+  tandem scale --url http://HOST:8000 --api-key KEY --prefill-workers 4 --expert-ranks 2
 requests go on meanwhile: a rank that goes ends what it has within groups.drain_s, or another one
 goes on with it; exit status 2 if it cannot be, or has failed: what was done until then stays
 """

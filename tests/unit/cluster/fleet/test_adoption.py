@@ -50,6 +50,15 @@ class FakePlaced(Placed):
         raise AssertionError("every rank of these tests is there")
 
 
+class FakeFleet(tuple[Any, ...]):
+    """What it is made of."""
+
+    def __new__(cls, *arguments: Any) -> FakeFleet:
+        return super().__new__(cls, arguments)
+
+    def trim(self) -> None: ...
+
+
 class Cluster:
     """Ray's GCS, and the actors and rooms that it knows."""
 
@@ -69,7 +78,7 @@ class Cluster:
         monkeypatch.setattr(ray, "get_actor", lambda name, namespace: self.actors[name])
         monkeypatch.setattr(adoption, "RayRank", lambda name, actor, key: actor)
         monkeypatch.setattr(adoption, "scraped_of", lambda config: None)
-        monkeypatch.setattr(adoption, "Fleet", lambda *arguments: arguments)
+        monkeypatch.setattr(adoption, "Fleet", FakeFleet)
 
     def launch(self, launch_id: str = "one") -> list[RankGroup]:
         seats = [Seat("cpu", "127.0.0.1", 1)]

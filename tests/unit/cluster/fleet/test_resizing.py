@@ -13,9 +13,10 @@ import msgspec
 import pytest
 import ray
 
+from actors.ranks.placing import Working
 from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import Formation
-from cluster.fleet import growth
+from cluster.fleet import growth, resizing
 from cluster.fleet.launch import launch_pipeline
 from cluster.fleet.nodes import Node, Placed, RankRequest
 from cluster.fleet.resizing import Resizing
@@ -24,6 +25,7 @@ from contracts.errors import LaunchError, NotReadyError, OverloadError, RequestE
 from contracts.loading import config_from
 from contracts.scaling import ScaleState, ScaleWanted
 from contracts.worker import LEFT, Group, RankReady, RankStatus, rank_name
+from planner.placement.contiguous import contiguous
 from tests.support.waiting import wait_until
 
 NODE = Node("a", "10.0.0.1", "10.0.0.1")
@@ -119,7 +121,11 @@ class Rig:
         )
         kinds = [(Group.ATTENTION, 0), (Group.ATTENTION, 1), (Group.EXPERT, 0), (Group.EXPERT, 1)]
         placed = self.place([RankRequest(*each, {"CPU": CPU}) for each in kinds])
-        formation = Formation(self.config, "", b"", 1, "shm")
+        self.moves: list[tuple[int, list[str]]] = []
+        self.move_fails = ""
+        monkeypatch.setattr(resizing, "place_experts", self.move)
+        experts = {Group.EXPERT: contiguous(4, 2, num_layers=1, moe_layers=[0])}
+        formation = Formation(self.config, "", b"", 1, "shm", None, experts)
         (self.group,) = launch_pipeline(formation, placed, Counter())
         self.resizing = Resizing([self.group], self.config)
 
@@ -127,6 +133,13 @@ class Rig:
         placed = FakePlaced(requests, None, "cpu", [NODE] * len(requests))
         placed.rig = self
         return placed
+
+    def move(self, find: Callable[[], list[Working]], ranks: int, *_: Any) -> None:
+        """Experts, to so many ranks of those that work."""
+        names = [one.ready.name for one in find()]
+        self.moves.append((ranks, [name for name in names if name.startswith("expert")]))
+        if self.move_fails:
+            raise ResourceError(self.move_fails)
 
     def scale(self, **wanted: int) -> ScaleState:
         self.resizing.begin(ScaleWanted(**wanted))
@@ -281,13 +294,56 @@ def test_the_wanted_number_of_prefill_workers_has_a_bound(rig: Rig) -> None:
     config = msgspec.structs.replace(rig.config, groups=groups)
     placed = rig.place([RankRequest(Group.PREFILL, rank, {"CPU": CPU}) for rank in range(2)])
     (workers,) = launch_pipeline(Formation(config, "", b"", 1, "auto"), placed, Counter())
-    resizing = Resizing([rig.group, workers], config)
+    made = Resizing([rig.group, workers], config)
     with pytest.raises(RequestError, match=r"prefill_workers=3: .* 2 at most \(groups.prefill_ran"):
-        resizing.begin(ScaleWanted(prefill_workers=3))
+        made.begin(ScaleWanted(prefill_workers=3))
     gathered = msgspec.structs.replace(config.prefill, experts="gathered")
     divided = msgspec.structs.replace(config, prefill=gathered)
     with pytest.raises(RequestError, match=r"prefill.experts=gathered: its workers divide"):
         Resizing([workers], divided).begin(ScaleWanted(prefill_workers=1))
-    resizing.begin(ScaleWanted(prefill_workers=1))
-    wait_until(lambda: resizing.state.state == "done", "it never ended", 20.0, 0.002)
+    made.begin(ScaleWanted(prefill_workers=1))
+    wait_until(lambda: made.state.state == "done", "it never ended", 20.0, 0.002)
     assert list(workers.client_addresses) == ["prefill-0"]
+
+
+def expert_ranks(rig: Rig) -> list[str]:
+    return [member.name for member in rig.group.of_kind(Group.EXPERT)]
+
+
+def test_experts_move_to_those_that_have_come_and_from_those_that_go_first(rig: Rig) -> None:
+    three = ["expert-0", "expert-1", "expert-2"]
+    assert rig.scale(expert_ranks=3).state == "done"
+    assert (expert_ranks(rig), rig.moves) == (three, [(3, three)])
+    assert "experts move to 3 ranks" in rig.resizing.state.steps
+    assert rig.scale(expert_ranks=1).state == "done"
+    assert rig.moves[1:] == [(1, three)], "before anybody has gone"
+    assert expert_ranks(rig) == ["expert-0"]
+    assert rig.killed == ["expert-2", "expert-1"]
+    assert rig.names == ["attention-0", "attention-1"]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_where_experts_cannot_move_all_is_as_it_was(rig: Rig, ranks: int) -> None:
+    rig.move_fails = "expert-0 has 5 MB free, 9 MB are needed"
+    state = rig.scale(expert_ranks=ranks)
+    assert (state.state, state.reason) == ("failed", rig.move_fails)
+    assert expert_ranks(rig) == ["expert-0", "expert-1"]
+    assert sorted(rig.killed) == ["expert-2", "expert-3"][: max(0, ranks - 2)]
+    assert len(rig.released) == max(0, ranks - 2)
+
+
+def test_more_expert_ranks_than_experts_are_refused(rig: Rig) -> None:
+    with pytest.raises(RequestError, match=r"expert_ranks=5: the model has 4 experts per layer"):
+        rig.resizing.begin(ScaleWanted(expert_ranks=5))
+
+
+def test_a_launcher_that_takes_over_lets_go_of_expert_ranks_that_nobody_asks(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its predecessor ended in the middle of a change."""
+    rig.scale(expert_ranks=3)
+    monkeypatch.setattr(resizing, "expert_ranks_in_use", lambda find: 2)
+    rig.resizing.trim()
+    wait_until(lambda: rig.resizing.state.number == 2, "it did not look", 20.0, 0.002)
+    assert rig.ended().state == "done"
+    assert expert_ranks(rig) == ["expert-0", "expert-1"]
