@@ -4,9 +4,10 @@ without Ray."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from types import TracebackType
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,6 +31,13 @@ from contracts.worker import Group, RankReady, RankStatus, WorkerSpec, rank_name
 STOP_TIMEOUT_S = 5.0
 
 
+class Spot(NamedTuple):
+    """host: where a rank listens. inside: as `RankProcess` takes it."""
+
+    host: str = "127.0.0.1"
+    inside: Sequence[str] = ()
+
+
 class LocalGroup:
     """A context manager: the group is up inside, and no process of it is left afterwards.
 
@@ -46,10 +54,11 @@ class LocalGroup:
         planner: bool = False,
         hardware: Hardware | None = None,
         placements: Mapping[Group, Placement] | None = None,
+        spots: Mapping[str, Spot] | None = None,
     ) -> None:
         """planner: with a planner process, whatever `config.planner.enabled` says, which is about
         clusters. hardware: what it starts from (None: from nothing). placements: of experts
-        (None: contiguous)."""
+        (None: contiguous). spots: of ranks, by name, that do not run as their parent does."""
         groups = config.groups
         if placements is None:
             placements = contiguous_placements(
@@ -61,7 +70,11 @@ class LocalGroup:
         attention, expert = [seat] * groups.attention_ranks, [seat] * groups.expert_ranks
         prefill = [seat] * groups.prefill_ranks
         planners = [Seat("cpu", "127.0.0.1", 1)] if planner else []
-        self._specs = make_specs(formation, attention, expert, planners, prefill)
+        self._spots = spots or {}
+        self._specs = [
+            msgspec.structs.replace(spec, host=self._spots.get(spec.name, Spot()).host)
+            for spec in make_specs(formation, attention, expert, planners, prefill)
+        ]
         self._epoch, self._config = formation.epoch, config
         self._timeout_s = groups.ready_timeout_s
         self.processes: dict[str, RankProcess] = {}
@@ -70,7 +83,7 @@ class LocalGroup:
     def __enter__(self) -> LocalGroup:
         try:
             for spec in self._specs:
-                self.processes[spec.name] = RankProcess(spec.name)
+                self.processes[spec.name] = self._started(spec.name)
             handles = list(self.processes.values())
             self.ready = form_group(self._specs, handles, timeout_s=self._timeout_s)
         except BaseException:
@@ -93,7 +106,7 @@ class LocalGroup:
         for name in names:
             self.processes[name].send_signal(signal.SIGKILL)
             self.processes[name].close()
-            self.processes[name] = RankProcess(name)
+            self.processes[name] = self._started(name)
         lost = [spec for spec in self._specs if spec.name in names]
         specs = [msgspec.structs.replace(spec, epoch=self._epoch) for spec in lost]
         others = [ready for ready in self.ready if ready.name not in names]
@@ -110,7 +123,7 @@ class LocalGroup:
         specs = [self._spec_of(n) for n, name in enumerate(names) if name not in self.processes]
         self._epoch += bool(specs)
         try:
-            handles = [self.processes.setdefault(s.name, RankProcess(s.name)) for s in specs]
+            handles = [self.processes.setdefault(s.name, self._started(s.name)) for s in specs]
             others = self.ready
             ready = form_group(specs, handles, timeout_s=self._timeout_s, others=others)
             self._specs, self.ready = [*self._specs, *specs], [*others, *ready]
@@ -162,6 +175,9 @@ class LocalGroup:
         futures = [rank.call("spans") for rank in self._ranks]
         spans = [span for future in futures for span in future.result(timeout_s)]
         return sorted(spans, key=lambda span: span.start_s)
+
+    def _started(self, name: str) -> RankProcess:
+        return RankProcess(name, inside=self._spots.get(name, Spot()).inside)
 
     @property
     def _ranks(self) -> list[RankProcess]:

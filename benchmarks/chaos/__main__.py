@@ -16,15 +16,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from benchmarks.chaos import verdict
+from benchmarks.chaos.links import Links
 from benchmarks.chaos.plain import PlainTarget
-from benchmarks.chaos.run import Run, Target
-from benchmarks.chaos.schedule import Mix, drawn
+from benchmarks.chaos.questions import full_load, light_load
+from benchmarks.chaos.report import Report
+from benchmarks.chaos.run import Run
+from benchmarks.chaos.schedule import Fault, Mix, drawn
 from benchmarks.chaos.served import ServedTarget
-from benchmarks.harness import Result, write_result
+from benchmarks.two_nodes import TwoNodes, two_namespaces
 from cluster.files.model_folder import resolve_model_folder
 from contracts.config import BUNDLED, TandemConfig
+from contracts.errors import ConfigError, TandemError
 from contracts.loading import config_from
 
 _OWN_SHM = "TANDEM_CHAOS_OWN_SHM"
@@ -36,16 +41,20 @@ WEIGHTS = {
     "stop expert": 3.0,
     "kill planner": 1.0,
     "kill ingress": 1.0,
+    "wake attention": 1.0,
 }
 
 
-def config(dtype: str) -> TandemConfig:
+LINK_WEIGHTS = {"cut_link": 2.0, "cut_one_way": 2.0, "slow_link": 2.0}
+
+
+def config(dtype: str, request_timeout_s: float = 120.0) -> TandemConfig:
     """Two ranks of each group: one of each is lost at a time, or two."""
     tree = {
         "model": {"path": BUNDLED, "dtype": dtype},
         "groups": {"attention_ranks": 2, "expert_ranks": 2},
         "kv": {"pool_tokens": 16_384},
-        "http": {"request_timeout_s": 120.0, "access_log": False},
+        "http": {"request_timeout_s": request_timeout_s, "access_log": False},
         "log": {"level": "warning"},
         "metrics": {"exporters": False},
     }
@@ -54,38 +63,68 @@ def config(dtype: str) -> TandemConfig:
 
 def main() -> int:
     options = _options()
-    target: Target
-    context: ServedTarget | PlainTarget
-    made = config(options.dtype)
+    if options.two_nodes and options.inside is None:
+        return _in_first_of_two_nodes()
+    console = os.fdopen(os.dup(2), "w")
+    with options.log.open("ab") as log:
+        os.dup2(log.fileno(), 2)  # what ranks say does not belong between progress and report
+    try:
+        report, run, left = _ran(options, console)
+    except TandemError as error:
+        print(error.message, file=console)
+        return 2
+    print(verdict.table(run))
+    told = report.write(run, left)
+    for line in told["failures"]:
+        print(line, file=console)
+    print({key: value for key, value in told.items() if key != "failures"})
+    return 1 if told["failures"] else 0
+
+
+def _ran(options: argparse.Namespace, console: TextIO) -> tuple[Report, Run, tuple[str, ...]]:
+    """Also what is left in /dev/shm afterwards."""
+    own_shm, is_exact = _OWN_SHM in os.environ, options.dtype == "float32"
+    faults = _faults(options, own_shm=own_shm)
+    settings = {key: str(value) for key, value in vars(options).items()}
+    report = Report(settings, options.output, console)
+    load = light_load() if options.light else full_load()
+    before = segments()
+    with _target(options) as target:
+        run = Run(target, faults, load, own_shm=own_shm, exact=is_exact, on_done=report.after_fault)
+        asyncio.run(run.go(undisturbed_s=options.undisturbed, every_s=options.every))
+    return report, run, tuple(sorted(segments() - before)) if own_shm else ()
+
+
+def _target(options: argparse.Namespace) -> ServedTarget | PlainTarget:
+    made = config(options.dtype, options.request_timeout)
+    if options.served:
+        return ServedTarget(made, options.log)
+    links = None
+    if options.inside is not None:
+        first, second, *cards = options.inside
+        links = Links(TwoNodes((first, second), (cards[0], cards[1])))
+    return PlainTarget(resolve_model_folder(BUNDLED), made, links=links)
+
+
+def _faults(options: argparse.Namespace, *, own_shm: bool) -> list[Fault]:
+    """What this machine cannot do is left out."""
     weights, roles = dict(WEIGHTS), list(ROLES)
     if options.served:
-        weights["kill launcher"] = 1.0
-        context = ServedTarget(made, options.log)
-        roles += ["ingress-0", "launcher-0"]
-    else:
-        context = PlainTarget(resolve_model_folder(BUNDLED), made)
-        roles += ["ingress-0", "ingress-1"]
-    if _OWN_SHM in os.environ:
+        weights |= {"kill launcher": 1.0}
+        del weights["wake attention"]
+    if own_shm:
         weights["full_shm"] = 1.0
-    mix = Mix({name: weight for name, weight in weights.items() if options.only in name})
-    faults = drawn(options.seed, options.faults, roles, mix)
-    before = segments()
-    with context as target:
-        run = Run(target, faults)
-        asyncio.run(run.go())
-    left = sorted(segments() - before) if _OWN_SHM in os.environ else []
-    print(verdict.table(run))
-    told = verdict.summary(run, left)
-    for line in told["failures"]:
-        print(line, file=sys.stderr)
-    print({key: value for key, value in told.items() if key != "failures"})
-    settings = {key: str(value) for key, value in vars(options).items()}
-    samples = verdict.waits(run.done, run.clients.streams)
-    write_result(
-        Result(name="chaos", kind="measured", settings=settings, samples=samples, summary=told),
-        options.output,
-    )
-    return 1 if told["failures"] else 0
+    if options.inside is not None:
+        weights |= LINK_WEIGHTS
+    roles += ["ingress-0", "launcher-0"] if options.served else ["ingress-0", "ingress-1"]
+    some = {name: weight for name, weight in weights.items() if options.only in name}
+    if not some:
+        raise ConfigError(f"--only {options.only}: no fault of {', '.join(weights)} has that")
+    count = options.faults
+    if options.every:
+        some = {name: weight for name, weight in some.items() if name.startswith("kill")}
+        count = int(options.seconds / options.every)
+    return drawn(options.seed, count, roles, Mix(some))
 
 
 def segments() -> set[str]:
@@ -102,9 +141,24 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", default="", help='faults with this in them, as "kill expert"')
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--served", action="store_true", help="`tandem serve`, on Ray")
+    parser.add_argument("--two-nodes", action="store_true", help="half of the ranks elsewhere")
+    parser.add_argument("--light", action="store_true", help="few questions and short streams")
+    parser.add_argument("--every", type=float, default=0.0, help="SIGKILL alone, every so many s")
+    parser.add_argument("--seconds", type=float, default=300.0, help="for so long, with --every")
+    parser.add_argument("--undisturbed", type=float, default=0.0, help="s under load before faults")
+    parser.add_argument("--request-timeout", type=float, default=120.0, help="s")
     parser.add_argument("--log", type=Path, default=Path("chaos.log"), help="the server's output")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/chaos.json")
+    parser.add_argument("--inside", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def _in_first_of_two_nodes() -> int:
+    """Once more, in one of two network namespaces."""
+    with two_namespaces() as both:
+        command = [sys.executable, "-m", "benchmarks.chaos", *sys.argv[1:]]
+        inside = ["--inside", *both.names, *both.cards]
+        return subprocess.run([*both.inside(0), *command, *inside], check=False).returncode
 
 
 def in_own_shm() -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from benchmarks.chaos.questions import Question
+from benchmarks.chaos.questions import Load, Question
 
 DECIMALS = 3  # of probabilities: a batch changes the seventh
 LIMIT_S = 120.0
@@ -33,13 +33,18 @@ class Outcome(NamedTuple):
 
 
 class Stream:
-    """One that is open. arrived_s: when each piece of it came."""
+    """An answer on its way. arrived_s: when each piece of it came, if it is streamed."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.began_s = time.monotonic()
         self.ended_s = float("inf")
         self.arrived_s: list[float] = []
+
+    def has_come_on(self, since_s: float, pieces: int) -> bool:
+        """Whether it has ended, or so many pieces of it have come since."""
+        came = self.arrived_s[-pieces:]
+        return self.ended_s < float("inf") or (len(came) == pieces and came[0] > since_s)
 
     def after(self, at_s: float) -> float | None:
         """How long after that its next piece came; None: none did, or it was not open."""
@@ -50,54 +55,66 @@ class Stream:
 
 class Clients:
     """urls: of the ingress replicas that answer now. ended: whether the one at a URL has been
-    killed since a moment."""
+    killed since a moment. exact: what is rounded otherwise counts as changed."""
 
     def __init__(
-        self, urls: Callable[[], Sequence[str]], ended: Callable[[str, float], bool]
+        self,
+        urls: Callable[[], Sequence[str]],
+        ended: Callable[[str, float], bool],
+        *,
+        exact: bool = True,
     ) -> None:
-        self._urls, self._ended = urls, ended
+        self._urls, self._ended, self._exact = urls, ended, exact
         self.outcomes: list[Outcome] = []
         self.streams: list[Stream] = []
         self.cut_with_ingress = 0
         self._expected: dict[int, Answer] = {}
+        self._open: list[Stream] = []
         self._turns = itertools.count()
         self._stopping = False
 
-    async def learn(self, questions: Sequence[Question]) -> Counter[str]:
-        """Asks each twice, of an undisturbed server, side by side. How many of a kind were answered
-        differently the second time."""
+    async def learn(self, load: Load) -> Counter[str]:
+        """Asks each `load.learned` times, of an undisturbed server. How many of a kind were
+        answered differently than the first time."""
         differ: Counter[str] = Counter()
         async with httpx.AsyncClient(timeout=LIMIT_S) as http:
-            for question in questions:
+            for question in itertools.chain(*load.by_kind.values()):
                 url = self._urls()[0]
-                first = await self._asked(http, url, question, Stream(question.kind))
-                if _error(first):
-                    raise ValueError(f"{question} was answered {first}")
-                self._expected[id(question)] = first
-                second = await self._asked(http, url, question, Stream(question.kind))
-                differ[question.kind] += first != second
+                for _ in range(load.learned):
+                    answer = await self._asked(http, url, question, Stream(question.kind))
+                    if _error(answer):
+                        raise ValueError(f"{question} was answered {answer}")
+                    first = self._expected.setdefault(id(question), answer)
+                    differ[question.kind] += first != answer
         return differ
 
-    async def run(self, by_kind: dict[str, list[Question]], at_once: dict[str, int]) -> None:
+    async def run(self, load: Load) -> None:
         """Until `stop`."""
         async with httpx.AsyncClient(timeout=LIMIT_S) as http:
             await asyncio.gather(
                 *(
-                    self._ask_on(http, itertools.islice(itertools.cycle(some), place, None))
-                    for kind, some in by_kind.items()
-                    for place in range(at_once[kind])
+                    self._ask_on(http, itertools.islice(itertools.cycle(some), place, None), load)
+                    for kind, some in load.by_kind.items()
+                    for place in range(load.at_once[kind])
                 )
             )
+
+    def have_come_on(self, since_s: float, pieces: int) -> bool:
+        """Whether all that were asked before that have an answer, or so many pieces since."""
+        self._open = [one for one in self._open if one.ended_s == float("inf")]
+        return all(one.has_come_on(since_s, pieces) for one in self._open if one.began_s < since_s)
 
     def stop(self) -> None:
         """What is under way is answered still."""
         self._stopping = True
 
-    async def _ask_on(self, http: httpx.AsyncClient, line: Any) -> None:
+    async def _ask_on(self, http: httpx.AsyncClient, line: Any, load: Load) -> None:
         for question in line:
             if self._stopping:
                 return
             self.outcomes.append(await self._outcome(http, question))
+            if not question.is_streamed:
+                await asyncio.sleep(load.rest_s)
 
     async def _outcome(self, http: httpx.AsyncClient, question: Question) -> Outcome:
         began_s = time.monotonic()
@@ -113,7 +130,7 @@ class Clients:
                 await asyncio.sleep(RETRY_S)
                 continue
             expected = self._expected[id(question)]
-            return self._told(question, *compared(answer, expected), began_s)
+            return self._told(question, *compared(answer, expected, exact=self._exact), began_s)
 
     def _told(self, question: Question, how: str, detail: str, began_s: float) -> Outcome:
         return Outcome(question.kind, how, detail, began_s, time.monotonic() - began_s)
@@ -125,11 +142,11 @@ class Clients:
     async def _asked(
         self, http: httpx.AsyncClient, url: str, question: Question, stream: Stream
     ) -> Answer:
-        if not question.is_streamed:
-            answer = await http.post(url + question.path, json=question.body)
-            return classified(answer)
-        self.streams.append(stream)
+        self._open.append(stream)
         try:
+            if not question.is_streamed:
+                return classified(await http.post(url + question.path, json=question.body))
+            self.streams.append(stream)
             return await _streamed(http, url, question, stream)
         finally:
             stream.ended_s = time.monotonic()
@@ -175,17 +192,27 @@ def classified(answer: httpx.Response) -> Answer:
     ]
 
 
-def compared(answer: Answer, expected: Answer) -> tuple[str, str]:
-    """How it is, and what is wrong with it: "same", "lost", "shorter", "longer" or "changed"."""
+def compared(answer: Answer, expected: Answer, *, exact: bool = True) -> tuple[str, str]:
+    """How it is, and what is wrong with it: "same", "lost", "shorter", "longer" or "changed"; if it
+    need not be exact, "rounded" where it has as many tokens."""
     if answer == expected:
         return "same", ""
     detail = f"{answer!r} and not {expected!r}"[:2000]
     if error := _error(answer):
         return "lost", error
+    if not exact and _shape(answer) == _shape(expected):
+        return "rounded", detail
     if not isinstance(expected, dict):
         return "changed", detail
     length = len(_text(answer)) - len(_text(expected))
     return ("shorter" if length < 0 else "longer" if length > 0 else "changed"), detail
+
+
+def _shape(answer: Answer) -> Any:
+    """What rounding does not change."""
+    if not isinstance(answer, dict):
+        return len(answer)
+    return {at: one.get("usage") or one["finish"] for at, one in answer.items()}
 
 
 def _error(answer: Answer) -> str:

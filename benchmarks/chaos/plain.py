@@ -12,31 +12,52 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
 
-from actors.ranks.local_group import LocalGroup
+from actors.ranks.local_group import LocalGroup, Spot
+from actors.ranks.process import RankProcess
+from actors.ranks.rendezvous import peer_addresses
 from benchmarks.chaos.front import Orders
 from benchmarks.chaos.front_process import FrontProcess
+from benchmarks.chaos.links import Links
+from benchmarks.two_nodes import HEAD, OTHER
 from cluster.fleet.codec import Directory
 from contracts.config import TandemConfig
+from contracts.errors import LaunchError, TandemError
 from contracts.logs import event
-from contracts.worker import RankStatus
+from contracts.worker import Group, RankStatus
 
 log = logging.getLogger("tandem.chaos")
 
 LOOK_S = 0.1
 HUNG_AFTER_S = 3.0  # as cluster/fleet/member.py
 STATUS_S = 10.0
+WAKE_S = 60.0
+ON_OTHER_NODE = ("attention-1", "expert-1")
 
 
 class PlainTarget:
-    """A context manager: everything serves inside, and no process of it is left afterwards."""
+    """A context manager: everything serves inside, and no process of it is left afterwards.
 
-    def __init__(self, folder: Path, config: TandemConfig, *, replicas: int = 2) -> None:
-        self._config, self._replicas = config, replicas
-        self._group = LocalGroup(str(folder), config, planner=True)
+    links: between the node that this runs on and another, where half of the ranks are."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: TandemConfig,
+        *,
+        replicas: int = 2,
+        links: Links | None = None,
+    ) -> None:
+        self._config, self._replicas, self.links = config, replicas, links
+        self._backend = "shm" if links is None else "tcp"  # shared memory would go around the link
+        spots = None if links is None else _spots(links)
+        self._group = LocalGroup(
+            str(folder), config, planner=True, backend=self._backend, spots=spots
+        )
         self._fronts: list[FrontProcess] = []
         self._ended_s: dict[str, float] = {}  # ingress replicas that have been killed, by URL
         self._stopped_since_s: dict[str, float] = {}
@@ -90,6 +111,41 @@ class PlainTarget:
                 front.send_signal(signal.SIGKILL)
         if role in self._group.processes:
             self._group.processes[role].send_signal(signal.SIGKILL)
+
+    def wake(self, role: str) -> str:
+        """See `run.Target`. Of an attention rank: it asks the expert ranks to take it back, also
+        while nobody is in its place."""
+        with self._lock:
+            stray, seen = self._group.processes[role], len(self.replaced)
+            stray.send_signal(signal.SIGSTOP)
+            self._group.processes[role] = _OutOfReach(stray)
+        end_s = time.monotonic() + WAKE_S
+        while not (self.is_whole and len(self.replaced) > seen):
+            if time.monotonic() > end_s:
+                break
+            time.sleep(LOOK_S)
+        stray.send_signal(signal.SIGCONT)
+        try:
+            return self._comes_back(role, stray)
+        finally:
+            stray.send_signal(signal.SIGKILL)
+            stray.close()
+
+    def _comes_back(self, role: str, stray: RankProcess) -> str:
+        """What must not be: that it is let in."""
+        experts = peer_addresses(self._group.ready, Group.ATTENTION)
+        end_s = time.monotonic() + WAKE_S
+        while _linked(stray, experts) and time.monotonic() < end_s:
+            time.sleep(LOOK_S)  # it finds out that it has been left
+        self.kill(role)
+        while True:
+            with contextlib.suppress(TandemError):
+                stray.call("connect", experts).result(STATUS_S)
+            if linked := _linked(stray, experts):
+                return f"{role}, which had been replaced, was taken back by {', '.join(linked)}"
+            if time.monotonic() > end_s or self.is_whole:
+                return ""
+            time.sleep(LOOK_S)
 
     def status(self) -> list[RankStatus]:
         return self._group.status(STATUS_S)
@@ -198,7 +254,7 @@ class PlainTarget:
             client_addresses=self._group.client_addresses,
             prefill_addresses={},
             token=self._group.token,
-            backend="shm",
+            backend=self._backend,
             epoch=1,
             ranks=[],
         )
@@ -206,6 +262,43 @@ class PlainTarget:
     def _close_fronts(self) -> None:
         for front in self._fronts:
             front.close()
+
+
+class _OutOfReach(RankProcess):
+    """In the place of a rank that whoever looks after it cannot reach: it counts as gone."""
+
+    def __init__(self, rank: RankProcess) -> None:
+        self.name, self._process = rank.name, _Gone(rank.pid)  # type: ignore[assignment]
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_exception(LaunchError(f"{self.name}: out of reach"))
+        return future
+
+    def send_signal(self, number: signal.Signals) -> None: ...
+
+    def close(self, timeout_s: float = 10.0) -> int:
+        return 0
+
+
+class _Gone(NamedTuple):
+    pid: int
+
+    def poll(self) -> int:
+        return 0
+
+
+def _linked(stray: RankProcess, experts: Mapping[str, str]) -> list[str]:
+    """Expert ranks that it has not lost."""
+    lost = stray.call("status").result(STATUS_S).sections.get("lost", {})
+    return [name for name in experts if name not in lost]
+
+
+def _spots(links: Links) -> dict[str, Spot]:
+    names = [f"{kind}-{number}" for kind in ("attention", "expert") for number in (0, 1)]
+    there = Spot(OTHER, links.nodes.inside(1))
+    spots = {name: there if name in ON_OTHER_NODE else Spot(HEAD) for name in names}
+    return spots | {"planner-0": Spot(HEAD)}
 
 
 def is_stopped(pid: int) -> bool:

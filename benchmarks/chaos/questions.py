@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from contracts.config import BUNDLED
 
-STREAMED_TOKENS = 64
+STREAMED_TOKENS, FEW_TOKENS = 64, 24
 SPAM = "WINNER! Claim your free 1000 pound prize now, call before midnight."
 LABELS = {
     "model": BUNDLED,
@@ -28,10 +28,21 @@ class Question(NamedTuple):
         return bool(self.body.get("stream"))
 
 
-def _stream(kind: str, number: int, **fields: Any) -> Question:
+class Load(NamedTuple):
+    """by_kind: what is asked, in turn. at_once: by how many clients, by kind. learned: how often
+    each is asked before the first fault. rest_s: of a client between two questions that are not
+    streamed."""
+
+    by_kind: dict[str, list[Question]]
+    at_once: dict[str, int]
+    learned: int = 2
+    rest_s: float = 0.0
+
+
+def _stream(kind: str, number: int, tokens: int, **fields: Any) -> Question:
     prompt = f"Review number {number}: I have had this for {number} weeks. {SPAM * (number % 3)}"
     told = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-    body = {"model": BUNDLED, "prompt": prompt, "max_tokens": STREAMED_TOKENS, **told, **fields}
+    body = {"model": BUNDLED, "prompt": prompt, "max_tokens": tokens, **told, **fields}
     return Question(kind, "/v1/completions", body)
 
 
@@ -45,14 +56,27 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 
 
-def questions() -> dict[str, list[Question]]:
-    """By kind."""
+def full_load() -> Load:
+    """Without a pause."""
+    at_once = {"greedy": 2, "seeded": 2, "classify": 1, "bulk": 1}
+    return Load(_questions(STREAMED_TOKENS, SAMPLING, 6), at_once)
+
+
+def light_load() -> Load:
+    """One client of each kind, few questions, short streams: what a busy machine answers soon."""
+    asked = {kind: some[:3] for kind, some in _questions(FEW_TOKENS, SAMPLING[2:5], 2).items()}
+    return Load(asked, dict.fromkeys(asked, 1), learned=1, rest_s=0.1)
+
+
+def _questions(
+    tokens: int, sampling: list[dict[str, Any]], greedy: int
+) -> dict[str, list[Question]]:
     rows = [f"Message {row}. {SPAM[: 10 + 5 * row]}" for row in range(BULK_ROWS)]
     return {
-        "greedy": [_stream("greedy", number, temperature=0) for number in range(6)],
+        "greedy": [_stream("greedy", number, tokens, temperature=0) for number in range(greedy)],
         "seeded": [
-            _stream("seeded", 10 + number, seed=number, **fields)
-            for number, fields in enumerate(SAMPLING)
+            _stream("seeded", 10 + number, tokens, seed=number, **fields)
+            for number, fields in enumerate(sampling)
         ],
         "classify": [
             Question("classify", "/v1/classify", {"input": rows[start : start + 2], **LABELS})

@@ -8,26 +8,33 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from benchmarks.chaos.clients import Clients
-from benchmarks.chaos.questions import questions
+from benchmarks.chaos.clients import Clients, Outcome
+from benchmarks.chaos.leaks import Leaks, held, shared
+from benchmarks.chaos.links import Links
+from benchmarks.chaos.questions import Load
 from benchmarks.chaos.schedule import Fault, Kind
 from contracts.worker import RankStatus
 
 FILLER = Path("/dev/shm/chaos-fills-it")
-AT_ONCE = {"greedy": 2, "seeded": 2, "classify": 1, "bulk": 1}
 WHOLE_S = 60.0  # until everything serves again after a fault
+SETTLE_S = 10.0  # until nobody holds more than before it
 POLL_S = 0.05
 DRAIN_S = 60.0
+PIECES = 32  # of a stream with two choices, after which earlier losses count no longer
+WINDOW_S = 10.0
 
 
 class Target(Protocol):
-    """What faults are done to. replaced: who, and when his loss was found, where that is known."""
+    """What faults are done to. replaced: who, and when his loss was found, where that is known.
+    links: between its two nodes; None: it has one."""
 
     replaced: list[tuple[str, float]]
+    links: Links | None
 
     @property
     def urls(self) -> Sequence[str]: ...
@@ -40,6 +47,10 @@ class Target(Protocol):
     def processes(self) -> dict[str, int]: ...
 
     def kill(self, role: str) -> None: ...
+
+    def wake(self, role: str) -> str:
+        """Another comes in the place of this rank, which is stopped and out of reach; then it wakes
+        up and is told where the others are. Returns what must not be: that it was taken back."""
 
     def status(self) -> list[RankStatus]: ...
 
@@ -55,22 +66,40 @@ class Done(NamedTuple):
 
 
 class Run:
-    """differed: of the undisturbed answers, those that were others the second time, by kind."""
+    """differed: of the undisturbed answers, those that were others the second time, by kind.
+    on_done: called after each fault. own_shm: nobody else has anything in /dev/shm."""
 
-    def __init__(self, target: Target, faults: Sequence[Fault]) -> None:
-        self._target, self._faults = target, faults
-        self.clients = Clients(lambda: target.urls, target.ended)
+    def __init__(
+        self,
+        target: Target,
+        faults: Sequence[Fault],
+        load: Load,
+        *,
+        own_shm: bool = False,
+        exact: bool = True,
+        on_done: Callable[[Run], None] = lambda _: None,
+    ) -> None:
+        self._target, self.faults, self._load = target, faults, load
+        self._own_shm, self._on_done = own_shm, on_done
+        self._leaks = Leaks()
+        self.clients = Clients(lambda: target.urls, target.ended, exact=exact)
+        self.undisturbed: list[Outcome] = []  # before the first fault, under the same load
+        self.began_s = time.monotonic()
         self.done: list[Done] = []
+        self.wrong: list[str] = []  # what was found beside answers
         self.differed: dict[str, int] = {}
         self.used_blocks: dict[str, float] = {}  # by rank, at the end
 
-    async def go(self) -> None:
-        by_kind = questions()
-        everything = [question for some in by_kind.values() for question in some]
-        self.differed = dict(await self.clients.learn(everything))
-        load = asyncio.create_task(self.clients.run(by_kind, AT_ONCE))
+    async def go(self, *, undisturbed_s: float = 0.0, every_s: float = 0.0) -> None:
+        """undisturbed_s: under load before the first fault. every_s: faults come so often, whether
+        everything serves again or not; 0: once it does."""
+        self.differed = dict(await self.clients.learn(self._load))
+        load = asyncio.create_task(self.clients.run(self._load))
+        await asyncio.sleep(undisturbed_s)
+        self.undisturbed, self.clients.outcomes = self.clients.outcomes, []
+        self.began_s = time.monotonic()
         try:
-            await self._faults_in_turn()
+            await (self._faults_every(every_s) if every_s else self._faults_in_turn())
         finally:
             self.clients.stop()
             with contextlib.suppress(TimeoutError):
@@ -79,7 +108,7 @@ class Run:
 
     async def _faults_in_turn(self) -> None:
         pending: list[tuple[Fault, float]] = []
-        for fault in self._faults:
+        for fault in self.faults:
             if not pending:
                 await asyncio.sleep(fault.pause_s)
             pending.append((fault, time.monotonic()))
@@ -90,23 +119,57 @@ class Run:
             await asyncio.sleep(max(0.3, longest_s))
             whole_at_s = await self._whole()
             self.done += [self._told(each, at_s, whole_at_s) for each, at_s in pending]
-            await self._streams_end(time.monotonic())
+            await self._answers_come_on(time.monotonic())
+            await self._count(" and ".join(sorted({each.kind_and_role for each, _ in pending})))
             pending = []
+            self._on_done(self)
+
+    async def _faults_every(self, period_s: float) -> None:
+        next_s = time.monotonic()
+        for fault in self.faults:
+            next_s += period_s
+            await asyncio.sleep(max(0.0, next_s - time.monotonic()))
+            at_s = time.monotonic()
+            await self._do(fault)
+            self.done.append(Done(fault, at_s, 0.0, None))
+            self._on_done(self)
+        for place, pieces in enumerate(self.windows()):
+            if not pieces:
+                self.wrong.append(f"no token from {place * WINDOW_S:g} s on for {WINDOW_S:g} s")
+        if await self._whole() is None:
+            self.wrong.append(f"not whole again within {WHOLE_S:g} s after the last fault")
+
+    def windows(self) -> list[int]:
+        """Pieces of streams that came in each whole window since the first fault was due."""
+        whole = int((time.monotonic() - self.began_s) / WINDOW_S)
+        places = (
+            int((came_s - self.began_s) // WINDOW_S)
+            for stream in self.clients.streams
+            for came_s in stream.arrived_s
+        )
+        counts = Counter(places)
+        return [counts[place] for place in range(whole)]
 
     async def _do(self, fault: Fault) -> None:
+        loop = asyncio.get_running_loop()
         if fault.kind is Kind.KILL:
             await asyncio.to_thread(self._target.kill, fault.target)
         elif fault.kind is Kind.STOP:
             pid = (await asyncio.to_thread(self._target.processes)).get(fault.target)
             if pid is not None and _signalled(pid, signal.SIGSTOP):
-                asyncio.get_running_loop().call_later(
-                    fault.stopped_s, _signalled, pid, signal.SIGCONT
-                )
-        else:
+                loop.call_later(fault.stopped_s, _signalled, pid, signal.SIGCONT)
+        elif fault.kind is Kind.WAKE:
+            if told := await asyncio.to_thread(self._target.wake, fault.target):
+                self.wrong.append(told)
+        elif fault.kind is Kind.FULL:
             with FILLER.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(FILLER.parent).free)
-            loop = asyncio.get_running_loop()
             loop.call_later(fault.stopped_s, FILLER.unlink)
+        else:
+            links = self._target.links
+            assert links is not None, f"{fault.label} needs two nodes"
+            await asyncio.to_thread(links.disturb, fault.kind)
+            loop.call_later(fault.stopped_s, links.mend)
 
     async def _whole(self) -> float | None:
         """When everything served again."""
@@ -117,16 +180,29 @@ class Run:
             await asyncio.sleep(POLL_S)
         return None
 
-    async def _streams_end(self, at_s: float) -> None:
-        """Those that were open then: nobody meets more than two faults, for a request whose third
-        rank is lost is given up."""
+    async def _answers_come_on(self, at_s: float) -> None:
+        """Those that were under way then: nobody meets three ends one after the other, for such a
+        request is given up."""
         end_s = at_s + WHOLE_S
-        while time.monotonic() < end_s:
-            if all(
-                one.ended_s < float("inf") for one in self.clients.streams if one.began_s < at_s
-            ):
-                return
+        while time.monotonic() < end_s and not self.clients.have_come_on(at_s, PIECES):
             await asyncio.sleep(POLL_S)
+
+    async def _count(self, label: str) -> None:
+        """What everybody holds after a fault. What has only not been let go of yet has time."""
+        end_s = time.monotonic() + SETTLE_S
+        while True:
+            counts = await asyncio.to_thread(self._held)
+            late = time.monotonic() > end_s
+            if not self._leaks.grown(label, counts, last=False) or late:
+                self.wrong += self._leaks.grown(label, counts)
+                return
+            await asyncio.sleep(10 * POLL_S)
+
+    def _held(self) -> dict[tuple[str, int], dict[str, int]]:
+        roles = self._target.processes()
+        ports = {int(url.rpartition(":")[2]) for url in self._target.urls}
+        found = held(roles, ports) | shared(roles, self._own_shm)
+        return {key: dict(counts) for key, counts in found.items()}
 
     def _told(self, fault: Fault, at_s: float, whole_at_s: float | None) -> Done:
         found = [s for name, s in self._target.replaced if name == fault.target and s >= at_s]

@@ -7,17 +7,23 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-LONGEST_PAUSE_S = 1.5  # from when everything serves again to the next fault
+SILENCE_S = 1.5  # `channel.silence_s`
 BOTH = 0.15  # of the faults come with a second one, of another process
 
 
 class Kind(StrEnum):
-    """KILL: SIGKILL. STOP: SIGSTOP, and SIGCONT after a while. FULL: nothing is left of /dev/shm,
-    for a while."""
+    """KILL: SIGKILL. STOP: SIGSTOP, and SIGCONT after a while. WAKE: stopped and out of reach of
+    who replaces it, it wakes up once another is in its place. For a while: FULL, nothing is left of
+    /dev/shm; CUT, the link between two nodes takes nothing, or CUT_ONE_WAY; SLOW, it has a tenth of
+    its rate."""
 
     KILL = "kill"
     STOP = "stop"
+    WAKE = "wake"
     FULL = "full_shm"
+    CUT = "cut_link"
+    CUT_ONE_WAY = "cut_one_way"
+    SLOW = "slow_link"
 
 
 class Fault(NamedTuple):
@@ -31,20 +37,25 @@ class Fault(NamedTuple):
     with_next: bool = False
 
     @property
+    def kind_and_role(self) -> str:
+        return f"{self.kind.value} {self.target.rstrip('0123456789-')}".strip()
+
+    @property
     def label(self) -> str:
-        """What is counted together: "kill expert", "stop attention 0.5 to 2 s"."""
-        role = self.target.rstrip("0123456789-")
-        if self.kind is not Kind.STOP:
-            return f"{self.kind.value} {role}".strip()
-        return f"stop {role} {'under' if self.stopped_s < 1.5 else 'over'} 1.5 s"
+        """What is counted together: "kill expert", "stop attention over 1.5 s"."""
+        if self.kind in (Kind.KILL, Kind.WAKE, Kind.FULL, Kind.SLOW):
+            return self.kind_and_role
+        return f"{self.kind_and_role} {'under' if self.stopped_s < SILENCE_S else 'over'} 1.5 s"
 
 
 class Mix(NamedTuple):
     """weights: of faults, by kind and role ("kill expert"). stops_s: the shortest and the longest;
-    half of them are under two seconds."""
+    half of them are under two seconds. longest_pause_s: from when everything serves again to the
+    next fault."""
 
     weights: Mapping[str, float]
     stops_s: tuple[float, float] = (0.5, 20.0)
+    longest_pause_s: float = 1.5
 
 
 def drawn(seed: int, count: int, roles: Sequence[str], mix: Mix) -> list[Fault]:
@@ -57,8 +68,10 @@ def drawn(seed: int, count: int, roles: Sequence[str], mix: Mix) -> list[Fault]:
         targets = [name for name in roles if name.rstrip("0123456789-") == role]
         if found and found[-1].with_next:
             targets = [name for name in targets if name != found[-1].target]
-        if role and not targets:
-            continue
+            is_twice = not role and kind == found[-1].kind
+            if is_twice or kind == Kind.WAKE or (role and not targets):
+                found[-1] = found[-1]._replace(with_next=False)
+                continue
         low, high = mix.stops_s
         middle = min(high, max(low, 2.0))
         stopped_s = dice.uniform(low, middle) if dice.random() < 0.5 else dice.uniform(middle, high)
@@ -66,9 +79,11 @@ def drawn(seed: int, count: int, roles: Sequence[str], mix: Mix) -> list[Fault]:
             Fault(
                 Kind(kind),
                 dice.choice(targets) if targets else "",
-                0.0 if kind == Kind.KILL else round(stopped_s, 2),
-                round(dice.uniform(0.1, LONGEST_PAUSE_S), 2),
-                dice.random() < BOTH and not (found and found[-1].with_next),
+                0.0 if kind in (Kind.KILL, Kind.WAKE) else round(stopped_s, 2),
+                round(dice.uniform(0.1, mix.longest_pause_s), 2),
+                dice.random() < BOTH
+                and kind != Kind.WAKE  # it takes longer than a moment
+                and not (found and found[-1].with_next),
             )
         )
     last = found[-1]._replace(with_next=False)

@@ -15,6 +15,7 @@ import msgspec
 import psutil
 import yaml
 
+from benchmarks.chaos.links import Links
 from benchmarks.server import ServerProcess
 from benchmarks.soak.served import processes
 from cluster.api.answer_types import Status
@@ -33,6 +34,7 @@ class ServedTarget:
         self._config, self._log = config, log
         self._ended_s = 0.0  # when the ingress was killed last
         self.replaced: list[tuple[str, float]] = []
+        self.links: Links | None = None
 
     def __enter__(self) -> ServedTarget:
         with contextlib.ExitStack() as stack:
@@ -70,6 +72,9 @@ class ServedTarget:
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def wake(self, role: str) -> str:
+        raise NotImplementedError  # Ray's kill of an actor reaches it, stopped or not
 
     def status(self) -> list[RankStatus]:
         answer = httpx.get(f"{self._server.url}/status", timeout=10.0).raise_for_status()

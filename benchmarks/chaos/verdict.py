@@ -10,15 +10,17 @@ from benchmarks.chaos.clients import Outcome, Stream
 from benchmarks.chaos.run import Done, Run
 
 WRONG = ("lost", "shorter", "longer", "changed")
+ROUNDED = "rounded"  # as long, and other words: that is how bfloat16 is
 SHOWN = 5
 
 
 def failures(run: Run, left: Sequence[str]) -> list[str]:
     """Why the run has failed. left: what is there after its end, in words."""
-    wrong = [one for one in run.clients.outcomes if one.how != "same"]
+    wrong = [one for one in run.clients.outcomes if one.how in WRONG]
     told = [f"{one.kind} {one.how}: {one.detail}" for one in wrong[:SHOWN]]
     if len(wrong) > SHOWN:
         told.append(f"and {len(wrong) - SHOWN} more answers")
+    told += run.wrong
     never = [one.fault.label for one in run.done if one.whole_s is None]
     told += [f"not whole again after: {label}" for label in never]
     told += [
@@ -33,6 +35,14 @@ def counted(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
     for one in outcomes:
         found[one.kind][one.how] += 1
     return {kind: dict(counts) for kind, counts in sorted(found.items())}
+
+
+def shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """By kind of question: the share of answers that are rounded otherwise than before."""
+    return {
+        kind: counts.get(ROUNDED, 0) / sum(counts.values())
+        for kind, counts in counted(outcomes).items()
+    }
 
 
 def waits(done: Sequence[Done], streams: Sequence[Stream]) -> dict[str, dict[str, list[float]]]:
@@ -61,13 +71,15 @@ def quantile(values: Sequence[float], part: float) -> float:
 def table(run: Run) -> str:
     """Markdown."""
     lines = [
-        "| fault | times | found p50 | first token after it, last stream: p50 | p99 | whole p50 |"
+        "| fault | times | loss found p50 | p99 | first token after it, last stream: p50 | p99"
+        " | whole again p50 |"
     ]
-    lines.append("|---|---|---|---|---|---|")
+    lines.append("|---|---:|---:|---:|---:|---:|---:|")
     counts = Counter(one.fault.label for one in run.done)
     for label, each in waits(run.done, run.clients.streams).items():
         last = each.get("last_token", [])
-        cells = [_told(each.get("found", []), 0.5), _told(last, 0.5), _told(last, 0.99)]
+        found = each.get("found", [])
+        cells = [_told(some, part) for some in (found, last) for part in (0.5, 0.99)]
         cells.append(_told(each.get("whole", []), 0.5))
         lines.append(f"| {label} | {counts[label]} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -83,6 +95,9 @@ def summary(run: Run, left: Sequence[str]) -> dict[str, Any]:
         "faults": len(run.done),
         "answers": counted(outcomes),
         "wrong": sum(one.how in WRONG for one in outcomes),
+        "rounded_otherwise": shares(outcomes),
+        "rounded_otherwise_undisturbed": shares(run.undisturbed),
+        "tokens_pieces_in_each_10_s": run.windows(),
         "cut_with_their_ingress_and_asked_again": run.clients.cut_with_ingress,
         "undisturbed_answers_that_differed": run.differed,
         "left": list(left),

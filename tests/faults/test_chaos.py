@@ -10,16 +10,17 @@ import benchmarks.chaos.front_process
 from benchmarks.chaos import verdict
 from benchmarks.chaos.__main__ import ROLES, WEIGHTS, config
 from benchmarks.chaos.plain import PlainTarget
+from benchmarks.chaos.questions import light_load
 from benchmarks.chaos.run import Run
 from benchmarks.chaos.schedule import Mix, drawn
 from cluster.files.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
-from tests.support.fork_server import start_forked
+from tests.support.fork_server import fork_server, start_forked
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(400)
 
 FAULTS = 20
-LONGEST_STOP_S = 2.5
+STOPS_S = (0.2, 2.0)
 
 
 @pytest.mark.usefixtures("ranks_are_forked")
@@ -28,11 +29,12 @@ def test_twenty_faults_lose_and_change_no_answer_and_leave_nothing(
 ) -> None:
     """Greedy and seeded streams, classification and bulk rows, each compared with its answer before
     the first fault."""
+    fork_server().import_too("benchmarks.chaos.front")
     start_forked(monkeypatch, benchmarks.chaos.front_process)
-    mix = Mix(WEIGHTS, stops_s=(0.5, LONGEST_STOP_S))
+    mix = Mix(WEIGHTS, STOPS_S, longest_pause_s=0.3)
     faults = drawn(1, FAULTS, [*ROLES, "ingress-0", "ingress-1"], mix)
     with PlainTarget(resolve_model_folder(BUNDLED), config("float32")) as target:
-        run = Run(target, faults)
+        run = Run(target, faults, light_load())
         asyncio.run(run.go())
     told = verdict.summary(run, [])
     assert not told["failures"], verdict.table(run)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos import verdict
-from benchmarks.chaos.__main__ import ROLES, WEIGHTS
+from benchmarks.chaos.__main__ import LINK_WEIGHTS, ROLES, WEIGHTS
 from benchmarks.chaos.clients import Outcome, Stream, compared
+from benchmarks.chaos.leaks import GROWS, Leaks
 from benchmarks.chaos.run import Done
 from benchmarks.chaos.schedule import Fault, Kind, Mix, drawn
 
-MIX = Mix(WEIGHTS)
+MIX = Mix(WEIGHTS | LINK_WEIGHTS)
 EVERYBODY = [*ROLES, "ingress-0", "ingress-1"]
 STREAM = {0: {"text": "a b c", "tokens": [], "finish": "length"}, -2: {"usage": [4, 3]}}
 
@@ -22,11 +23,12 @@ STREAM = {0: {"text": "a b c", "tokens": [], "finish": "length"}, -2: {"usage": 
 def test_a_seed_draws_the_same_faults_of_every_kind_alone_and_two_at_once() -> None:
     faults = drawn(7, 200, EVERYBODY, MIX)
     assert faults == drawn(7, 200, EVERYBODY, MIX) != drawn(8, 200, EVERYBODY, MIX)
-    assert {f"{one.kind} {one.target.rstrip('0123456789-')}" for one in faults} == set(WEIGHTS)
+    assert {one.kind_and_role for one in faults} == set(MIX.weights)
     pairs = [(one, other) for one, other in itertools.pairwise(faults) if one.with_next]
     assert len(pairs) > 5
     for one, other in pairs:
-        assert one.target != other.target
+        assert (one.kind, one.target) != (other.kind, other.target)
+        assert one.target != other.target or not one.target
         assert not other.with_next, "two, and not three"
     stops = [one.stopped_s for one in faults if one.kind is Kind.STOP]
     assert 0.5 <= min(stops) < 1.5 < 10 < max(stops) <= 20
@@ -62,13 +64,18 @@ def test_a_run_fails_for_each_thing_that_must_not_be() -> None:
     same = Outcome("greedy", "same", "", 0.0, 1.0)
 
     def failures(
-        how: str = "same", whole_s: float | None = 1.0, used: float = 0.0, left: str = ""
+        how: str = "same",
+        whole_s: float | None = 1.0,
+        used: float = 0.0,
+        left: str = "",
+        wrong: str = "",
     ) -> list[str]:
         clients = SimpleNamespace(outcomes=[same, same._replace(how=how)], streams=[])
         run: Any = SimpleNamespace(
             clients=clients,
             done=[Done(fault, 0.0, whole_s, None)],
             used_blocks={"attention-0": used},
+            wrong=[wrong] if wrong else [],
         )
         return verdict.failures(run, [left] if left else [])
 
@@ -78,6 +85,7 @@ def test_a_run_fails_for_each_thing_that_must_not_be() -> None:
     assert failures(whole_s=None)
     assert failures(used=1.0)
     assert failures(left="a segment")
+    assert failures(wrong="attention-0 was taken back")
 
 
 def test_a_stream_waits_from_the_fault_to_its_next_piece() -> None:
@@ -92,3 +100,40 @@ def test_a_stream_waits_from_the_fault_to_its_next_piece() -> None:
     found = verdict.waits(done, [stream, other])["stop attention over 1.5 s"]
     assert found["last_token"] == [2.0]
     assert found["next_token"] == [0.5, 2.0]
+
+
+def test_where_it_need_not_be_exact_other_words_are_rounding_and_another_length_is_not() -> None:
+    other = {**STREAM, 0: {"text": "a b d e", "tokens": [], "finish": "length"}}
+    assert compared(other, STREAM, exact=False)[0] == "rounded"
+    assert compared({**other, -2: {"usage": [4, 4]}}, STREAM, exact=False)[0] == "longer"
+    assert compared({**STREAM, -1: {"error": "gone"}}, STREAM, exact=False)[0] == "lost"
+
+
+@pytest.mark.parametrize("only", ["full", "wake", "kill planner"])
+def test_one_kind_alone_is_drawn_too(only: str) -> None:
+    weights = {name: 1.0 for name in {**WEIGHTS, "full_shm": 1.0} if only in name}
+    faults = drawn(3, 40, EVERYBODY, Mix(weights))
+    assert len(faults) == 40
+    assert not any(one.with_next for one in faults)
+
+
+def test_what_grows_with_each_fault_is_a_leak_and_what_a_first_one_leaves_is_none() -> None:
+    leaks, key = Leaks(), ("planner-0", 7)
+
+    def after(count: int, label: str = "kill expert") -> list[str]:
+        return leaks.grown(label, {key: {"sockets": count}})
+
+    assert not after(4)
+    assert not after(9, "stop expert"), "the first one of its kind"
+    for count in (9, 5, 10, 9, 11, 10):
+        assert not after(count), "it has grown twice"
+    (told,) = after(12)
+    assert told == "planner-0 holds 12 sockets after kill expert, and 11 before"
+
+
+def test_each_process_that_leaks_one_with_every_fault_is_found() -> None:
+    leaks = Leaks()
+    told = [
+        leaks.grown("kill expert", {("ingress-0", 7): {"threads": n}}) for n in range(GROWS + 2)
+    ]
+    assert [bool(each) for each in told] == [False] * (GROWS) + [True] * 2

@@ -1,0 +1,41 @@
+"""The link between two nodes, network namespaces of this machine: cut both ways or one, or slow.
+
+Frames of a direction that is cut go to a hardware address that nobody has: they are lost, and
+nobody is told. That needs nothing of the kernel but namespaces; a slow link needs `tc tbf`, as any
+link has here.
+"""
+
+from __future__ import annotations
+
+from benchmarks.chaos.schedule import Kind
+from benchmarks.two_nodes import HEAD, OTHER, TwoNodes, run
+
+NOBODY = "02:00:00:00:00:99"
+USUAL_MBIT, SLOW_MBIT = 50.0, 5.0
+_CUT_AT = {Kind.CUT: (0, 1), Kind.CUT_ONE_WAY: (0,)}  # the nodes whose frames are lost
+
+
+class Links:
+    def __init__(self, nodes: TwoNodes) -> None:
+        self.nodes = nodes
+        nodes.limit_rate(USUAL_MBIT)
+        self._cut: tuple[int, ...] = ()
+
+    def disturb(self, kind: Kind) -> None:
+        """Until `mend`."""
+        if kind is Kind.SLOW:
+            self.nodes.limit_rate(SLOW_MBIT)
+        self._cut = tuple({*self._cut, *_CUT_AT.get(kind, ())})
+        for node in self._cut:
+            self._neighbour(node, "replace", "lladdr", NOBODY, "nud", "permanent")
+
+    def mend(self) -> None:
+        cut, self._cut = self._cut, ()
+        for node in cut:
+            self._neighbour(node, "del")
+        self.nodes.limit_rate(USUAL_MBIT)
+
+    def _neighbour(self, node: int, verb: str, *how: str) -> None:
+        other = (OTHER, HEAD)[node]
+        card = self.nodes.cards[node]
+        run(*self.nodes.inside(node), "ip", "neigh", verb, other, *how, "dev", card)

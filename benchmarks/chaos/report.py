@@ -1,0 +1,51 @@
+"""The report of a run, written after each fault: what is cut off leaves one too."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from benchmarks.chaos import verdict
+from benchmarks.chaos.run import Run
+from benchmarks.harness import RESULTS, Result, write_result
+
+WIDTH = 30
+
+
+class Report:
+    """output: a JSON file (None: benchmarks/results/chaos.json); the table is beside it, as .md.
+    console: for the progress bar."""
+
+    def __init__(self, settings: dict[str, str], output: Path | None, console: TextIO) -> None:
+        self._settings, self._output, self._console = settings, output, console
+
+    def after_fault(self, run: Run) -> None:
+        self.write(run, (), is_whole=False)
+        self._bar(run)
+
+    def write(self, run: Run, left: tuple[str, ...], *, is_whole: bool = True) -> dict[str, Any]:
+        """The summary. left: what is there after the end, in words. is_whole: the run has
+        ended."""
+        told = verdict.summary(run, left)
+        told["ended"] = is_whole
+        samples = verdict.waits(run.done, run.clients.streams)
+        result = Result(
+            name="chaos", kind="measured", settings=self._settings, samples=samples, summary=told
+        )
+        path = self._output or RESULTS / "chaos.json"
+        write_result(result, path.with_suffix(".part")).replace(path)  # it may be cut off here
+        path.with_suffix(".md").write_text(verdict.table(run) + "\n", encoding="utf-8")
+        return told
+
+    def _bar(self, run: Run) -> None:
+        done, all_of_them = len(run.done), len(run.faults)
+        filled = round(WIDTH * done / all_of_them)
+        passed_s = time.monotonic() - run.began_s
+        left_s = passed_s / done * (all_of_them - done)
+        wrong = sum(one.how != "same" for one in run.clients.outcomes) + len(run.wrong)
+        bar = f"[{'#' * filled}{'.' * (WIDTH - filled)}] {done} of {all_of_them} faults"
+        told = f"{len(run.clients.outcomes)} answers, {wrong} wrong, {left_s / 60:.0f} min left"
+        line = f"{bar}, {told}, last: {run.done[-1].fault.label}"
+        end = "\r" if self._console.isatty() and done < all_of_them else "\n"
+        print(f"{line:<119}", end=end, file=self._console, flush=True)
