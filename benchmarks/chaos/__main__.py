@@ -24,7 +24,7 @@ from benchmarks.chaos.plain import PlainTarget
 from benchmarks.chaos.questions import full_load, light_load
 from benchmarks.chaos.report import Report
 from benchmarks.chaos.run import Run
-from benchmarks.chaos.schedule import Fault, Mix, drawn
+from benchmarks.chaos.schedule import Fault, Mix, drawn, read
 from benchmarks.chaos.served import ServedTarget
 from benchmarks.two_nodes import TwoNodes, two_namespaces
 from cluster.files.model_folder import resolve_model_folder
@@ -108,6 +108,8 @@ def _target(options: argparse.Namespace) -> ServedTarget | PlainTarget:
 
 def _faults(options: argparse.Namespace, *, own_shm: bool) -> list[Fault]:
     """What this machine cannot do is left out."""
+    if options.schedule:
+        return read(options.schedule)
     weights, roles = dict(WEIGHTS), list(ROLES)
     if options.served:
         weights |= {"kill launcher": 1.0}
@@ -139,6 +141,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help='faults with this in them, as "kill expert"')
+    parser.add_argument("--schedule", default="", help='as "kill expert-0,stop expert-1 2.5"')
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--served", action="store_true", help="`tandem serve`, on Ray")
     parser.add_argument("--two-nodes", action="store_true", help="half of the ranks elsewhere")

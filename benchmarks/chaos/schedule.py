@@ -58,6 +58,16 @@ class Mix(NamedTuple):
     longest_pause_s: float = 1.5
 
 
+def read(schedule: str) -> list[Fault]:
+    """As "kill expert-0,stop attention-1 2.5,cut_link 3". Raises ValueError for another kind."""
+    found = []
+    for told in schedule.split(","):
+        kind, *rest = told.split()
+        seconds = float(rest.pop()) if rest and rest[-1][0].isdigit() else 0.0
+        found.append(Fault(Kind(kind), rest[0] if rest else "", seconds, 0.5))
+    return found
+
+
 def drawn(seed: int, count: int, roles: Sequence[str], mix: Mix) -> list[Fault]:
     """So many faults of these processes."""
     dice = random.Random(seed)

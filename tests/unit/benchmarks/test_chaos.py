@@ -13,7 +13,7 @@ from benchmarks.chaos.__main__ import LINK_WEIGHTS, ROLES, WEIGHTS
 from benchmarks.chaos.clients import Outcome, Stream, compared
 from benchmarks.chaos.leaks import GROWS, Leaks
 from benchmarks.chaos.run import Done
-from benchmarks.chaos.schedule import Fault, Kind, Mix, drawn
+from benchmarks.chaos.schedule import Fault, Kind, Mix, drawn, read
 
 MIX = Mix(WEIGHTS | LINK_WEIGHTS)
 EVERYBODY = [*ROLES, "ingress-0", "ingress-1"]
@@ -115,6 +115,15 @@ def test_one_kind_alone_is_drawn_too(only: str) -> None:
     faults = drawn(3, 40, EVERYBODY, Mix(weights))
     assert len(faults) == 40
     assert not any(one.with_next for one in faults)
+
+
+def test_a_schedule_may_be_written_down() -> None:
+    kill, stop, cut = read("kill expert-0,stop attention-1 2.5,cut_link 3")
+    assert (kill.kind, kill.target, kill.stopped_s) == (Kind.KILL, "expert-0", 0.0)
+    assert (stop.kind, stop.target, stop.stopped_s) == (Kind.STOP, "attention-1", 2.5)
+    assert (cut.kind, cut.target, cut.stopped_s) == (Kind.CUT, "", 3.0)
+    with pytest.raises(ValueError, match="burn"):
+        read("burn expert-0")
 
 
 def test_what_grows_with_each_fault_is_a_leak_and_what_a_first_one_leaves_is_none() -> None:

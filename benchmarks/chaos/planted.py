@@ -1,0 +1,170 @@
+"""Plants a bug in each part that repairs, in a copy of this tree, and has chaos find it.
+
+    python -m benchmarks.chaos.planted [--only NAME]
+
+Each schedule also runs without its bug, and must find nothing then. Exit status 1: a bug was not
+found, or something that is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.harness import Result, write_result
+from benchmarks.planted_bugs.__main__ import copied_tree
+from benchmarks.planted_bugs.bugs import Bug
+
+LIMIT_S = 280.0
+NO_END = f"no end within {LIMIT_S:g} s"
+_QUICK = ("--light", "--request-timeout", "20")
+_ATTENTION = ("--schedule", "kill attention-0,kill attention-1,kill attention-0", *_QUICK)
+_EXPERT = ("--schedule", "kill expert-0,kill expert-1,kill expert-0", *_QUICK)
+_WAKES = ("--schedule", "wake attention-0,wake attention-1", *_QUICK)
+_LAUNCHER = ("--served", "--schedule", "kill expert-0,kill launcher-0,kill expert-0", *_QUICK)
+
+
+class Planted(NamedTuple):
+    """arguments: of chaos, which find it."""
+
+    bug: Bug
+    arguments: Sequence[str]
+
+
+class Found(NamedTuple):
+    """failures: what chaos said with the bug, and without it."""
+
+    planted: Planted
+    failures: list[str]
+    without: list[str]
+
+
+def _bug(name: str, file: str, old: str, new: str, arguments: Sequence[str]) -> Planted:
+    return Planted(Bug(name, file, old, new, ()), arguments)
+
+
+BUGS = (
+    _bug(
+        "epoch check: a rank that has been replaced is let in",
+        "actors/channels/joiner.py",
+        "if epoch < newest:",
+        "if epoch < 0:",
+        _WAKES,
+    ),
+    _bug(
+        "resend: what a lost expert rank has not answered is not sent again",
+        "actors/experts/remote_pending.py",
+        "            if piece.rank == rank:\n                self.hold(piece)",
+        "            if piece.rank == rank:\n                continue",
+        _EXPERT,
+    ),
+    _bug(
+        "resend: what is cut anew answers for another part of its token group",
+        "actors/experts/resend.py",
+        "first_group + len(slices),",
+        "piece.token_group,",
+        _EXPERT,
+    ),
+    _bug(
+        "sampler state: draws begin anew on the rank that goes on",
+        "actors/batching/sampler.py",
+        "uniform(sequence.seed, sequence.generated)",
+        "uniform(sequence.seed, len(sequence.token_ids) - len(sequence.submit.token_ids))",
+        _ATTENTION,
+    ),
+    _bug(
+        "sampler state: penalties forget what another rank has generated",
+        "actors/batching/logit_rules.py",
+        "self._noted = submit.prompt_tokens",
+        "self._noted = len(submit.token_ids)",
+        _ATTENTION,
+    ),
+    _bug(
+        "adoption: a rank that was replaced is not written down",
+        "cluster/fleet/ledger.py",
+        "now = [(member.name, member.ready.pid, member.spec.epoch) for member in members]",
+        "now = [(member.name, 0, 0) for member in members]",
+        _LAUNCHER,
+    ),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.planted", description=__doc__)
+    parser.add_argument("--only", metavar="TEXT", default="", help="bugs whose name has TEXT in it")
+    parser.add_argument(
+        "--output", type=Path, help="default: benchmarks/results/chaos_planted.json"
+    )
+    options = parser.parse_args()
+    bugs = [one for one in BUGS if options.only in one.bug.name]
+    with tempfile.TemporaryDirectory(prefix="chaos-planted-") as folder:
+        tree = copied_tree(Path(folder))
+        found = [_found(tree, one, place, len(bugs)) for place, one in enumerate(bugs)]
+    print(table(found))
+    settings = {one.bug.name: " ".join(one.arguments) for one in bugs}
+    told = {one.planted.bug.name: {"found": one.failures, "none": one.without} for one in found}
+    write_result(
+        Result(name="chaos_planted", kind="measured", settings=settings, samples={}, summary=told),
+        options.output,
+    )
+    return 1 if any(one.without or not one.failures for one in found) else 0
+
+
+def _found(tree: Path, one: Planted, place: int, bugs: int) -> Found:
+    bar = f"[{'#' * place}{'.' * (bugs - place)}] {place + 1} of {bugs}: {one.bug.name}"
+    print(bar, file=sys.stderr, flush=True)
+    path = tree / one.bug.file
+    whole = path.read_text()
+    assert whole.count(one.bug.old) == 1, f"{one.bug.file} has changed, change the list"
+    without = failures(tree, one.arguments)
+    path.write_text(whole.replace(one.bug.old, one.bug.new))
+    try:
+        return Found(one, failures(tree, one.arguments), without)
+    finally:
+        path.write_text(whole)
+
+
+def failures(tree: Path, arguments: Sequence[str]) -> list[str]:
+    """What a chaos run in that tree says."""
+    output, log = tree.parent / "chaos.json", tree.parent / "chaos.log"
+    output.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.chaos", *arguments]
+    files = ["--output", str(output), "--log", str(log)]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(
+        [*command, *files], cwd=tree, env=environment, start_new_session=True
+    ) as chaos:
+        try:
+            status = chaos.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(chaos.pid, 9)
+            return [NO_END, *_written(output)]
+    return _written(output) or ([] if status == 0 else [f"it ended with {status}"])
+
+
+def _written(output: Path) -> list[str]:
+    if not output.exists():
+        return []
+    told: dict[str, Any] = json.loads(output.read_text())["summary"]
+    return [str(line)[:300] for line in told["failures"]]
+
+
+def table(found: Sequence[Found]) -> str:
+    """Markdown."""
+    lines = ["| planted | what chaos said | without it |", "|---|---|---|"]
+    for one in found:
+        told = one.failures[0] if one.failures else "**nothing**"
+        without = one.without[0] if one.without else "nothing"
+        lines.append(f"| {one.planted.bug.name} | {told} | {without} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
