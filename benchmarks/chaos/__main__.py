@@ -22,6 +22,7 @@ from benchmarks.chaos import verdict
 from benchmarks.chaos.links import Links
 from benchmarks.chaos.plain import PlainTarget
 from benchmarks.chaos.questions import full_load, light_load
+from benchmarks.chaos.ray_nodes import RAYLET, RayNodes
 from benchmarks.chaos.report import Report
 from benchmarks.chaos.run import Run
 from benchmarks.chaos.schedule import Fault, Mix, drawn, read
@@ -45,7 +46,7 @@ WEIGHTS = {
 }
 
 
-LINK_WEIGHTS = {"cut_link": 2.0, "cut_one_way": 2.0, "slow_link": 2.0}
+LINK_WEIGHTS = {"cut_link": 2.0, "cut_link_one_way": 2.0, "slow_link": 2.0}
 
 
 def config(dtype: str, request_timeout_s: float = 120.0) -> TandemConfig:
@@ -63,7 +64,7 @@ def config(dtype: str, request_timeout_s: float = 120.0) -> TandemConfig:
 
 def main() -> int:
     options = _options()
-    if options.two_nodes and options.inside is None:
+    if options.two_nodes and options.inside is None and not options.served:
         return _in_first_of_two_nodes()
     console = os.fdopen(os.dup(2), "w")
     with options.log.open("ab") as log:
@@ -98,7 +99,7 @@ def _ran(options: argparse.Namespace, console: TextIO) -> tuple[Report, Run, tup
 def _target(options: argparse.Namespace) -> ServedTarget | PlainTarget:
     made = config(options.dtype, options.request_timeout)
     if options.served:
-        return ServedTarget(made, options.log)
+        return ServedTarget(made, options.log, RayNodes() if options.two_nodes else None)
     links = None
     if options.inside is not None:
         first, second, *cards = options.inside
@@ -112,13 +113,13 @@ def _faults(options: argparse.Namespace, *, own_shm: bool) -> list[Fault]:
         return read(options.schedule)
     weights, roles = dict(WEIGHTS), list(ROLES)
     if options.served:
-        weights |= {"kill launcher": 1.0}
+        weights |= {"kill launcher": 1.0} | ({"kill raylet": 1.0} if options.two_nodes else {})
         del weights["wake attention"]
     if own_shm:
         weights["full_shm"] = 1.0
     if options.inside is not None:
         weights |= LINK_WEIGHTS
-    roles += ["ingress-0", "launcher-0"] if options.served else ["ingress-0", "ingress-1"]
+    roles += ["ingress-0", "launcher-0", RAYLET] if options.served else ["ingress-0", "ingress-1"]
     some = {name: weight for name, weight in weights.items() if options.only in name}
     if not some:
         raise ConfigError(f"--only {options.only}: no fault of {', '.join(weights)} has that")

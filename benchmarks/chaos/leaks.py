@@ -63,16 +63,12 @@ def held(roles: Mapping[str, int], http_ports: set[int]) -> dict[tuple[str, int]
     return found
 
 
-def shared(roles: Mapping[str, int], shm: bool) -> dict[tuple[str, int], Counts]:
-    """Of all together. shm: whether /dev/shm is ours alone."""
-    counts = {"processes": len(_descendants()) - len(roles)}
+def shared(others: int, shm: bool) -> dict[tuple[str, int], Counts]:
+    """Of all together. others: processes that have no role. shm: whether /dev/shm is ours alone."""
+    counts = {"processes": others}
     if shm:
         counts["segments"] = sum(1 for _ in Path("/dev/shm").iterdir())
     return {(EVERYBODY, 0): counts}
-
-
-def _descendants() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def _of_process(pid: int, http_ports: set[int]) -> Counts:

@@ -151,6 +151,10 @@ class PlainTarget:
         return self._group.status(STATUS_S)
 
     @property
+    def others(self) -> int:
+        return len(psutil.Process().children(recursive=True)) - len(self.processes())
+
+    @property
     def is_whole(self) -> bool:
         """Whether nobody is being replaced, or must be."""
         with self._lock:

@@ -42,6 +42,10 @@ class Target(Protocol):
     @property
     def is_whole(self) -> bool: ...
 
+    @property
+    def others(self) -> int:
+        """Processes that have none of the roles."""
+
     def ended(self, url: str, since_s: float) -> bool: ...
 
     def processes(self) -> dict[str, int]: ...
@@ -201,7 +205,7 @@ class Run:
     def _held(self) -> dict[tuple[str, int], dict[str, int]]:
         roles = self._target.processes()
         ports = {int(url.rpartition(":")[2]) for url in self._target.urls}
-        found = held(roles, ports) | shared(roles, self._own_shm)
+        found = held(roles, ports) | shared(self._target.others, self._own_shm)
         return {key: dict(counts) for key, counts in found.items()}
 
     def _told(self, fault: Fault, at_s: float, whole_at_s: float | None) -> Done:

@@ -22,7 +22,7 @@ class Kind(StrEnum):
     WAKE = "wake"
     FULL = "full_shm"
     CUT = "cut_link"
-    CUT_ONE_WAY = "cut_one_way"
+    CUT_ONE_WAY = "cut_link_one_way"
     SLOW = "slow_link"
 
 

@@ -16,8 +16,9 @@ import psutil
 import yaml
 
 from benchmarks.chaos.links import Links
+from benchmarks.chaos.ray_nodes import RAYLET, SETTINGS, RayNodes
 from benchmarks.server import ServerProcess
-from benchmarks.soak.served import processes
+from benchmarks.soak.served import roles_of
 from cluster.api.answer_types import Status
 from contracts.config import TandemConfig
 from contracts.worker import RankStatus
@@ -28,10 +29,10 @@ ROLES = {"groups": "launcher-0", "ingress": "ingress-0", "planner": "planner-0"}
 
 class ServedTarget:
     """A context manager: everything serves inside, and no process of it is left afterwards. log: a
-    file for what the server writes."""
+    file for what the server writes. nodes: of the Ray cluster that it runs on; None: its own."""
 
-    def __init__(self, config: TandemConfig, log: Path) -> None:
-        self._config, self._log = config, log
+    def __init__(self, config: TandemConfig, log: Path, nodes: RayNodes | None = None) -> None:
+        self._config, self._log, self._nodes = config, log, nodes
         self._ended_s = 0.0  # when the ingress was killed last
         self.replaced: list[tuple[str, float]] = []
         self.links: Links | None = None
@@ -40,10 +41,13 @@ class ServedTarget:
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-"))
             path = Path(folder) / "chaos.yaml"
-            path.write_text(yaml.safe_dump(msgspec.to_builtins(self._config)), encoding="utf-8")
+            tree = msgspec.to_builtins(self._config)
+            if self._nodes is not None:
+                stack.enter_context(self._nodes)
+                tree["groups"] |= {"address": self._nodes.head.address, **SETTINGS}
+            path.write_text(yaml.safe_dump(tree), encoding="utf-8")
             self._server = stack.enter_context(ServerProcess("--config", str(path), log=self._log))
             self._server.wait_healthy(START_S)
-            self._started = psutil.Process(self._server.pid).children(recursive=True)
             self._stack = stack.pop_all()
         return self
 
@@ -58,14 +62,25 @@ class ServedTarget:
         return self._ended_s >= since_s
 
     def processes(self) -> dict[str, int]:
-        found = processes(self._server)
         return {
             ROLES.get(name, name): process.pid
-            for name, process in found.items()
-            if name != "serve" and " " not in name
+            for name, process in self._found().items()
+            if " " not in name
         }
 
+    @property
+    def others(self) -> int:
+        """Second ones of a name. (Ray's own come and go.)"""
+        return sum(" " in name for name in self._found())
+
+    def _found(self) -> dict[str, psutil.Process]:
+        nodes = self._nodes.roots if self._nodes is not None else []
+        return roles_of([psutil.Process(self._server.pid), *nodes])
+
     def kill(self, role: str) -> None:
+        if role == RAYLET and self._nodes is not None:
+            self._nodes.kill_raylet()
+            return
         pid = self.processes().get(role)
         if role.startswith("ingress"):
             self._ended_s = time.monotonic() + 30.0  # until another one listens

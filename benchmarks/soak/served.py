@@ -6,7 +6,7 @@ import contextlib
 import re
 import resource
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -60,8 +60,14 @@ def limited_server(log: Path) -> Iterator[ServerProcess]:
 
 def processes(server: ServerProcess) -> dict[str, psutil.Process]:
     """The processes of Tandem's own, by role. Those of Ray are `others`."""
-    found: dict[str, psutil.Process] = {"serve": psutil.Process(server.pid)}
-    for process in psutil.Process(server.pid).children(recursive=True):
+    root = psutil.Process(server.pid)
+    return {"serve": root, **roles_of([root])}
+
+
+def roles_of(roots: Sequence[psutil.Process]) -> dict[str, psutil.Process]:
+    """Those among the descendants of `roots`."""
+    found: dict[str, psutil.Process] = {}
+    for process in [child for root in roots for child in root.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
             title = " ".join(process.cmdline()[:1])
             if title.startswith("ray::") and OURS.search(title):

@@ -12,8 +12,10 @@ from benchmarks.chaos import verdict
 from benchmarks.chaos.__main__ import LINK_WEIGHTS, ROLES, WEIGHTS
 from benchmarks.chaos.clients import Outcome, Stream, compared
 from benchmarks.chaos.leaks import GROWS, Leaks
+from benchmarks.chaos.planted import BUGS, Planted
 from benchmarks.chaos.run import Done
 from benchmarks.chaos.schedule import Fault, Kind, Mix, drawn, read
+from benchmarks.planted_bugs.__main__ import ROOT
 
 MIX = Mix(WEIGHTS | LINK_WEIGHTS)
 EVERYBODY = [*ROLES, "ingress-0", "ingress-1"]
@@ -146,3 +148,9 @@ def test_each_process_that_leaks_one_with_every_fault_is_found() -> None:
         leaks.grown("kill expert", {("ingress-0", 7): {"threads": n}}) for n in range(GROWS + 2)
     ]
     assert [bool(each) for each in told] == [False] * (GROWS) + [True] * 2
+
+
+@pytest.mark.parametrize("planted", BUGS, ids=lambda one: one.bug.name)
+def test_each_bug_that_chaos_is_to_find_can_be_planted(planted: Planted) -> None:
+    assert (ROOT / planted.bug.file).read_text().count(planted.bug.old) == 1
+    assert read(planted.arguments[planted.arguments.index("--schedule") + 1])
