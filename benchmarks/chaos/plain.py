@@ -6,27 +6,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import msgspec
 import psutil
 
 from actors.ranks.local_group import LocalGroup, Spot
-from actors.ranks.process import RankProcess
-from actors.ranks.rendezvous import peer_addresses
+from actors.ranks.rendezvous import introduce, peer_addresses
 from benchmarks.chaos.front import Orders
 from benchmarks.chaos.front_process import FrontProcess
 from benchmarks.chaos.links import Links
+from benchmarks.chaos.stray import WAKE_S, OutOfReach, comes_back
 from benchmarks.two_nodes import HEAD, OTHER
 from cluster.fleet.codec import Directory
+from cluster.fleet.rank_group import INTRODUCE_PERIOD_S, TIE_S
 from contracts.config import TandemConfig
-from contracts.errors import LaunchError, TandemError
 from contracts.logs import event
 from contracts.worker import Group, RankStatus
 
@@ -35,7 +36,6 @@ log = logging.getLogger("tandem.chaos")
 LOOK_S = 0.1
 HUNG_AFTER_S = 3.0  # as cluster/fleet/member.py
 STATUS_S = 10.0
-WAKE_S = 60.0
 ON_OTHER_NODE = ("attention-1", "expert-1")
 
 
@@ -62,6 +62,9 @@ class PlainTarget:
         self._ended_s: dict[str, float] = {}  # ingress replicas that have been killed, by URL
         self._stopped_since_s: dict[str, float] = {}
         self._asked: dict[str, Future[RankStatus]] = {}
+        self._misses: dict[str, list[str]] = {}  # by attention rank
+        self._missed_since_s: dict[str, float] = {}
+        self._introduced_s = -math.inf
         self._epochs: dict[str, int] = {}  # of ranks that have been replaced
         self._is_replacing = False
         self._closing = threading.Event()
@@ -118,34 +121,14 @@ class PlainTarget:
         with self._lock:
             stray, seen = self._group.processes[role], len(self.replaced)
             stray.send_signal(signal.SIGSTOP)
-            self._group.processes[role] = _OutOfReach(stray)
+            self._group.processes[role] = OutOfReach(stray)
         end_s = time.monotonic() + WAKE_S
         while not (self.is_whole and len(self.replaced) > seen):
             if time.monotonic() > end_s:
                 break
             time.sleep(LOOK_S)
-        stray.send_signal(signal.SIGCONT)
-        try:
-            return self._comes_back(role, stray)
-        finally:
-            stray.send_signal(signal.SIGKILL)
-            stray.close()
-
-    def _comes_back(self, role: str, stray: RankProcess) -> str:
-        """What must not be: that it is let in."""
         experts = peer_addresses(self._group.ready, Group.ATTENTION)
-        end_s = time.monotonic() + WAKE_S
-        while _linked(stray, experts) and time.monotonic() < end_s:
-            time.sleep(LOOK_S)  # it finds out that it has been left
-        self.kill(role)
-        while True:
-            with contextlib.suppress(TandemError):
-                stray.call("connect", experts).result(STATUS_S)
-            if linked := _linked(stray, experts):
-                return f"{role}, which had been replaced, was taken back by {', '.join(linked)}"
-            if time.monotonic() > end_s or self.is_whole:
-                return ""
-            time.sleep(LOOK_S)
+        return comes_back(stray, experts, lambda: self.kill(role), lambda: self.is_whole)
 
     def status(self) -> list[RankStatus]:
         return self._group.status(STATUS_S)
@@ -159,7 +142,7 @@ class PlainTarget:
         """Whether nobody is being replaced, or must be."""
         with self._lock:
             whole = len(self._serving) == self._replicas and not self._lost()
-            return whole and not self._is_replacing
+            return whole and not self._is_replacing and not any(self._misses.values())
 
     @property
     def _serving(self) -> list[FrontProcess]:
@@ -198,7 +181,10 @@ class PlainTarget:
         """What attention ranks say of themselves and of the expert ranks, if they have answered."""
         found: dict[str, str] = {}
         for name, process in self._group.processes.items():
-            if name in lost or not name.startswith("attention-"):
+            if not name.startswith("attention-"):
+                continue
+            if name in lost:
+                self._misses.pop(name, None)
                 continue
             asked = self._asked.get(name)
             if asked is None:
@@ -210,10 +196,29 @@ class PlainTarget:
                 status = asked.result()
                 if not status.healthy:
                     found[name] = status.reason
-                for expert, epoch in status.sections.get("lost", {}).items():
-                    if epoch == self._epochs.get(expert, 1) and not is_stopped(self._pid(expert)):
-                        found[expert] = f"{name} has lost it"
-        return found
+                self._misses[name] = [
+                    expert
+                    for expert, epoch in status.sections.get("lost", {}).items()
+                    if epoch == self._epochs.get(expert, 1) and not is_stopped(self._pid(expert))
+                ]
+        return self._missed(time.monotonic()) | found
+
+    def _missed(self, now_s: float) -> dict[str, str]:
+        """Expert ranks that all have lost, or half of them for long. The others are introduced
+        again: as cluster/fleet/rank_group.py."""
+        told = Counter(expert for some in self._misses.values() for expert in some)
+        since_s = {name: self._missed_since_s.get(name, now_s) for name in told}
+        self._missed_since_s = since_s
+        if told and now_s - self._introduced_s >= INTRODUCE_PERIOD_S:
+            self._introduced_s = now_s
+            introduce(self._group.ready, self._group.processes)
+        asked = len(self._misses)
+        most = [
+            name
+            for name, count in told.items()
+            if 2 * count > asked or (2 * count == asked and now_s - since_s[name] >= TIE_S)
+        ]
+        return dict.fromkeys(most, "attention ranks have lost it")
 
     def _pid(self, name: str) -> int:
         return self._group.processes[name].pid
@@ -231,6 +236,7 @@ class PlainTarget:
             self._epochs[name] = self._group._epoch
             self._asked.pop(name, None)
             self._stopped_since_s.pop(name, None)
+            self._misses.pop(name, None)
         planner = {one.name: one.channel_address for one in self._group.ready}["planner-0"]
         for name, process in self._group.processes.items():
             if name.startswith(("attention-", "expert-")):
@@ -266,36 +272,6 @@ class PlainTarget:
     def _close_fronts(self) -> None:
         for front in self._fronts:
             front.close()
-
-
-class _OutOfReach(RankProcess):
-    """In the place of a rank that whoever looks after it cannot reach: it counts as gone."""
-
-    def __init__(self, rank: RankProcess) -> None:
-        self.name, self._process = rank.name, _Gone(rank.pid)  # type: ignore[assignment]
-
-    def call(self, method: str, *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_exception(LaunchError(f"{self.name}: out of reach"))
-        return future
-
-    def send_signal(self, number: signal.Signals) -> None: ...
-
-    def close(self, timeout_s: float = 10.0) -> int:
-        return 0
-
-
-class _Gone(NamedTuple):
-    pid: int
-
-    def poll(self) -> int:
-        return 0
-
-
-def _linked(stray: RankProcess, experts: Mapping[str, str]) -> list[str]:
-    """Expert ranks that it has not lost."""
-    lost = stray.call("status").result(STATUS_S).sections.get("lost", {})
-    return [name for name in experts if name not in lost]
 
 
 def _spots(links: Links) -> dict[str, Spot]:

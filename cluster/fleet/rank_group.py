@@ -30,6 +30,7 @@ log = logging.getLogger("tandem.fleet")
 
 PLACE_PERIOD_S = 1.0  # how often a rank that has no node yet is looked for
 INTRODUCE_PERIOD_S = 1.0  # how often ranks that miss one that is there are told of it
+TIE_S = 10.0  # for so long half of them may miss one that the others have: it may be a link's fault
 
 
 class RankGroup:
@@ -47,6 +48,7 @@ class RankGroup:
         self._config = formation.config
         self._out_since_s: dict[str, float] = {}  # of ranks whose place has nobody of use
         self._introduced_s = -math.inf
+        self._missed_since_s: dict[str, float] = {}  # expert ranks that half of those who ask miss
         self._suspects: dict[str, str] = {}  # what routers say: client address -> reason
         self._lock = threading.Lock()  # guards the epoch, the counts, and who is told of whom
 
@@ -84,8 +86,9 @@ class RankGroup:
         return GroupHealth(names, problems, out_s, replaced)
 
     def _told_lost(self, now_s: float) -> dict[str, str]:
-        """Expert ranks that are well by their own account, and that half of the attention ranks or
-        more have lost: why. Whom fewer miss, or an earlier one of the name, is introduced again."""
+        """Expert ranks that are well by their own account, and that most attention ranks have lost,
+        or half of them for TIE_S: why. Whom fewer miss, or an earlier one of the name, is
+        introduced again."""
         told: Counter[str] = Counter()
         asked = [one for one in self.members if one.spec.group is Group.ATTENTION and one.is_up]
         lost = [one.status.sections.get("lost", {}) for one in asked if one.status]
@@ -97,7 +100,12 @@ class RankGroup:
         if missed and now_s - self._introduced_s >= INTRODUCE_PERIOD_S:
             self._introduced_s = now_s
             self._introduce()
-        most = [name for name, count in told.items() if 2 * count >= len(asked)]
+        half = [name for name, count in told.items() if 2 * count >= len(asked)]
+        since_s = {name: self._missed_since_s.get(name, now_s) for name in half}
+        self._missed_since_s = since_s
+        most = [
+            name for name in half if 2 * told[name] > len(asked) or now_s - since_s[name] >= TIE_S
+        ]
         return dict.fromkeys(most, "attention ranks have lost it, and it does not say why")
 
     def next_epoch(self) -> int:

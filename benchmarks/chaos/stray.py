@@ -1,0 +1,81 @@
+"""A rank that was stopped and out of reach while another came in its place, and wakes up again."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from actors.ranks.process import RankProcess
+from contracts.errors import LaunchError, TandemError
+
+WAKE_S = 60.0
+STATUS_S = 10.0
+LOOK_S = 0.1
+
+
+def comes_back(
+    stray: RankProcess,
+    experts: Mapping[str, str],
+    kill_its_successor: Callable[[], None],
+    is_whole: Callable[[], bool],
+) -> str:
+    """What must not be: that expert ranks let it in again, while nobody is in its place. It is gone
+    afterwards. experts: name -> address, as a late message tells it."""
+    end_s = time.monotonic() + WAKE_S
+    stray.send_signal(signal.SIGCONT)
+    try:
+        while _linked(stray, experts) and time.monotonic() < end_s:
+            time.sleep(LOOK_S)  # it finds out that it has been left
+        kill_its_successor()
+        while True:
+            with contextlib.suppress(TandemError):
+                stray.call("connect", experts).result(STATUS_S)
+            if linked := _linked(stray, experts):
+                names = ", ".join(linked)
+                return f"{stray.name}, which had been replaced, was taken back by {names}"
+            if time.monotonic() > end_s or is_whole():
+                return ""
+            time.sleep(LOOK_S)
+    finally:
+        stray.send_signal(signal.SIGKILL)
+        stray.close()
+
+
+def _linked(stray: RankProcess, experts: Mapping[str, str]) -> list[str]:
+    """Expert ranks that it has not lost."""
+    lost = stray.call("status").result(STATUS_S).sections.get("lost", {})
+    return [name for name in experts if name not in lost]
+
+
+class OutOfReach(RankProcess):
+    """In the place of a rank that whoever looks after it cannot reach: it counts as gone."""
+
+    def __init__(self, rank: RankProcess) -> None:
+        self.name, self._process = rank.name, _Gone(rank.pid)  # type: ignore[assignment]
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_exception(LaunchError(f"{self.name}: out of reach"))
+        return future
+
+    def send_signal(self, number: signal.Signals) -> None: ...
+
+    def close(self, timeout_s: float = 10.0) -> int:
+        return 0
+
+
+class _Gone(NamedTuple):
+    pid: int
+
+    def poll(self) -> int:
+        return 0
+
+
+def _linked(stray: RankProcess, experts: Mapping[str, str]) -> list[str]:
+    """Expert ranks that it has not lost."""
+    lost = stray.call("status").result(STATUS_S).sections.get("lost", {})
+    return [name for name in experts if name not in lost]

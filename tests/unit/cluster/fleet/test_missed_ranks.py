@@ -1,0 +1,99 @@
+"""Expert ranks that attention ranks have lost, and that are there: who is replaced, who is only
+introduced again."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+from actors.ranks.remote import RayRank
+from actors.ranks.rendezvous import Formation, Seat, make_specs
+from cluster.fleet.member import Member, Place
+from cluster.fleet.nodes import Placed
+from cluster.fleet.rank_group import TIE_S, RankGroup
+from contracts.loading import load_config
+from contracts.worker import RankReady, RankStatus
+
+
+class FakeRank(RayRank):
+    """Says that it is well, and whom it has lost. told: calls, by name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, self)
+        self.lost: dict[str, int] = {}
+        self.told: list[str] = []
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        self.told.append(method)
+        answer: Future[Any] = Future()
+        sections = {"lost": dict(self.lost)} if self.lost else {}
+        answer.set_result(RankStatus(name=self.name, healthy=True, sections=sections))
+        return answer
+
+
+class Rig:
+    """So many attention ranks, and two expert ranks."""
+
+    def __init__(self, attention: int) -> None:
+        seats = [Seat("cpu", "127.0.0.1", 1)]
+        formation = Formation(load_config(None, []), "", b"", 1, "shm")
+        specs = make_specs(formation, seats * attention, seats * 2)
+        self.ranks = {spec.name: FakeRank(spec.name) for spec in specs}
+        placed: Any = Placed([], None, "cpu", [])
+        self.group = RankGroup(
+            [
+                Member(
+                    spec,
+                    Place(placed, place),
+                    self.ranks[spec.name],
+                    RankReady(name=spec.name, pid=place, channel_address=f"tcp:here:{place}"),
+                )
+                for place, spec in enumerate(specs)
+            ],
+            formation,
+        )
+        self.now_s = 100.0
+        self.problems()
+
+    def problems(self, after_s: float = 0.0) -> set[str]:
+        """Who must be replaced then, by what all say."""
+        self.now_s += after_s
+        for _ in range(3):  # asked, answered, read
+            health = self.group.health(self.now_s, 0.0)
+        return set(health.problems)
+
+
+def test_where_a_link_is_cut_in_halves_nobody_is_replaced_while_it_may_come_back() -> None:
+    """Each of two attention ranks had lost the other side's expert rank, and both were killed: the
+    half that could serve had none then."""
+    rig = Rig(attention=2)
+    rig.ranks["attention-0"].lost = {"expert-1": 1}
+    rig.ranks["attention-1"].lost = {"expert-0": 1}
+    assert not rig.problems(0.25)
+    assert not rig.problems(TIE_S - 0.1)
+    assert "connect" in rig.ranks["attention-0"].told, "they are introduced again meanwhile"
+    assert rig.problems(0.2) == {"expert-0", "expert-1"}
+
+
+def test_a_link_that_is_back_begins_anew() -> None:
+    rig = Rig(attention=2)
+    rig.ranks["attention-0"].lost = {"expert-1": 1}
+    assert not rig.problems(TIE_S - 1)
+    rig.ranks["attention-0"].lost = {}
+    assert not rig.problems(TIE_S)
+    rig.ranks["attention-0"].lost = {"expert-1": 1}
+    assert not rig.problems(TIE_S - 1)
+
+
+def test_whom_most_have_lost_is_replaced_at_once() -> None:
+    for attention in (1, 2, 3):
+        rig = Rig(attention)
+        for number in range(attention // 2 + 1):
+            rig.ranks[f"attention-{number}"].lost = {"expert-1": 1}
+        assert rig.problems(0.25) == {"expert-1"}
+
+
+def test_an_earlier_one_of_the_name_is_no_reason() -> None:
+    rig = Rig(attention=1)
+    rig.ranks["attention-0"].lost = {"expert-1": 0}
+    assert not rig.problems(2 * TIE_S)
