@@ -5,8 +5,10 @@ part of it: those, or their planner, say how much would go, and what another one
 
     python -m benchmarks.capacity_measured [--generating] [--quota 0.25] [--light 0.33]
 
-Rows to classify before one prefill worker and two; with --generating requests of 16 tokens before
-one attention and one expert rank, and one more of either.
+Rows to classify before one prefill worker and two; with --generating requests before one attention
+and one expert rank (--ranks), and one more of either. What goes is counted in tokens that ranks
+compute, over those of a mean request: whole requests end in bursts. Beside what the board says is
+in use at the knee stands what ranks at full load say of themselves.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from cluster.fleet.codec import Directory
 from cluster.serving.wiring import pipelines
 from contracts import metrics
 from contracts.config import BUNDLED, TandemConfig
+from contracts.events import BUSY
 from contracts.loading import load_config
 from contracts.messages import Submit
 from contracts.requests import Priority, Sampling
@@ -42,36 +45,62 @@ PERIOD_US = 4_000  # as short as may be: a batch that begins with a fresh quota 
 SHARES = 65_536  # before whatever else runs on the machine
 WINDOW_S = 62.0  # of the ranks' own figures, and a little
 SHOWN_S = 16.0  # until a planner has said what was
-WARM_S = 10.0  # a planner learns meanwhile
+WARM_S = 15.0  # a planner learns meanwhile, and answers begin to end
 AT_ONCE = 512  # rows under way at full load
 PER_RANK = 96  # requests under way at full load, of each attention rank
 SEQUENCES = 32  # of a batch that generates
-SMALLEST, LARGEST = 40, 160  # tokens of a row or prompt
-OUTPUT_TOKENS = 16
 
 Ask = Callable[[], Awaitable[None]]  # one row or request, to its end
 Ranks = tuple[int, int, int]  # attention, expert, prefill
+Between = tuple[int, ...]  # the least and the most, both as likely as what lies between
+Shares = dict[str, float]  # of the time in which a rank is busy, by name
 
 
 class Load(NamedTuple):
     """Of one pipeline. more: by kind, what to measure beside `ranks`. model: the bundled one, or a
-    random one whose stages last longer than a period."""
+    random one whose stages last longer than a period. prompt, answer: their tokens; answer None:
+    rows to classify."""
 
     pipeline: str
     ranks: Ranks
     more: dict[str, Ranks]
     settings: list[str]
     model: dict[str, Any]
+    prompt: Between = (40, 160)
+    answer: Between | None = None
+
+    @property
+    def request_tokens(self) -> float:
+        """That a mean request has computed: its last one only leaves."""
+        answered = 0.0 if self.answer is None else sum(self.answer) / 2 - 1
+        return sum(self.prompt) / 2 + answered
 
 
 ROWS = Load("prefill", (0, 0, 1), {"prefill": (0, 0, 2)}, [], {"folder": BUNDLED})
-GENERATING = Load(
-    "generation",
-    (1, 1, 0),
-    {"attention": (2, 1, 0), "expert": (1, 2, 0)},
-    [f"schedule.max_batch_sequences={SEQUENCES}", "kv.pool_tokens=32768"],
-    {**MEDIUM, "num_hidden_layers": 4, "num_experts": 16},
-)
+SLOW = {  # stages of several periods
+    "num_hidden_layers": 4,
+    "num_experts": 16,
+    "hidden_size": 1024,
+    "moe_intermediate_size": 512,
+    "intermediate_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+
+
+def generating(options: argparse.Namespace) -> Load:
+    """Answers differ in length: of one, those that begin together would end together, and batches
+    be all prompts, then all decodes."""
+    attention, expert = options.ranks
+    return Load(
+        "generation",
+        (attention, expert, 0),
+        {"attention": (attention + 1, expert, 0), "expert": (attention, expert + 1, 0)},
+        [f"schedule.max_batch_sequences={SEQUENCES}", "kv.pool_tokens=32768"],
+        {**MEDIUM, **SLOW},
+        tuple(options.prompt),
+        tuple(options.answer),
+    )
 
 
 def main() -> None:
@@ -79,12 +108,15 @@ def main() -> None:
     parser.add_argument("--generating", action="store_true")
     parser.add_argument("--quota", type=float, default=0.25, help="of a core, each rank")
     parser.add_argument("--light", type=float, default=0.33, help="of full load")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of full load")
+    parser.add_argument("--seconds", type=float, default=25.0, help="of full load")
+    parser.add_argument("--ranks", type=int, nargs=2, default=[1, 1], help="attention and expert")
+    parser.add_argument("--prompt", type=int, nargs=2, default=[40, 160], help="tokens, at least")
+    parser.add_argument("--answer", type=int, nargs=2, default=[4, 28], help="tokens, at least")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if not 0 < options.light < 1:
         parser.error(f"--light {options.light}: give a part of full load, between 0 and 1")
-    load = GENERATING if options.generating else ROWS
+    load = generating(options) if options.generating else ROWS
     with tempfile.TemporaryDirectory() as scratch:
         folder = _model_folder(load, Path(scratch))
         summary = _summary(load, folder, options)
@@ -100,28 +132,30 @@ def _model_folder(load: Load, scratch: Path) -> Path:
 
 
 def _summary(load: Load, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    def full_per_s(ranks: Ranks) -> float:
+    def full(ranks: Ranks) -> tuple[float, Shares]:
         with _group(load, folder, ranks, options.quota) as (group, config):
-            per_s = asyncio.run(_full(group, config, load, folder, options.seconds))
-        print(f"ranks {ranks}: {per_s:.1f} a second", file=sys.stderr)
-        return per_s
+            per_s, busy = asyncio.run(_full(group, config, load, folder, options.seconds))
+        print(f"ranks {ranks}: {per_s:.2f} a second, busy {busy}", file=sys.stderr)
+        return per_s, busy
 
-    now_per_s = full_per_s(load.ranks)
+    now_per_s, busy = full(load.ranks)
     light_per_s = options.light * now_per_s
     with _group(load, folder, load.ranks, options.quota) as (group, config):
         said = asyncio.run(_said(group, config, load, folder, light_per_s))
     print(f"said at {light_per_s:.1f} a second: {said}", file=sys.stderr)
     more = {}
     for kind, ranks in load.more.items():
-        then_per_s, gain = full_per_s(ranks), said[f"gain_{kind}"]
+        (then_per_s, then_busy), gain = full(ranks), said[f"gain_{kind}"]
         more[kind] = {
             "full_per_s": then_per_s,
+            "busy": then_busy,
             "gain_said": gain,
             "gain_true": then_per_s / now_per_s - 1,
             "whole_said_over_true": (1 + gain) * said["per_s"] / then_per_s,
         }
     return {
         "full_per_s": now_per_s,
+        "busy": busy,
         "light_per_s": light_per_s,
         "said": said,
         "said_over_true": said["per_s"] / now_per_s,
@@ -138,7 +172,7 @@ def _group(
     settings = [f"groups.{kind}_ranks={count}" for kind, count in sizes]
     common = ["model.dtype=float32", "channel.spin_s=0", f"model.path={folder}"]
     config = load_config(None, [*settings, *common, *load.settings])
-    with LocalGroup(str(folder), config, planner=load is GENERATING) as group:
+    with LocalGroup(str(folder), config, planner=load.answer is not None) as group:
         pids = [one.pid for name, one in group.processes.items() if not name.startswith("planner")]
         with _quotas(pids, quota):
             yield group, config
@@ -154,7 +188,7 @@ async def _asking(
     vocabulary = read_spec(folder).vocab_size
 
     def submit(sampling: Sampling | None) -> Submit:
-        tokens = source.randint(SMALLEST, LARGEST)
+        tokens = source.randint(*load.prompt)
         return Submit(
             request_id=0,
             token_ids=[source.randrange(4, vocabulary) for _ in range(tokens)],
@@ -167,14 +201,15 @@ async def _asking(
         await backend.score(submit(None), patient=True)
 
     async def generation() -> None:
-        sampling = Sampling(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+        tokens = source.randint(*(load.answer or (1, 1)))
+        sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         async for _ in backend.generate(submit(sampling), patient=True):
             pass
 
     backend.start()
     await backend.wait_ready()
     try:
-        yield generation if load is GENERATING else row
+        yield row if load.answer is None else generation
     finally:
         await backend.close()
 
@@ -183,7 +218,7 @@ async def _said(
     group: LocalGroup, config: TandemConfig, load: Load, folder: Path, per_s: float
 ) -> dict[str, float]:
     """Of light load: what would go in all, and the gains, by kind."""
-    seconds = WINDOW_S + (SHOWN_S if load is GENERATING else 0.0)
+    seconds = WINDOW_S + (0.0 if load.answer is None else SHOWN_S)
     of = {"pipeline": load.pipeline}
     async with _asking(group, config, load, folder) as ask:
         ended = await _at_rate(ask, per_s, seconds)
@@ -192,42 +227,70 @@ async def _said(
             f"gain_{kind}": _mean(group, metrics.CAPACITY_GAIN.name, **of, kind=kind)
             for kind in load.more
         }
+        in_use = {} if load.answer is None else _in_use(group)
         await ended
-    return {"used_fraction": used, "per_s": per_s / used, **gains}
+    return {"used_fraction": used, "per_s": per_s / used, **gains, **in_use}
+
+
+def _in_use(group: LocalGroup) -> dict[str, float]:
+    """At the knee, as the planner says."""
+    return {
+        f"in_use_{resource}": _mean(group, metrics.CAPACITY_IN_USE.name, resource=resource)
+        for resource in ("attention", "experts")
+    }
 
 
 async def _full(
     group: LocalGroup, config: TandemConfig, load: Load, folder: Path, seconds: float
-) -> float:
-    """Per second while as many as there is room for are always under way."""
-    ended = 0
-    at_once = PER_RANK * config.groups.attention_ranks if load is GENERATING else AT_ONCE
+) -> tuple[float, Shares]:
+    """Per second while as many as there is room for are always under way; and how busy ranks are
+    meanwhile."""
+    at_once = AT_ONCE if load.answer is None else PER_RANK * config.groups.attention_ranks
     async with _asking(group, config, load, folder) as ask:
 
         async def asking() -> None:
-            nonlocal ended
             while True:
                 await ask()
-                ended += 1
 
         clients = [asyncio.ensure_future(asking()) for _ in range(at_once)]
         await asyncio.sleep(WARM_S)
-        before, begun_s = ended, time.monotonic()
+        before = _Done.of(group)
         await asyncio.sleep(seconds)
-        per_s = (ended - before) / (time.monotonic() - begun_s)
+        tokens_per_s, busy = _Done.of(group).since(before)
         for client in clients:
             client.cancel()
         told = await asyncio.gather(*clients, return_exceptions=True)
     if failed := [one for one in told if not isinstance(one, asyncio.CancelledError)]:
         raise SystemExit(f"{len(failed)} clients failed, the first: {failed[0]}")
-    return per_s
+    return tokens_per_s / load.request_tokens, busy
+
+
+class _Done(NamedTuple):
+    """So far. busy_s: by rank."""
+
+    at_s: float
+    tokens: float
+    busy_s: Shares
+
+    @classmethod
+    def of(cls, group: LocalGroup) -> _Done:
+        told = group.status()
+        busy_s = {one.name: sum(one.sections["stage_s"].get(s, 0.0) for s in BUSY) for one in told}
+        tokens = sum(one.sections["totals"].get("computed_tokens", 0.0) for one in told)
+        return cls(time.monotonic(), tokens, busy_s)
+
+    def since(self, before: _Done) -> tuple[float, Shares]:
+        """Tokens a second, and the parts of the time in which ranks were busy."""
+        seconds = self.at_s - before.at_s
+        busy = {name: (s - before.busy_s[name]) / seconds for name, s in self.busy_s.items()}
+        return (self.tokens - before.tokens) / seconds, busy
 
 
 def _directory(group: LocalGroup, load: Load) -> Directory:
     at = group.client_addresses
     return Directory(
-        client_addresses=at if load is GENERATING else {},
-        prefill_addresses={} if load is GENERATING else at,
+        client_addresses={} if load.answer is None else at,
+        prefill_addresses=at if load.answer is None else {},
         token=group.token,
         backend="shm",
         epoch=1,

@@ -51,7 +51,7 @@ class PlannerCapacity:
             telemetry.set(metrics.CAPACITY_USED, Pipeline.GENERATION, self._spec.name, to=0.0)
             return
         try:
-            found = await asyncio.to_thread(capacity, self._planner.group(), mix)
+            found = await asyncio.to_thread(capacity, self._planner.group(mix), mix)
         except ValueError as error:  # a rank has said what cannot be
             event(log, "capacity_unknown", logging.WARNING, reason=error)
             return

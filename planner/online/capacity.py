@@ -180,6 +180,15 @@ def _fullest(mix: Mix, max_tokens: int) -> tuple[int, float, float]:
     return 0, float(chunks), chunks / mix.prompts
 
 
+def fullest_tokens(mix: Mix, max_tokens: int) -> float:
+    """Of the fullest batch of the mix."""
+    if mix.is_empty:
+        return float(max_tokens)
+    rows, prompts, _ = _fullest(mix, max_tokens)
+    per_prompt = mix.prompt_tokens / mix.prompts if mix.prompts > 0 else 0.0
+    return min(float(max_tokens), max(1.0, rows + prompts * per_prompt))
+
+
 class PlannedBatchTime(NamedTuple):
     """in_use: parts of its time in which a resource is."""
 

@@ -31,10 +31,9 @@ from planner.costs.routing_shape import Spread, uniform_spread
 from planner.costs.stages import Linear, PlanSpec, StageModels
 from planner.findep.batch_plan import ChunkTime
 from planner.online.buckets import Bucket, bucket_of
+from planner.online.expert_stage import COLD_SAMPLES, COLD_SIZES, ExpertStage
 
 MAX_TOKEN_GROUPS = 16
-COLD_SIZES = 3  # of different size, and
-COLD_SAMPLES = 12  # times in all, before a stage that nobody has profiled has a model
 EXTRAPOLATION = 4.0  # plans for batches at most so many times as large as any measured
 TYPICAL_TOKENS = 256  # where a hardware file's line is held on to
 _PER_SIZE = 8  # times that are kept of each size
@@ -195,7 +194,7 @@ class OnlineModels:
         prior = None if hardware is None else _prior(setup, hardware)
         self.attention = AttentionStage(shape, None if hardware is None else hardware.attention)
         self._shared = SizedStage(prior.shared if prior else None, typical_tokens)
-        self._expert = SizedStage(prior.expert if prior else None, typical_me)
+        self._expert = ExpertStage(shape, prior.expert if prior else None, typical_me)
         self._a2e = SizedStage(prior.a2e if prior else None, typical_me)
         self._e2a = SizedStage(prior.e2a if prior else None, typical_me)
 
@@ -244,9 +243,12 @@ class OnlineModels:
         self._add(self._expert, report.experts, pairs_of_rows)
         self._add(self._a2e, report.a2e, self._setup.attention_ranks)
 
-    def spec(self) -> PlanSpec | None:
-        """The planning problem as the models are now; None while one is cold."""
+    def spec(self, tokens: float | None = None) -> PlanSpec | None:
+        """The planning problem as the models are now; None while one is cold. tokens: of a batch
+        (None: as many as want every expert)."""
         expert, a2e, e2a = self._expert.model, self._a2e.model, self._e2a.model
+        if tokens is not None:
+            expert = self._expert.around(tokens * self._tokens_per_expert)
         if self.cold_stages or expert is None or a2e is None or e2a is None:
             return None
         setup, busiest, uniform = self._setup, self._spread.busiest, self._uniform.mean
@@ -267,10 +269,14 @@ class OnlineModels:
             has_shared=setup.shape.num_shared_experts > 0,
         )
 
-    def spec_of(self, attention_ranks: int, expert_ranks: int) -> PlanSpec | None:
+    def spec_of(
+        self, attention_ranks: int, expert_ranks: int, tokens: float | None = None
+    ) -> PlanSpec | None:
         """The same for a group of another size; None while a stage is cold, or where there are more
-        expert ranks than experts."""
-        spec, shape = self.spec(), self._setup.shape
+        expert ranks than experts. tokens: of a batch of one attention rank."""
+        more = attention_ranks / self._setup.attention_ranks  # tokens in a call of experts
+        spec = self.spec(None if tokens is None else tokens * more)
+        shape = self._setup.shape
         if spec is None or not 1 <= expert_ranks <= shape.num_experts or attention_ranks < 1:
             return None
         then = Deployment(
@@ -285,7 +291,9 @@ class OnlineModels:
             tokens_per_expert_per_sample=tokens,
         )
 
-    def _add(self, stage: SizedStage, times: Iterable[RowsTime], senders: float) -> None:
+    def _add(
+        self, stage: SizedStage | ExpertStage, times: Iterable[RowsTime], senders: float
+    ) -> None:
         """x of links counts what all attention ranks send at a time; a packet is of one of them, a
         call of experts of however many it has merged, and its pairs count."""
         for time in times:

@@ -26,7 +26,7 @@ from planner.findep.recurrence import makespan_ms
 from planner.findep.schedule import Piece, schedule_of_pieces
 from planner.findep.solver import PlannedBatch
 from planner.online.buckets import Bucket, bucket_of
-from planner.online.capacity import Group, others
+from planner.online.capacity import Group, Mix, fullest_tokens, others
 from planner.online.models import Chunks, OnlineModels, OnlineSetup
 from planner.online.trial import Trial
 
@@ -108,11 +108,11 @@ class OnlinePlanner:
 
     def plan(self, batch: Chunks) -> PlannedBatch:
         """The best plan of `batch` (tokens [start, stop) per sequence). Raises NoPlanError."""
-        spec = self._models.spec()
+        tokens, most = sum(stop - start for start, stop in batch), self._models.most_tokens()
+        spec = self._models.spec(tokens)
         if spec is None:
             stages = ", ".join(self._models.cold_stages)
             raise NoPlanError(f"too few measured times yet of: {stages}")
-        tokens, most = sum(stop - start for start, stop in batch), self._models.most_tokens()
         if tokens > most:
             raise NoPlanError(f"{tokens} tokens: none above {most:g} can be predicted yet")
         sequences = [NewTokens(start, stop) for start, stop in batch]
@@ -172,10 +172,11 @@ class OnlinePlanner:
         """As `OnlineModels.unit_ms`, of the models that are believed."""
         return self._models.unit_ms()
 
-    def group(self) -> Group:
-        """For `capacity`: by the models that are believed."""
+    def group(self, mix: Mix) -> Group:
+        """For `capacity` of that mix: by the models that are believed."""
         ag, eg, models = self._setup.attention_ranks, self._setup.expert_ranks, self._models
-        specs = {ranks: models.spec_of(*ranks) for ranks in [(ag, eg), *others(ag, eg)]}
+        tokens = fullest_tokens(mix, self._setup.max_batch_tokens)
+        specs = {ranks: models.spec_of(*ranks, tokens) for ranks in [(ag, eg), *others(ag, eg)]}
         known = {ranks: spec for ranks, spec in specs.items() if spec is not None}
         line = self._alone.model
         return Group(ag, eg, known, models.attention.chunk_time(), lambda ms: max(0.0, line.at(ms)))
@@ -184,8 +185,8 @@ class OnlinePlanner:
         """Takes a batch that ran while other ranks left the experts to it: what no stage model has
         (logits, sampling) is learned from it for `group`. Of other batches it would be learned
         together with the others' work, which the models of a full group have already."""
-        spec = self._models.spec_of(1, self._setup.expert_ranks)
         batches = [times.batch for times in report.micro_batches]
+        spec = self._models.spec_of(1, self._setup.expert_ranks, _tokens(batches))
         alone_ms = _replayed_ms(self._models, report.plan, batches, spec)
         if alone_ms is not None:
             self._alone.update(alone_ms, report.measured_ms)
@@ -227,7 +228,7 @@ def _replayed_ms(
 ) -> float | None:
     """The makespan of a plan on these micro-batches; None while a stage is cold. spec: None: that
     of the group as it is."""
-    spec = spec or models.spec()
+    spec = spec or models.spec(_tokens(micro_batches))
     if spec is None:
         return None
     chunk_ms = models.attention.chunk_time()
@@ -239,13 +240,15 @@ def _replayed_ms(
     return makespan_ms(schedule_of_pieces(spec, plan, pieces, 1))
 
 
+def _tokens(micro_batches: Sequence[Chunks]) -> int:
+    return sum(stop - start for batch in micro_batches for start, stop in batch)
+
+
 def _reference_times(models: OnlineModels) -> list[list[float]]:
     """ms of each stage at each reference size; [] while one is cold."""
-    spec = models.spec()
-    if spec is None:
-        return []
     chunk_ms = models.attention.chunk_time()
-    return [_stage_times(spec, tokens, chunk_ms(0, tokens)) for tokens in _REFERENCE_TOKENS]
+    specs = [(tokens, models.spec(tokens)) for tokens in _REFERENCE_TOKENS]
+    return [_stage_times(spec, tokens, chunk_ms(0, tokens)) for tokens, spec in specs if spec]
 
 
 def _stage_times(spec: PlanSpec, tokens: int, chunk_ms: float) -> list[float]:

@@ -98,7 +98,8 @@ def said_of_light_traffic(case: Case, per_s: float) -> Capacity:
         report=report,
     )
     world.run(20.0)
-    found = capacity(planner.group(), seen.mix(world.now_ms / 1e3, ag))
+    mix = seen.mix(world.now_ms / 1e3, ag)
+    found = capacity(planner.group(mix), mix)
     assert found is not None
     return found
 
@@ -151,7 +152,8 @@ def test_what_a_rank_cannot_have_run_is_an_error_and_no_division_by_zero() -> No
     planner = OnlinePlanner(setup_of(SHAPE, hardware()))
     seen = capacities.Traffic(64)
     seen.add(TrafficReport(rank="a", seconds=1.0, pool_tokens=0, prompts=5), 1.0)
-    assert capacity(planner.group(), seen.mix(1.0, 1)) is not None
+    mix = seen.mix(1.0, 1)
+    assert capacity(planner.group(mix), mix) is not None
 
 
 def test_a_prefill_worker_foretells_full_batches_from_small_ones() -> None:

@@ -1,0 +1,112 @@
+"""Times of calls of experts, learned from what ranks measure.
+
+A call reads the weights of each expert that a token of it has chosen, once, however many have: few
+tokens read few experts, each token more of its own, and many read all that there are. A line
+through calls of few tokens, which is what light traffic has, foretells the wrong time for many: it
+reads weights again for every token. So a call of x tokens per expert takes
+
+    call_ms + read_ms * hit(x) + token_ms * x,    hit(x) = 1 - (1 - K / E) ^ (x * E / K)
+
+where hit(x) is the part of a rank's experts that uniform routing wants. Plans need a line: the one
+that is exact for the batch in question and for a quarter of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.costs.fit import fit_nonnegative
+from planner.costs.model_shape import ModelShape
+from planner.costs.refit import OnlineLinear
+from planner.costs.stages import Linear
+
+COLD_SIZES = 3  # of different size, and
+COLD_SAMPLES = 12  # times in all, before a stage that nobody has profiled has a model
+_PER_SIZE = 8  # times that are kept of each size, the latest
+_SIZES_PER_OCTAVE = 4
+_SAMPLES_BETWEEN = 32  # from one fit to the next
+_LATE = 2048  # samples ago: an older one is of another machine
+_QUARTER = 0.25
+
+
+class ExpertTimes(NamedTuple):
+    """In ms. hit_per_token: the part of the experts that one token wants."""
+
+    call_ms: float
+    read_ms: float
+    token_ms: float
+    hit_per_token: float
+
+    def at(self, x: float) -> float:
+        """x: tokens per expert."""
+        return self.call_ms + self.read_ms * _hit(x, self.hit_per_token) + self.token_ms * x
+
+    def around(self, x: float) -> Linear:
+        """Exact at x and at a quarter of it, dear below."""
+        less = _QUARTER * x
+        slope = (self.at(x) - self.at(less)) / (x - less)
+        return Linear(max(0.0, self.at(x) - slope * x), slope)
+
+    @property
+    def of_many(self) -> Linear:
+        """Of calls that want every expert."""
+        return Linear(self.call_ms + self.read_ms, self.token_ms)
+
+
+class ExpertStage:
+    """`prior`: of a hardware file, a line that is then followed; None: learned, and cold at
+    first."""
+
+    def __init__(self, shape: ModelShape, prior: Linear | None, typical_x: float) -> None:
+        self._hit_per_token = shape.top_k / shape.num_experts
+        self._line = None if prior is None else OnlineLinear(prior, typical_x)
+        self._times: ExpertTimes | None = None
+        self._samples: dict[int, deque[_Sample]] = {}
+        self._added = 0
+
+    @property
+    def model(self) -> Linear | None:
+        """Of many tokens. None: cold."""
+        if self._line is not None:
+            return self._line.model
+        return None if self._times is None else self._times.of_many
+
+    def around(self, x: float) -> Linear | None:
+        """For token groups of a batch that brings x tokens to each expert. None: cold."""
+        return self.model if self._times is None else self._times.around(x)
+
+    def add(self, x: float, ms: float) -> None:
+        if self._line is not None:
+            self._line.update(x, ms)
+            return
+        self._added += 1
+        size = math.floor(_SIZES_PER_OCTAVE * math.log2(max(x, 1e-9)))
+        kept = self._samples.setdefault(size, deque(maxlen=_PER_SIZE))
+        kept.append(_Sample(self._added, x, ms))
+        if self._times is None or self._added % _SAMPLES_BETWEEN == 0:
+            self._fit()
+
+    def _fit(self) -> None:
+        late = self._added - _LATE
+        self._samples = {size: kept for size, kept in self._samples.items() if kept[-1].of > late}
+        samples = [one for kept in self._samples.values() for one in kept if one.of > late]
+        if len(self._samples) < COLD_SIZES or len(samples) < COLD_SAMPLES:
+            return
+        works_NF = np.array([(1.0, _hit(one.x, self._hit_per_token), one.x) for one in samples])
+        fit = fit_nonnegative(works_NF, np.array([one.ms for one in samples]))
+        call_ms, read_ms, token_ms = fit.coefficients_F.tolist()
+        self._times = ExpertTimes(call_ms, read_ms, token_ms, self._hit_per_token)
+
+
+class _Sample(NamedTuple):
+    of: int  # how many had been added with it
+    x: float
+    ms: float
+
+
+def _hit(x: float, per_token: float) -> float:
+    return 1.0 if per_token >= 1 else -math.expm1(x / per_token * math.log1p(-per_token))
