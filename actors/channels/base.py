@@ -46,6 +46,9 @@ class Kind(enum.IntEnum):
     HELD = 7  # from an expert rank: its experts are there, for whoever joins or wants it; as PLACED
     WANTED = 8  # from an attention rank: the placement as msgpack, whose experts it needs there
     LEFT = 9  # from an attention rank: it needs them no more
+    LEAVING = (
+        10  # from an expert rank: it is to go; from an attention rank: it may, as for that one
+    )
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):

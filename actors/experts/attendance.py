@@ -7,7 +7,10 @@ a small machine without I/O, threads or a clock.
                             └────────────────────> stand-in ───────────> base, LEFT stand-in
 
 Ranks that the present generation is not on, because they have come for the next one or may go, are
-neither there nor absent. A rank can be asked for the experts of a generation once it has said HELD
+neither there nor absent. One that says LEAVING is stood in for like a lost one, but asked until
+that is so; then LEAVING is said back to it.
+
+A rank can be asked for the experts of a generation once it has said HELD
 of it. Every attention
 rank decides by itself: what stands in is a pure function of the generation and of who is lost
 (planner/placement/stand_in.py), so that all that see the same loss want the same of the others.
@@ -48,6 +51,7 @@ class Attendance:
         self.refused = ""  # why nothing stands in; empty: nobody said no
         self._held: dict[str, set[int]] = {}  # of those that are linked: what they have said
         self._asked: dict[str, set[int]] = {}
+        self._leaving: dict[str, bool] = {}  # those that are to go: whether they have been let go
         self._unwilling: set[int] = set()
         self._target: Placement | None = None  # a stand-in that is wanted
 
@@ -69,6 +73,7 @@ class Attendance:
 
     def joined(self, expert: str) -> None:
         self._held[expert], self._asked[expert] = set(), set()
+        self._leaving.pop(expert, None)
 
     def held(self, expert: str, generation: int, now_s: float) -> list[Tell]:
         if expert not in self._held:
@@ -88,10 +93,20 @@ class Attendance:
     def lost(self, expert: str, reason: str, epoch: int, now_s: float) -> list[Tell]:
         self._held.pop(expert, None)
         self._asked.pop(expert, None)
+        self._leaving.pop(expert, None)
         if expert in self.experts:
             before = self.absent.get(expert)
             since_s = before.since_s if before is not None and before.is_lost else now_s
             self.absent[expert] = Absence(reason, epoch, since_s, True)
+        return self.settle(now_s)
+
+    def leaving(self, expert: str, now_s: float) -> list[Tell]:
+        """It is to go, and is asked until others stand in."""
+        if expert not in self._held or expert in self._leaving:
+            return []
+        self._leaving[expert] = False
+        if expert in self.experts:
+            self.absent[expert] = Absence(f"{expert} leaves", 0, now_s, True)
         return self.settle(now_s)
 
     # --- from the rank itself
@@ -125,7 +140,7 @@ class Attendance:
         for expert in self.absent.keys() - set(experts):
             del self.absent[expert]
         for expert in experts:
-            if self.can(expert, base):
+            if self.can(expert, base) and expert not in self._leaving:
                 self.absent.pop(expert, None)
             elif expert not in self.absent:
                 reason = f"{expert} has not said what it has"
@@ -154,12 +169,27 @@ class Attendance:
                     asked.discard(generation)
                     self._held[expert].discard(generation)
                     telling.append(Tell(expert, Kind.LEFT, generation))
+        if set(in_use) <= {self.placement.generation}:
+            for expert in self._needless():
+                self._leaving[expert] = True
+                telling.append(Tell(expert, Kind.LEAVING, self.base.generation))
         return telling
+
+    def _needless(self) -> list[str]:
+        """Those that are to go, and that nothing more will be asked of."""
+        stands_in = self.placement == self._target
+        return [
+            expert
+            for expert, has_gone in self._leaving.items()
+            if not has_gone and (stands_in or expert not in self.experts)
+        ]
 
     @property
     def is_over(self) -> bool:
-        """Whether there are any, but for what is under way."""
-        return any(self._is_over(one) for asked in self._asked.values() for one in asked)
+        """Whether there are any, or ranks that may go, but for what is under way."""
+        return bool(self._needless()) or any(
+            self._is_over(one) for asked in self._asked.values() for one in asked
+        )
 
     def _is_over(self, generation: int) -> bool:
         kept = {self.placement.generation, self._target.generation if self._target else -1}

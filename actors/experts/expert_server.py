@@ -160,7 +160,7 @@ class ExpertServer:
     def _take_aside(self, packet: Packet) -> None:
         """Nothing of it is computed."""
         kind, generation = packet.header.kind, packet.header.generation
-        if kind in (Kind.REFUSED, Kind.RETIRED, Kind.WANTED, Kind.LEFT):
+        if kind in (Kind.REFUSED, Kind.RETIRED, Kind.WANTED, Kind.LEFT, Kind.LEAVING):
             self._generations.heard(packet)
         elif kind is Kind.HINT and self._experts.holds(generation):
             self._experts.hinted(packet)

@@ -94,7 +94,7 @@ class Following:
         self._say(self._generations.ended(generation))
 
     def heard(self, packet: Packet) -> None:
-        """PLACED, WITHDRAWN or HELD; anything else is none of its business."""
+        """PLACED, WITHDRAWN, HELD or LEAVING; anything else is none of its business."""
         kind = packet.header.kind
         if kind is Kind.PLACED:
             self._placed(packet)
@@ -102,6 +102,8 @@ class Following:
             self._withdrawn(packet)
         elif kind is Kind.HELD:
             self._held(packet)
+        elif kind is Kind.LEAVING:
+            self._attend(self._attendance.leaving(packet.peer, self._clock()))
 
     def joined(self, expert: str) -> None:
         """It says by itself what it has."""

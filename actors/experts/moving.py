@@ -125,6 +125,7 @@ class Moving(Generic[P]):
         self._coming: Placement | None = None
         self._last: Brought[P] | None = None
         self._freed: list[int] = []
+        self._is_leaving, self._let_go_by = False, set[str]()
         self.counts = dict.fromkeys(Outcome, 0)
         self.loaded_bytes, self.load_s = 0, 0.0
         self.failures: dict[int, str] = {}
@@ -182,9 +183,25 @@ class Moving(Generic[P]):
             self._want(packet)
         elif header.kind is Kind.LEFT:
             self._do_wanted(self._wanted.left(packet.peer, header.generation, header.priority))
+        elif header.kind is Kind.LEAVING:
+            self._let_go_by.add(packet.peer)
+
+    def say_leaving(self) -> None:
+        """To all attention ranks, those too that come yet: they ask others."""
+        self._is_leaving = True
+        for peer in self._endpoint.peers():
+            self._speaker.say(Tell(peer, Kind.LEAVING, self.placement.generation))
+
+    @property
+    def may_go(self) -> bool:
+        """Whether nobody asks it any more."""
+        return self._let_go_by.issuperset(self._endpoint.peers())
 
     def joined(self, peer: str) -> None:
         self._speaker.say(Tell(peer, Kind.HELD, self.placement.generation), self.placement)
+        if self._is_leaving:
+            self._let_go_by.discard(peer)
+            self._speaker.say(Tell(peer, Kind.LEAVING, self.placement.generation))
         self._do(self._machine.joined(peer))
 
     def lost(self, peer: str) -> None:

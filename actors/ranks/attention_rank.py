@@ -50,6 +50,7 @@ from planner.policies.batching import ALL, APART, BatchingPolicy, Form, one_at_a
 WARM_UP_IDS = list(range(64))  # enough for two micro-batches, and for many experts
 WARM_UP = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
 NOBODY = -1  # no client has this number
+NEW_S = 1.0  # so long a link may be none yet to whoever asks for the peers
 
 
 def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) -> Rank:
@@ -199,17 +200,19 @@ class Joining:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._joined: dict[str, str] = {}
+        self._joined: dict[str, tuple[str, float]] = {}  # where, and when
 
     def __call__(self, addresses: dict[str, str]) -> None:
         """Raises what keeps it from joining one, once it has joined the others."""
         failed: ChannelError | None = None
         for peer, address in addresses.items():
-            if self._joined.get(peer) == address and peer in self._endpoint.peers():
+            at, since_s = self._joined.get(peer, ("", 0.0))
+            is_new = monotonic_s() - since_s < NEW_S
+            if at == address and (is_new or peer in self._endpoint.peers()):
                 continue
             try:
                 self._endpoint.join(peer, address)
-                self._joined[peer] = address
+                self._joined[peer] = address, monotonic_s()
             except ChannelError as error:  # says what happened, but not always to whom
                 message = f"cannot join {peer}: {error.message}"
                 failed = failed or type(error)(message, *error.args[1:])

@@ -225,6 +225,8 @@ class ExpertLoop:
         self.server, self.held = server, held
         self._endpoint, self._reports = endpoint, reports
         self.left = threading.Event()
+        self._until_s: float | None = None  # it is to go by then
+        self._has_told = False
 
     @property
     def problem(self) -> str:
@@ -233,6 +235,19 @@ class ExpertLoop:
     def run(self, stopping: threading.Event) -> None:
         while not stopping.is_set():
             self.server.step(IDLE_POLL_S)
+            self._depart()
+
+    def _depart(self) -> None:
+        """Attention ranks keep all that is asked of it, and ask others as soon as they have its
+        experts."""
+        until_s = self._until_s
+        if until_s is None or self.left.is_set():
+            return
+        if not self._has_told:
+            self._has_told = True
+            self.held.moving.say_leaving()
+        if self.held.moving.may_go or monotonic_s() >= until_s:
+            self.left.set()
 
     def refuse(self, reason: str, stopping: threading.Event) -> None:
         """Every peer learns of it by its link."""
@@ -242,8 +257,7 @@ class ExpertLoop:
         self._endpoint.wake()
 
     def leave(self, within_s: float) -> None:
-        """No request is here: attention ranks keep all that is asked of it, and ask others."""
-        self.left.set()
+        self._until_s = monotonic_s() + within_s
 
     def close(self) -> None:
         try:

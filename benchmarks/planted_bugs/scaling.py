@@ -9,6 +9,9 @@ _GROWS = "planner/policies/scaling.py"
 _GROWTH = ("tests/property/test_scaling.py",)
 _SCALER = ("tests/unit/cluster/fleet/test_scaler.py",)
 _COMES = ("tests/unit/cluster/routing/test_prefill_backlog.py",)
+_RANK_BY_RANK, _RESIZED = "cluster/fleet/growth.py", ("tests/unit/cluster/fleet/test_resizing.py",)
+_HANDED = ("tests/unit/cluster/routing/test_handed_over.py",)
+_LEAVING = ("tests/unit/actors/ranks/test_leaving.py",)
 _ROUTER = ("tests/property/test_router.py", "tests/unit/planner/routing/test_router.py")
 _ROUTES = "planner/routing/router.py"
 
@@ -43,16 +46,16 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "scaling: stopped with requests open",
-        "cluster/fleet/scaler.py",
-        "if is_idle and time.monotonic() >= since_s + TOLD_S:",
-        "if time.monotonic() >= since_s + TOLD_S:",
+        _RANK_BY_RANK,
+        'if status.notes.get("leaving") == LEFT or not status.healthy:',
+        "if status.healthy:",
         _SCALER,
     ),
     Bug(
         "scaling: one that did not start keeps its room",
-        "cluster/fleet/scaler.py",
-        "            placed.release()\n            raise",
-        "            raise",
+        _RANK_BY_RANK,
+        "        give_back(place)\n        raise",
+        "        raise",
         _SCALER,
     ),
     Bug(
@@ -110,5 +113,82 @@ BUGS: tuple[Bug, ...] = (
         "while tokens >= LEAST_TOKENS and _PASSES * last_s <= left_s:",
         "while tokens >= LEAST_TOKENS:",
         ("tests/unit/actors/planning/test_calibration.py",),
+    ),
+    Bug(
+        "scaling: the launch's room is given back with one rank of it",
+        _RANK_BY_RANK,
+        "if len(place.placed.requests) == 1:",
+        "if place.placed.requests:",
+        _RESIZED,
+    ),
+    Bug(
+        "scaling: who has gone is replaced all the same",
+        "cluster/fleet/rank_group.py",
+        "if closing.is_set() or not self.has(lost):",
+        "if closing.is_set():",
+        _RESIZED,
+    ),
+    Bug(
+        "scaling: a second change begins beside the first",
+        "cluster/fleet/resizing.py",
+        'if self._progress == "running":\n                raise',
+        'if self._progress == "idle" and self._number:\n                raise',
+        _RESIZED,
+    ),
+    Bug(
+        "scaling: expert ranks go before their experts have moved",
+        "cluster/fleet/resizing.py",
+        "            place_experts(self._working, count, self._config, self._closing)\n",
+        "            self._closing.wait(0.0)\n",
+        _RESIZED,
+    ),
+    Bug(
+        "scaling: what is handed over costs an attempt",
+        "cluster/routing/admission.py",
+        "counts = not is_handed_over and (is_new or not has_others)",
+        "counts = is_new or not has_others",
+        _HANDED,
+    ),
+    Bug(
+        "scaling: one that hands over and stays is never given up",
+        "cluster/routing/admission.py",
+        " and client is not None and client.is_leaving",
+        "",
+        _HANDED,
+    ),
+    Bug(
+        "scaling: one that has left the directory gets requests",
+        "cluster/routing/least_work.py",
+        "            rank.serves = False\n",
+        "            rank.serves = True\n",
+        _HANDED,
+    ),
+    Bug(
+        "scaling: a rank hands over before it says that it leaves",
+        "actors/ranks/leaving.py",
+        "            self._told_s = now_s\n            self._loop.say_leaving()\n",
+        "            self._told_s = now_s\n",
+        _LEAVING,
+    ),
+    Bug(
+        "scaling: what is on its way to a rank that leaves is cut off",
+        "actors/ranks/leaving.py",
+        "if now_s - self._told_s >= ON_ITS_WAY_S:",
+        "if now_s >= self._told_s:",
+        _LEAVING,
+    ),
+    Bug(
+        "scaling: an expert rank is let go with tokens under way to it",
+        "actors/experts/attendance.py",
+        "if set(in_use) <= {self.placement.generation}:",
+        "if self._leaving:",
+        ("tests/unit/actors/experts/test_attendance.py",),
+    ),
+    Bug(
+        "scaling: the planner plans for as many as were launched",
+        "cluster/fleet/told_planner.py",
+        'planner.handle.call("resize", *size)',
+        "pass",
+        ("tests/unit/cluster/fleet/test_told_planner.py",),
     ),
 )

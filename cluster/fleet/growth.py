@@ -16,6 +16,7 @@ import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import msgspec
+import ray
 from ray.exceptions import RayError
 
 from actors.ranks.rendezvous import form_group
@@ -109,8 +110,10 @@ def end_member(group: RankGroup, member: Member, within_s: float, closing: threa
     if not member.replaced_for:
         closing.wait(TOLD_S)
         _wait_left(member, started_s + within_s, closing)
-        _stop(member)
-    member.kill()
+    if member.replaced_for or not _has_stopped(member):
+        member.kill()
+    else:
+        ray.kill(member.handle.actor)
     give_back(member.place)
     seconds = round(time.monotonic() - started_s, 1)
     event(log, "worker_ended", name=member.name, seconds=seconds)
@@ -135,8 +138,10 @@ def _wait_left(member: Member, until_s: float, closing: threading.Event) -> None
             return
 
 
-def _stop(member: Member) -> None:
+def _has_stopped(member: Member) -> bool:
     try:
         member.handle.call("stop").result(ANSWER_S)
     except (TandemError, RayError, FutureTimeoutError) as error:
         event(log, "rank_stop_failed", logging.WARNING, name=member.name, error=error)
+        return False
+    return True

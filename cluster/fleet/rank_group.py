@@ -114,10 +114,11 @@ class RankGroup:
             return self.epoch
 
     def join(self, member: Member) -> None:
-        """Another one that has started: checked and in the directory from now on, and all know of
-        it, and it of all."""
+        """Another one that has started: checked and in the directory from now on. Expert ranks are
+        joined by whoever moves experts there; all others are told of it, and it of them."""
         self.members = [*self.members, member]
-        self._introduce()
+        if member.spec.group is not Group.EXPERT:
+            self._introduce()
 
     def leave(self, member: Member) -> None:
         """Out of the directory, and nobody takes its place: not even where it is being replaced.

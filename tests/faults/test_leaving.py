@@ -13,8 +13,8 @@ import pytest
 
 from actors.channels.base import Endpoint
 from actors.channels.handshake import Identity
+from actors.experts.remote_pending import RemotePending
 from actors.ranks.expert_rank import ExpertLoop
-from actors.ranks.leaving import Leaving
 from actors.ranks.local_group import LocalGroup
 from actors.ranks.rank import Rank
 from cluster.routing.admission import Admission
@@ -141,6 +141,39 @@ def test_sigterm_to_a_rank_costs_no_request_a_token_or_an_attempt(
         assert group.processes[doomed].close() == 0
 
 
+def test_nothing_waits_for_an_expert_rank_that_leaves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes once the others have its experts, and its links' end is news to nobody."""
+    held: list[object] = []
+    with ThreadGroup(folder, group_config(2, 2)) as group:
+        with group.client(0) as client, group.client(1) as other:
+            running = [each.submit(PROMPT, sampling=greedy(400)) for each in (client, other)]
+            client.wait_begun(running[0])
+            other.wait_begun(running[1])
+            monkeypatch.setattr(RemotePending, "hold", lambda pending, piece: held.append(piece))
+            group.experts[1].leave(60.0)
+            assert group.experts[1].wait_left(30.0)
+            group.experts[1].stop()
+            for each, number in zip((client, other), running, strict=True):
+                assert len(each.generated(number)[0]) == 400
+        for rank in group.attention:
+            status = rank.status()
+            assert "others stand in" in status.notes["experts"]
+            assert status.sections["placement"]["stand_in"] == 1
+    assert not held
+
+
+def test_the_only_expert_rank_serves_until_its_time_is_over(folder: Path) -> None:
+    with ThreadGroup(folder, group_config(1, 1)) as group, group.client(0) as client:
+        group.experts[0].leave(0.5)
+        request = client.submit(PROMPT, sampling=greedy(20))
+        client.wait_begun(request)
+        assert group.experts[0].wait_left(10.0)
+        group.replace("expert-0")
+        assert len(client.generated(request)[0]) == 20
+
+
 def test_a_second_sigterm_ends_a_rank_at_once(folder: Path) -> None:
     async def body(admission: Admission) -> None:
         asked = [Asked(admission, greedy(2000)) for _ in range(2)]
@@ -169,12 +202,3 @@ def test_a_prefill_worker_that_leaves_hands_its_scores_over(folder: Path) -> Non
             late = client.submit(PROMPT, candidates=[1, 2])
             assert client.failed(late).code == "handed_over"
         assert worker.wait_left(10.0)
-
-
-def test_to_leave_with_less_time_counts_and_with_more_does_not() -> None:
-    now_s = 0.0
-    leaving = Leaving("attention-0", lambda: now_s)
-    leaving.leave(10.0)
-    leaving.leave(2.0)
-    leaving.leave(30.0)
-    assert leaving.notes() == {"leaving": "within 2 s"}

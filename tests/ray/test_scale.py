@@ -24,6 +24,7 @@ from cluster.serving.front import free_port
 from cluster.serving.server import Served, serving
 from contracts.loading import load_config
 from tests.support.ray_support import ray_of_our_own
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -150,7 +151,8 @@ def test_from_two_attention_ranks_to_three_and_to_one(
         streams.wait_more(4 * CLIENTS)
     one = pids(served)
     assert set(before) - set(one) == {"attention-1"}
-    assert not any(psutil.pid_exists(three[name]) for name in ("attention-1", "attention-2"))
+    for name in ("attention-1", "attention-2"):
+        wait_until(lambda pid=three[name]: not psutil.pid_exists(pid), f"{name} is left", 20.0)
     assert len(ranks_up(served)) == 1
     assert "attention_ranks=1" in capsys.readouterr().out
     seats = free["CPU"] - ray.available_resources()["CPU"]

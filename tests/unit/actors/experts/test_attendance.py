@@ -131,3 +131,51 @@ def test_nothing_before_the_present_generation_is_asked_for(present: Attendance)
     assert present.placement == LATER
     assert present.can("expert-0", 1)
     assert not present.can("expert-1", 1)
+
+
+def test_one_that_leaves_is_asked_until_others_have_its_experts_and_then_let_go(
+    present: Attendance,
+) -> None:
+    wanted = number(1)
+    tells = present.leaving("expert-1", 1.0)
+    assert [(tell.kind, tell.peer, tell.generation) for tell in tells] == [
+        (Kind.WANTED, "expert-0", wanted),
+        (Kind.WANTED, "expert-2", wanted),
+    ]
+    assert not present.leaving("expert-1", 1.0), "it says so once"
+    assert present.placement == LAUNCH
+    assert present.can("expert-1", 0)
+    present.held("expert-0", wanted, 2.0)
+    assert (present.placement, present.is_over) == (LAUNCH, False)
+    present.held("expert-2", wanted, 2.0)
+    assert present.placement.generation == wanted
+    assert present.is_over
+    assert not present.leave({0, wanted}), "something is under way to it"
+    assert present.leave({wanted}) == [Tell("expert-1", Kind.LEAVING, 0)]
+    assert not present.is_over
+    assert not present.leave(()), "once"
+    assert not lose(present, "expert-1"), "nobody else is asked when it has gone"
+    assert present.placement.generation == wanted
+    present.joined("expert-1")
+    present.held("expert-1", 0, 3.0)
+    assert (present.placement, present.absent) == (LAUNCH, {})
+
+
+def test_where_nobody_has_room_one_that_leaves_is_asked_to_its_end(present: Attendance) -> None:
+    present.leaving("expert-1", 1.0)
+    present.withdrawn("expert-0", number(1), "no room", 1.0)
+    present.held("expert-2", number(1), 2.0)
+    assert present.placement == LAUNCH
+    assert present.can("expert-1", 0)
+    assert {tell.kind for tell in present.leave(())} == {Kind.LEFT}, "of the stand-in"
+
+
+def test_one_that_no_generation_is_on_any_more_may_go_at_once() -> None:
+    attendance = Attendance(LAUNCH)
+    for name in (*NAMES, "expert-3"):
+        attendance.joined(name)
+        attendance.held(name, 0, 0.0)
+    assert not attendance.leaving("expert-3", 1.0)
+    assert attendance.is_over
+    assert attendance.leave({0}) == [Tell("expert-3", Kind.LEAVING, 0)]
+    assert not attendance.absent

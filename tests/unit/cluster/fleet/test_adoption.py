@@ -130,6 +130,32 @@ def test_another_launcher_has_the_same_ranks_in_the_same_places(cluster: Cluster
     assert not cluster.remnants_ended
 
 
+def test_a_group_that_was_scaled_is_taken_over_as_it_is(cluster: Cluster) -> None:
+    """Not as it was configured: with one more attention rank, in a room of its own."""
+    groups = cluster.launch()
+    attention, first = groups[0], groups[0].members[0]
+    spec = msgspec.structs.replace(first.spec, rank=1, epoch=4, attention_ranks=2)
+    node = Node("b", "10.0.0.2", "10.0.0.2")
+    request = RankRequest(Group.ATTENTION, 1, {"CPU": 0.5})
+    own = FakePlaced([request], None, "cpu", [node], "tandem", "tandem/more")
+    cluster.rooms.add("tandem/more")
+    cluster.actors["tandem/more/attention-1"] = rank = FakeRank(spec, "tandem/more/attention-1")
+    ready = RankReady(name=spec.name, pid=9, channel_address="tcp:there")
+    attention.join(Member(spec, Place(own, 0), rank, ready))
+    attention.next_epoch()
+    Ledger("tandem", "one", CONFIG).write(TOKEN, groups)
+    _, (found, _), *_ = cluster.adopted()
+    assert [one.name for one in found.of_kind(Group.ATTENTION)] == ["attention-0", "attention-1"]
+    (_, new) = found.of_kind(Group.ATTENTION)
+    assert (new.place.placed.name, new.spec.attention_ranks) == ("tandem/more", 2)
+    attention.leave(attention.of_kind(Group.ATTENTION)[1])
+    Ledger("tandem", "one", CONFIG).write(TOKEN, groups)
+    cluster.rooms.discard("tandem/more")
+    _, (found, _), *_ = cluster.adopted()
+    assert [one.name for one in found.of_kind(Group.ATTENTION)] == ["attention-0"]
+    assert not cluster.remnants_ended
+
+
 @pytest.mark.parametrize("other", ["launch", "configuration", "room", "garbage"])
 def test_what_does_not_fit_is_ended_and_not_taken_over(cluster: Cluster, other: str) -> None:
     cluster.launch()
