@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from actors.batching.observer import Serving
@@ -9,7 +11,7 @@ from actors.ranks.leaving import ON_ITS_WAY_S, Leaving
 from contracts.worker import LEFT
 
 
-class Loop(Serving):
+class Loop:
     """has: sequences. done: what it was told to do."""
 
     def __init__(self, has: int) -> None:
@@ -32,7 +34,7 @@ class Rig:
         self.now_s = 100.0
         self.loop = Loop(has)
         self.leaving = Leaving("attention-0", lambda: self.now_s)
-        self.leaving.begin(self.loop)
+        self.leaving.begin(cast(Serving, self.loop))
 
     def at(self, now_s: float) -> bool:
         """Whether it has left then."""

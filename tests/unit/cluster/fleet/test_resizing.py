@@ -68,7 +68,7 @@ class FakeRank(RayRank):
             return done(RankStatus(name=self.name, healthy=True, notes=notes))
         return done(None)
 
-    def has_heard(self, method: str) -> list[tuple[Any, ...]]:
+    def has_heard(self, method: str) -> list[list[Any]]:
         return [arguments for name, *arguments in self.told if name == method]
 
 

@@ -424,6 +424,39 @@ def test_workers_come_and_go_while_requests_run_and_none_is_lost() -> None:
     run(body())
 
 
+def test_a_worker_that_leaves_ends_what_it_has_and_another_of_its_number_serves() -> None:
+    async def body() -> None:
+        leaving, other = workers = [FakePrefill(0), FakePrefill(1)]
+        there = {worker.name: await worker.listen() for worker in workers}
+
+        async def find(_: dict[str, str]) -> dict[str, str]:
+            return dict(there)
+
+        async with routing(workers, tau=2 * BLOCK, find=find) as router:
+            leaving.hold = other.hold = True
+            first = scores(router, 4)
+            await until(lambda: leaving.held and other.held)
+            had = len(leaving.taken)
+            leaving.leaving = True
+            await until(lambda: "prefill-0 is leaving" in router.problems())
+            other.hold = False
+            other.release()
+            await asyncio.gather(*scores(router, 4))
+            assert len(leaving.taken) == had, "nothing new"
+            leaving.release()
+            await asyncio.gather(*first)
+            assert (router.load(0), router.load(1)) == (0, 0)
+            await leaving.close()
+            again = FakePrefill(0, epoch=7)
+            there["prefill-0"] = await again.listen()
+            await until(lambda: not router.problems())
+            while not again.taken:
+                await asyncio.gather(*scores(router, 8))
+            await again.close()
+
+    run(body())
+
+
 def test_a_worker_that_ends_before_a_router_has_looked_loses_no_request() -> None:
     async def body() -> None:
         workers = [FakePrefill(0), FakePrefill(1)]
