@@ -157,8 +157,9 @@ class Rank:
             self._exporter.close()
 
     def leave(self, within_s: float) -> None:
-        """Without effect before it has started and after it has ended."""
-        if self._thread.is_alive() and not self._stopping.is_set():
+        """One that has not started, has failed or is to stop has left already."""
+        is_at_work = self._thread.is_alive() and not self._failure
+        if is_at_work and not self._stopping.is_set():
             self.loop.leave(within_s)
             self.loop.wake()
         else:
