@@ -79,6 +79,8 @@ class _Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 _Message = _Challenge | _Hello | _Welcome | _Refused
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_decode = msgspec.msgpack.Decoder(_Message).decode
 # Yields what to send, or how many bytes to receive, and is sent these; returns who it was.
 _Steps = Generator[bytes | int, bytes, Remote]
 Answer = Callable[[Remote], bytes]  # gives the acceptor's extra, or raises HandshakeError
@@ -221,7 +223,7 @@ def _hear() -> Generator[bytes | int, bytes, _Message]:
     """The next message."""
     try:
         body = yield body_bytes((yield PREFIX_BYTES), MAX_FRAME_BYTES)
-        message: _Message = msgspec.msgpack.decode(body, type=_Message)
+        message: _Message = _decode(body)
     except BAD_FRAME as error:
         text = f"the other side sent something that is not a handshake ({error})"
         raise HandshakeError(text) from None

@@ -50,6 +50,11 @@ class _Time(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
 
 
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_decode_extra = msgspec.msgpack.Decoder(_Extra).decode
+_decode_time = msgspec.msgpack.Decoder(_Time).decode
+
+
 class _Half(msgspec.Struct, frozen=True):
     """The socket of a link that came first. The initiator dials the data socket first, but each
     handshake ends on a thread of its own: here the pulse socket may be first."""
@@ -224,7 +229,7 @@ class Joiner:
 
 def _time(remote: Remote) -> _Time:
     try:
-        return msgspec.msgpack.decode(remote.extra, type=_Time)
+        return _decode_time(remote.extra)
     except BAD_FRAME:
         raise HandshakeError(f"{remote.name} does not answer as a channel does") from None
 
@@ -236,6 +241,6 @@ def _ahead_s(told: _Time, now_s: float) -> float:
 
 def _extra(remote: Remote) -> _Extra:
     try:
-        return msgspec.msgpack.decode(remote.extra, type=_Extra)
+        return _decode_extra(remote.extra)
     except BAD_FRAME:
         raise HandshakeError(f"{remote.name} did not come for a channel") from None

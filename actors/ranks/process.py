@@ -40,13 +40,15 @@ _ARGUMENTS: dict[str, Any] = {
     "leave": float,
     "resize": int,
 }
-_RESULTS: dict[str, Any] = {
-    "placed": PlacedExperts,
-    "prepare": RankReady,
-    "status": RankStatus,
-    "spans": list[TaskSpan],
-    "trace": RankTrace,
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_RESULTS: dict[str, msgspec.json.Decoder[Any]] = {
+    "placed": msgspec.json.Decoder(PlacedExperts),
+    "prepare": msgspec.json.Decoder(RankReady),
+    "status": msgspec.json.Decoder(RankStatus),
+    "spans": msgspec.json.Decoder(list[TaskSpan]),
+    "trace": msgspec.json.Decoder(RankTrace),
 }
+_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 class _Call(msgspec.Struct):
@@ -58,6 +60,9 @@ class _Answer(msgspec.Struct, omit_defaults=True):
     result: msgspec.Raw = msgspec.Raw(b"null")
     error: str | None = None
     arguments: list[Any] = []  # of the error: with them it is made again
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
 class RankProcess:
@@ -132,9 +137,9 @@ class RankProcess:
 
 
 def _resolve(future: Future[Any], method: str, line: bytes) -> None:
-    answer = msgspec.json.decode(line, type=_Answer)
+    answer = _decode_answer(line)
     if answer.error is None:
-        future.set_result(msgspec.json.decode(answer.result, type=_RESULTS.get(method, Any)))
+        future.set_result(_RESULTS.get(method, _ANY).decode(answer.result))
         return
     kind = getattr(contracts.errors, answer.error, None)
     if isinstance(kind, type) and issubclass(kind, TandemError):

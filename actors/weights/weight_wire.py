@@ -46,6 +46,10 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     segment_bytes: int = 0
 
 
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_decode = msgspec.msgpack.Decoder(Terms).decode
+
+
 def digest(model: ModelSpec, dtype: str) -> bytes:
     return hashlib.sha256(msgspec.json.encode((model, dtype))).digest()
 
@@ -53,7 +57,7 @@ def digest(model: ModelSpec, dtype: str) -> bytes:
 def read_terms(extra: bytes, name: str) -> Terms:
     """Raises HandshakeError."""
     try:
-        return msgspec.msgpack.decode(extra, type=Terms)
+        return _decode(extra)
     except BAD_FRAME:
         raise HandshakeError(f"{name} did not come for weights") from None
 
