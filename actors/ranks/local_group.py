@@ -119,19 +119,31 @@ class LocalGroup:
     def resize_experts(self, expert_ranks: int) -> None:
         """More expert ranks or fewer, while the group serves. Raises as `form_group` and
         `place_experts`: there are as many as before then."""
-        names = rank_names(Group.EXPERT, expert_ranks)
-        specs = [self._spec_of(n) for n, name in enumerate(names) if name not in self.processes]
-        self._epoch += bool(specs)
+        started = self.start_experts(expert_ranks)
         try:
-            handles = [self.processes.setdefault(s.name, self._started(s.name)) for s in specs]
-            others = self.ready
-            ready = form_group(specs, handles, timeout_s=self._timeout_s, others=others)
-            self._specs, self.ready = [*self._specs, *specs], [*others, *ready]
             place_experts(self.working, expert_ranks, self._config)
         except BaseException:
-            self._end(*(spec.name for spec in specs))
+            self._end(*started)
             raise
+        names = rank_names(Group.EXPERT, expert_ranks)
         self._end(*(s.name for s in self._specs if s.group is Group.EXPERT and s.name not in names))
+
+    def start_experts(self, expert_ranks: int) -> list[str]:
+        """Those that are not there yet, which no placement is on; their names. Raises as
+        `form_group`; they are gone then."""
+        ranks = enumerate(rank_names(Group.EXPERT, expert_ranks))
+        specs = [self._spec_of(rank) for rank, name in ranks if name not in self.processes]
+        names = [spec.name for spec in specs]
+        self._epoch += bool(specs)
+        try:
+            handles = [self.processes.setdefault(name, self._started(name)) for name in names]
+            others = self.ready
+            ready = form_group(specs, handles, timeout_s=self._timeout_s, others=others)
+        except BaseException:
+            self._end(*names)
+            raise
+        self._specs, self.ready = [*self._specs, *specs], [*others, *ready]
+        return names
 
     def working(self) -> list[Working]:
         """For `place_experts`."""
@@ -144,12 +156,11 @@ class LocalGroup:
         return msgspec.structs.replace(spec, rank=rank, epoch=self._epoch + 1)
 
     def _end(self, *names: str) -> None:
-        for name in names:
-            process = self.processes.pop(name)
-            process.call("stop")
-            process.close()
         self._specs = [spec for spec in self._specs if spec.name not in names]
         self.ready = [ready for ready in self.ready if ready.name not in names]
+        for process in [self.processes.pop(name) for name in names if name in self.processes]:
+            process.call("stop")
+            process.close()
 
     @property
     def client_addresses(self) -> dict[str, str]:

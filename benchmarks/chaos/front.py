@@ -65,11 +65,15 @@ async def _clock() -> tuple[float, str]:
     return monotonic_s(), this_boot()
 
 
+async def _no_scale(_: bytes) -> tuple[bytes, bytes]:
+    raise ConnectionError("a chaos run has no launcher that adds ranks")
+
+
 async def serve(lines: BinaryIO, answers: BinaryIO) -> None:
     orders = msgspec.json.decode(lines.readline(), type=Orders)
     set_up_logging(orders.name, orders.config.log)
     place = Place(orders.directory)
-    ask = AskGroups(_no_metrics, _no_status, _no_trace, _clock)
+    ask = AskGroups(_no_metrics, _no_status, _no_trace, _clock, _no_scale)
     app = await build_ingress_app(orders.config, orders.directory, ask, place.find)
     front = DirectFront(app, orders.config.http)
     await front.start()

@@ -9,6 +9,8 @@ _SWITCHING = "actors/experts/switching.py"
 _FOLLOWING = ("tests/property/test_generations.py",)
 _FOLLOWER = "planner/placement/following.py"
 _FOLLOWER_TESTS = ("tests/unit/planner/placement/test_following.py",)
+_RESIZED = ("tests/property/test_resized.py",)
+_RESIZING = ("tests/unit/actors/experts/test_switching.py",)
 _PLACED = (
     "tests/property/test_placement_solver.py",
     "tests/unit/planner/placement/test_solve.py",
@@ -53,7 +55,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "placement: gone over to before all have it",
         _SWITCHING,
-        "if candidate.placed | candidate.excused < set(self._experts):",
+        "if not needed <= candidate.placed | candidate.excused:",
         "if not candidate.placed | candidate.excused:",
         _FOLLOWING,
     ),
@@ -182,5 +184,54 @@ BUGS: tuple[Bug, ...] = (
         "if written != digest.hex()",
         'if written != digest.hex() and name != "tokenizer"',
         ("tests/unit/cluster/files/test_placement_file.py",),
+    ),
+    Bug(
+        "resizing: gone over to without the rank that comes",
+        _SWITCHING,
+        "return set(_experts(max(self.current.ranks, ranks)))",
+        "return set(_experts(self.current.ranks))",
+        _FOLLOWING,
+    ),
+    Bug(
+        "resizing: whoever goes is not asked whether it has nothing more to answer",
+        _SWITCHING,
+        "return set(_experts(max(self.current.ranks, ranks)))",
+        "return set(_experts(ranks))",
+        _RESIZING,
+    ),
+    Bug(
+        "resizing: one whose link comes after a refusal waits for ever",
+        _SWITCHING,
+        "if candidate.refused:\n                return [self._refusal(generation, expert)]",
+        "if candidate.refused:\n                return []",
+        (*_FOLLOWING, *_RESIZING),
+    ),
+    Bug(
+        "resizing: what others have left behind is waited for",
+        _GENERATIONS,
+        "if proposed and peers and all(peer.is_through_with(generation) for peer in peers):",
+        "if False:",
+        _FOLLOWING,
+    ),
+    Bug(
+        "resizing: a rank that has no part is missed",
+        "actors/experts/attendance.py",
+        "if expert in self.experts:",
+        "if True:",
+        ("tests/unit/actors/experts/test_attendance.py",),
+    ),
+    Bug(
+        "resizing: what another has too is kept, and what nobody has is not",
+        "planner/placement/resized.py",
+        "while copies.total() - len(+copies) > spare and any(copies[one] > 1 for one in own):",
+        "while False:",
+        _RESIZED,
+    ),
+    Bug(
+        "resizing: more experts move than must",
+        "planner/placement/resized.py",
+        "given = max(enumerate(own), key=lambda each: (copies[each[1]], each[0]))[1]",
+        "given = own[0]",
+        _RESIZED,
     ),
 )

@@ -5,25 +5,38 @@ gone."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.ranks.local_group import LocalGroup
-from actors.ranks.placing import _check_room, expert_ranks_in_use, place_experts
+from actors.ranks.placing import Working, _check_room, expert_ranks_in_use, place_experts
+from actors.ranks.rank import Rank
 from contracts.errors import TandemError
 from contracts.placement import PlacedExperts, Placement
 from contracts.worker import RankStatus
+from kernels.linear import Linear
 from models.decoder.local import LocalModel
 from models.spec.model import read_spec
 from planner.placement.contiguous import contiguous
 from planner.placement.resized import resized
 from tests.support.channels_support import nothing_leaks  # noqa: F401
-from tests.support.group_harness import RankConnection, greedy, group_config, until
+from tests.support.fake_planner import FakePlanner
+from tests.support.group_harness import (
+    DEADLINE_S,
+    RankConnection,
+    ThreadGroup,
+    greedy,
+    group_config,
+    until,
+)
+from tests.support.placements import another
 from tests.support.tiny_models import prompts
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
@@ -77,14 +90,22 @@ class Streams:
 
 @contextlib.contextmanager
 def processes(
-    folder: Path, right: list[list[int]], *ranks: int, bytes_per_s: float = FAST, **sections: Any
+    folder: Path,
+    right: list[list[int]],
+    attention: int,
+    expert_ranks: int,
+    *,
+    bytes_per_s: float = FAST,
+    idle: int = 0,
+    **sections: Any,
 ) -> Iterator[tuple[LocalGroup, Streams]]:
+    """idle: attention ranks beside those that have streams."""
     placement = {"bytes_per_s": bytes_per_s, **sections.pop("placement", {})}
-    config = group_config(*ranks, placement=placement, **sections)
+    config = group_config(attention + idle, expert_ranks, placement=placement, **sections)
     with LocalGroup(str(folder), config) as group, contextlib.ExitStack() as stack:
         clients = [
             stack.enter_context(RankConnection(*item, group.token))
-            for item in group.client_addresses.items()
+            for item in list(group.client_addresses.items())[:attention]
         ]
         streams = Streams(clients, right)
         stack.callback(streams.end)
@@ -194,3 +215,94 @@ def test_what_cannot_be_is_refused_in_a_line_before_anything_moves(
         with pytest.raises(TandemError, match="bring 4000 bytes of experts into 9 bytes of free"):
             _check_room(before, resized(before, 1, generation=1), {"expert-0": few})
         check_settled(group, deep, 2)
+
+
+@contextlib.contextmanager
+def resizing(group: LocalGroup, ranks: int) -> Iterator[None]:
+    """In the middle of it inside; done, or raised, afterwards."""
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(group.resize_experts, ranks)
+        until(lambda: done.done() or bool(coming(group)))
+        assert not done.done()
+        yield
+        done.result(60.0)
+
+
+def test_an_attention_rank_that_comes_in_the_middle_of_it_goes_over_with_the_rest(
+    deep: Path, right: list[list[int]]
+) -> None:
+    with processes(deep, right, 1, 2, bytes_per_s=SLOW, idle=1) as (group, _):
+        with resizing(group, 3):
+            group.replace("attention-1")
+        name, address = "attention-1", group.client_addresses["attention-1"]
+        with RankConnection(name, address, group.token) as client:
+            request = client.submit(PROMPTS[0], sampling=greedy(TOKENS))
+            assert client.generated(request)[0] == right[0]
+        check_settled(group, deep, 3)
+
+
+def test_a_second_change_waits_for_the_first_and_the_planner_is_refused_by_number(
+    deep: Path, right: list[list[int]]
+) -> None:
+    placing = {"follow": "follow"}
+    with (
+        processes(deep, right, 1, 3, bytes_per_s=SLOW, placement=placing) as (group, _),
+        FakePlanner(token=group.token) as planner,
+    ):
+        for process in group.processes.values():
+            process.call("join_planner", planner.address).result(DEADLINE_S)
+        planner.wait_held("expert-0", "expert-1", "expert-2")
+        with resizing(group, 2):
+            planner.propose(another(read_spec(deep), 5, ranks=3))
+            for name in ("expert-0", "expert-1"):
+                assert "generation 1 is under way" in planner.outcome(name, 5).reason
+            placed = place_experts(group.working, 1, group_config())  # waits
+            assert (placed.ranks, placed.generation) == (1, 6)
+        assert sorted(planner.held) == ["expert-0", "expert-1", "expert-2"]
+        until(lambda: planner.held["expert-0"].placement.generation == 6)
+
+
+@pytest.mark.parametrize("follow", ["off", pytest.param("follow", marks=pytest.mark.slow)])
+def test_ranks_that_read_experts_as_they_are_wanted_come_and_go_too(
+    deep: Path, right: list[list[int]], follow: str
+) -> None:
+    sections = {"experts": {"slots": 4}, "placement": {"follow": follow}}
+    with processes(deep, right, 1, 2, **sections) as (group, _):
+        for ranks in (3, 1):
+            group.resize_experts(ranks)
+            check_settled(group, deep, ranks)
+
+
+def test_experts_that_have_moved_away_take_their_memory_with_them(
+    deep: Path, right: list[list[int]]
+) -> None:
+    spec = read_spec(deep)
+    with ThreadGroup(deep, group_config(1, 3)) as group:
+        working = [Working(rank.ready, ThreadHandle(rank)) for rank in group.ranks]
+
+        def experts_there() -> int:
+            gc.collect()
+            return sum(type(each) is Linear for each in gc.get_objects()) // 2
+
+        gc.unfreeze()
+        every = spec.num_experts * len(spec.moe_layers)
+        others = experts_there() - every
+        for ranks in (2, 1):
+            place_experts(lambda: working, ranks, group_config())
+            until(lambda: experts_there() - others == every)
+        with group.client() as client:
+            request = client.submit(PROMPTS[0], sampling=greedy(TOKENS))
+            assert client.generated(request)[0] == right[0]
+
+
+class ThreadHandle:
+    """A `WorkerHandle` of a rank that is a thread of this process."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        of = self._rank.loop if method in ("place", "placed") else self._rank
+        done: Future[Any] = Future()
+        done.set_result(getattr(of, method)(*arguments))
+        return done

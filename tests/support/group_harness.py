@@ -47,6 +47,7 @@ from tests.support.waiting import wait_until
 
 DEADLINE_S = 30.0
 ANSWER_DEADLINE_S = 120.0
+_EVENTS = msgspec.msgpack.Decoder(Events)  # made here: two threads at once that make one crash
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -285,7 +286,7 @@ class RankConnection:
     def read(self) -> list[Event]:
         """The events of the next frame that belong to requests."""
         size = int.from_bytes(self._exactly(4), "little")
-        events = msgspec.msgpack.decode(self._exactly(size), type=Events).items
+        events = _EVENTS.decode(self._exactly(size)).items
         kept: list[Event] = []
         for event in events:
             if isinstance(event, RankState):

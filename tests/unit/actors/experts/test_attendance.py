@@ -179,3 +179,44 @@ def test_one_that_no_generation_is_on_any_more_may_go_at_once() -> None:
     assert attendance.is_over
     assert attendance.leave({0}) == [Tell("expert-3", Kind.LEAVING, 0)]
     assert not attendance.absent
+
+
+def resized(ranks: int, generation: int) -> Placement:
+    return msgspec.structs.replace(
+        LAUNCH,
+        generation=generation,
+        slots_per_rank=(3,) * ranks,
+        expert_of_slot=((0, 1, 2) * ranks,),
+    )
+
+
+def test_one_that_is_not_used_any_more_is_no_loss(present: Attendance) -> None:
+    present.went_over(resized(2, 1), NAMES, 1.0)
+    assert not lose(present, "expert-2")
+    assert not present.absent
+    assert present.placement == present.base
+    assert lose(present, "expert-1") == [("expert-0", number(1, of=present.base))]
+
+
+def test_one_that_comes_for_the_next_generation_is_counted_from_then_on(
+    present: Attendance,
+) -> None:
+    present.joined("expert-3")
+    assert not present.held("expert-3", 0, 1.0)
+    assert not present.absent
+    present.went_over(resized(4, 1), (*NAMES, "expert-3"), 2.0)
+    assert not present.absent
+    assert present.can("expert-3", 1)
+    assert len(lose(present, "expert-3")) == 3
+
+
+def test_whoever_was_lost_before_fewer_ranks_were_used_is_missed_no_more(
+    present: Attendance,
+) -> None:
+    lose(present, "expert-2")
+    present.held("expert-0", number(2), 1.1)
+    present.held("expert-1", number(2), 1.2)
+    present.went_over(resized(2, 1), NAMES[:2], 2.0)
+    assert not present.absent
+    assert present.placement == present.base
+    assert {tell.generation for tell in present.leave(set())} == {number(2)}

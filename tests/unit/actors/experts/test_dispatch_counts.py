@@ -85,3 +85,12 @@ def test_experts_that_are_shown_are_the_most_used_and_stay_few() -> None:
         _run(counts, 0, np.repeat(np.arange(hot, hot + TOP_EXPERTS), hot + 9)[:, None], placed)
         lines = _lines(telemetry)
     assert sum("expert_tokens" in name for name in lines) == MAX_SHOWN
+
+
+def test_the_load_is_of_the_ranks_that_there_are_now() -> None:
+    telemetry, counts = Telemetry(), DispatchCounts(2)
+    counts.show(telemetry, "attention-0")
+    four = LayerSlots([3, 2, 1, 0], [(0, 1), (1, 2), (2, 3), (3, 4)])
+    for placed in (PLACED, four, LayerSlots(range(4), [(0, 4)])):
+        _run(counts, 4, np.array([[0, 1, 2, 3]]), placed)
+        assert _lines(telemetry)['tandem_expert_load_ratio{rank="attention-0"}'] == 1.0
