@@ -84,9 +84,11 @@ def bounds_of(slots_per_rank: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 class WantedPlacement(msgspec.Struct, frozen=True, kw_only=True):
     """What an expert rank is told by its launcher: its next placement, which may be of more ranks
-    or of fewer. within_s: how long that may take."""
+    or of fewer, and the one that is used now, as a rank that has just come does not know it.
+    within_s: how long that may take."""
 
     placement: Placement
+    present: Placement
     within_s: float
 
 

@@ -94,10 +94,9 @@ class Attendance:
         self._held.pop(expert, None)
         self._asked.pop(expert, None)
         self._leaving.pop(expert, None)
-        if expert in self.experts:
-            before = self.absent.get(expert)
-            since_s = before.since_s if before is not None and before.is_lost else now_s
-            self.absent[expert] = Absence(reason, epoch, since_s, True)
+        before = self.absent.get(expert)
+        since_s = before.since_s if before is not None and before.is_lost else now_s
+        self.absent[expert] = Absence(reason, epoch, since_s, True)
         return self.settle(now_s)
 
     def leaving(self, expert: str, now_s: float) -> list[Tell]:

@@ -80,14 +80,16 @@ class Bringer(Protocol[P]):
         """What has come is let go of."""
 
     def settled(self, placement: Placement) -> None:
-        """That is what the rank has now, and no other."""
+        """That is what ranks have now, and no other."""
 
     def close(self) -> None: ...
 
 
 class _Proposed(NamedTuple):
+    """present: of one that resizes, what is used now."""
+
     placement: Placement
-    resizes: bool = False
+    present: Placement | None = None
     within_s: float = 0.0
 
 
@@ -151,7 +153,7 @@ class Moving(Generic[P]):
 
     def resize(self, wanted: WantedPlacement) -> None:
         """From any thread."""
-        self._propose(_Proposed(wanted.placement, True, wanted.within_s))
+        self._propose(_Proposed(wanted.placement, wanted.present, wanted.within_s))
 
     def placed(self) -> PlacedExperts:
         """From any thread."""
@@ -210,8 +212,10 @@ class Moving(Generic[P]):
 
     def look(self) -> Iterable[int]:
         while self._proposed:
-            placement, resizes, within_s = self._proposed.popleft()
-            misfit = self._bringer.misfit(placement, resizes=resizes)
+            placement, present, within_s = self._proposed.popleft()
+            if present is not None and self._machine.under_way is None:
+                self._bringer.settled(present)
+            misfit = self._bringer.misfit(placement, resizes=present is not None)
             self._do(self._machine.proposed(placement, self._clock(), misfit, within_s))
         while self._brought:
             self._take(self._brought.popleft())

@@ -94,7 +94,7 @@ class _Placing:
         most_bytes = _check_room(before, wanted, said)
         within_s = self._config.deadline_s + 2 * most_bytes / self._config.bytes_per_s
         event(log, "experts_resize", ranks=expert_ranks, generation=generation)
-        self._tell(needed, WantedPlacement(placement=wanted, within_s=within_s))
+        self._tell(needed, WantedPlacement(placement=wanted, present=before, within_s=within_s))
         return self._follow(wanted, monotonic_s() + 2 * within_s + SETTLE_S)
 
     def answers(self, wait_s: float) -> dict[str, PlacedExperts]:

@@ -211,13 +211,13 @@ BUGS: tuple[Bug, ...] = (
         _GENERATIONS,
         "if proposed and peers and all(peer.is_through_with(generation) for peer in peers):",
         "if False:",
-        _FOLLOWING,
+        _RESIZING,
     ),
     Bug(
         "resizing: a rank that has no part is missed",
         "actors/experts/attendance.py",
-        "if expert in self.experts:",
-        "if True:",
+        "for expert in self.absent.keys() - set(experts):",
+        "for expert in ():",
         ("tests/unit/actors/experts/test_attendance.py",),
     ),
     Bug(
@@ -230,8 +230,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "resizing: more experts move than must",
         "planner/placement/resized.py",
-        "given = max(enumerate(own), key=lambda each: (copies[each[1]], each[0]))[1]",
-        "given = own[0]",
+        "key=lambda rank: -had[rank] if rank < len(had) else 0)",
+        "key=lambda rank: had[rank] if rank < len(had) else 0)",
         _RESIZED,
     ),
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -306,3 +307,19 @@ class ThreadHandle:
         done: Future[Any] = Future()
         done.set_result(getattr(of, method)(*arguments))
         return done
+
+
+@pytest.mark.slow
+def test_one_that_comes_knows_where_experts_are_now_and_takes_them_from_there(
+    deep: Path, right: list[list[int]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(deep, tmp_path / "model")
+    with processes(folder, right, 1, 2) as (group, _):
+        for ranks in (3, 2):
+            group.resize_experts(ranks)
+        group.start_experts(3)
+        shutil.move(folder, tmp_path / "gone")
+        placed = place_experts(group.working, 3, group_config())
+        assert (placed.ranks, placed.generation) == (3, 3)
+        shutil.move(tmp_path / "gone", folder)
+        check_settled(group, folder, 3)

@@ -100,3 +100,12 @@ def test_more_ranks_than_experts_or_none_are_refused() -> None:
     for ranks in (0, 9):
         with pytest.raises(ConfigError, match=rf"{ranks} expert ranks for 8 experts: give 1 to 8"):
             resized(placement, ranks, generation=1)
+
+
+def test_what_is_there_twice_makes_room_for_what_nobody_has_any_more() -> None:
+    """Two ranks have the same, and those go that have the rest."""
+    line = (0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7)
+    placement = Placement(num_experts=8, slots_per_rank=(4, 4, 2, 2), expert_of_slot=(line,))
+    found = resized(placement, 2, generation=1)
+    assert found.slots_per_rank == (5, 5)
+    assert sum(brought(placement, found)) == 4

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from actors.channels.base import Kind
-from actors.experts.generations import Tell
+from actors.experts.generations import ExpertGenerations, Free, Report, Tell
 from actors.experts.switching import AttentionGenerations
 from contracts.placement import Placement
+from contracts.planning import Outcome
+from contracts.requests import Priority
 
 DEADLINE_S = 10.0
 
@@ -76,3 +78,22 @@ def test_what_says_that_it_takes_longer_is_given_its_time() -> None:
     assert not machine.look(59.0)
     (tell, *_) = machine.look(60.0)
     assert tell.reason == "no word of expert-1, expert-2 within 60 s (placement.deadline_s)"
+
+
+def test_a_rank_that_was_left_behind_lets_go_of_what_nobody_will_use() -> None:
+    """All have gone over to a later one, which it has no part in."""
+    for loads_first in (False, True):
+        machine = ExpertGenerations(0, DEADLINE_S)
+        machine.joined("attention-0")
+        machine.proposed(on(3, 1), 0.0)
+        if loads_first:
+            machine.loaded(1)
+        actions = [
+            action
+            for priority in Priority
+            for action in machine.retired("attention-0", 2, priority)
+        ]
+        assert Free(1) in actions
+        ends = [action.outcome for action in actions if isinstance(action, Report)]
+        assert ends == [Outcome.FAILED]
+        assert (machine.under_way, machine.current) == (None, 0)

@@ -31,6 +31,7 @@ from contracts.worker import Group
 from models.foresight.routing_counts import RoutingCounts
 from models.spec.model import read_spec
 from planner.placement.following import Step
+from planner.placement.resized import resized
 from tests.support.fake_planner import DEADLINE_S, PlannerConnection, real_planner
 from tests.support.group_harness import group_config
 
@@ -322,3 +323,20 @@ def test_a_folder_that_cannot_be_written_is_told_and_nothing_else_happens(
         group.report()
         assert group.answers()
     assert "routing_not_recorded" in caplog.text
+
+
+def test_what_the_launcher_has_put_on_more_ranks_is_gone_on_from_there(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    with group2(tiny_checkpoint) as group, contextlib.ExitStack() as stack:
+        group.hold()
+        third = stack.enter_context(PlannerConnection(group.address, name="expert-2"))
+        third.send(held(2, group.placement))  # as it came
+        placement = resized(group.placement, 3, generation=4)
+        group.experts.append(third)
+        for rank, expert in enumerate(group.experts):
+            expert.send(held(rank, placement, newest=4))
+        proposals = group.proposals()
+        while proposals[0].generation < 5:  # proposed before it had heard of that
+            proposals = [next_proposal(group.experts[0]), next_proposal(group.experts[1])]
+        assert {(each.ranks, each.generation) for each in proposals} == {(3, 5)}
