@@ -137,9 +137,9 @@ class _Placing:
         while not self._closing.wait(LOOK_S):
             self._introduce(wait_s=0.0)
             said = self.answers(wait_s=LOOK_S)
-            used = [each.placement.generation >= generation for each in said.values()]
+            is_used = any(each.placement.generation >= generation for each in said.values())
             is_over = bool(said) and not any(e.under_way == generation for e in said.values())
-            if is_over and any(used):
+            if is_used and (is_over or monotonic_s() > end_s):  # late ones do not go back
                 return wanted if _newest(said).placement == wanted else None
             for each in said.values():
                 failure = failure or each.failures.get(generation, "")
