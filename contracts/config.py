@@ -453,7 +453,7 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Whether a server without keys may listen where others than this machine reach it."""
     metrics_key: str | None = None
     """The bearer token of /metrics, /load, /status, /trace and of exporters. null: these are open
-    to all. One in keys_file goes before it, but at exporters."""
+    to all. One in keys_file goes before it, at exporters where that file is."""
     operator_key: str | None = None
     """The bearer token of /scale (`tandem scale`). null: with front "direct" on 127.0.0.1 and
     without keys it is open to whoever is on this machine, else to nobody."""

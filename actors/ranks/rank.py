@@ -17,6 +17,7 @@ import torch
 
 from actors.telemetry.exporter import ExporterThread
 from actors.telemetry.rank_metrics import RankMetrics, channel_bytes
+from actors.telemetry.scrape_key import ScrapeKey
 from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
 from contracts.clock import monotonic_s
@@ -196,9 +197,8 @@ class Rank:
         config = self.spec.config
         if not config.metrics.exporters:
             return ""
-        self._exporter = ExporterThread(
-            self._telemetry, key=config.http.metrics_key, name=self.spec.name
-        )
+        key = ScrapeKey(config.http)
+        self._exporter = ExporterThread(self._telemetry, key=key, name=self.spec.name)
         return self._exporter.open(config.metrics.host or self.spec.host)
 
     def spans(self) -> list[TaskSpan]:

@@ -44,10 +44,15 @@ class _Asked(NamedTuple):
         return "application/openmetrics-text" in self.headers.get("accept", "")
 
 
-class Exporter:
-    """Of one event loop. key: the bearer token that a scraper must carry; None: open to all."""
+Key = str | None | Callable[[], str | None]
+"""The bearer token that a scraper must carry, or what says it at each scrape, in a thread of its
+own; None: open to all."""
 
-    def __init__(self, telemetry: Telemetry, *, key: str | None) -> None:
+
+class Exporter:
+    """Of one event loop."""
+
+    def __init__(self, telemetry: Telemetry, *, key: Key) -> None:
         self._key = key
         self._path = f"{PATH}/{secrets.token_hex(8)}"
         self._text = Scrapes(_making(telemetry, False), monotonic_s)
@@ -110,7 +115,8 @@ class Exporter:
             return _response("405 Method Not Allowed", "GET only\n")
         if asked.path not in (PATH, self._path):
             return _response("404 Not Found", "not here\n")
-        if self._key is not None and not _carries(asked, self._key):
+        key = await asyncio.to_thread(self._key) if callable(self._key) else self._key
+        if key is not None and not _carries(asked, key):
             return _response("401 Unauthorized", "Authorization: Bearer (http.metrics_key)\n")
         if asked.wants_open_metrics:
             return _response("200 OK", await self._open_metrics.text(), OPEN_METRICS_TYPE)
@@ -120,7 +126,7 @@ class Exporter:
 class ExporterThread:
     """An `Exporter` in a thread of its own, beside whatever loop the process has."""
 
-    def __init__(self, telemetry: Telemetry, *, key: str | None, name: str) -> None:
+    def __init__(self, telemetry: Telemetry, *, key: Key, name: str) -> None:
         self._telemetry, self._key, self._name = telemetry, key, name
         self._exporter: Exporter | None = None
         self._loop = asyncio.new_event_loop()

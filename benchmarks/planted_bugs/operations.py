@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.planted_bugs.bug import Bug
 
 _EXPORTERS = ("tests/unit/actors/telemetry/test_exporter.py",)
+_SCRAPE_KEY = ("tests/unit/actors/telemetry/test_scrape_key.py",)
 _TARGETS = ("tests/unit/cluster/fleet/test_scraped.py",)
 _TRACES = ("tests/unit/cluster/fleet/test_tracing.py",)
 _KEYS = ("tests/unit/cluster/api/test_keys_file.py",)
@@ -31,6 +32,20 @@ BUGS: tuple[Bug, ...] = (
         "if most_bytes > in_time:",
         "if most_bytes > 1 << 62:",
         ("tests/unit/cluster/capacity/test_expert_moves.py",),
+    ),
+    Bug(
+        "exporters: a keys file is taken in the middle of being written",
+        "actors/telemetry/scrape_key.py",
+        "and now_s - self._since_s >= STANDS_S:",
+        "and now_s >= self._since_s:",
+        _SCRAPE_KEY,
+    ),
+    Bug(
+        "exporters: a keys file that is gone opens them",
+        "actors/telemetry/scrape_key.py",
+        "            return self._key\n\n    def _look",
+        "            return self._key if seen else None\n\n    def _look",
+        _SCRAPE_KEY,
     ),
     Bug(
         "keys: a file is taken in the middle of being written",

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from ray.exceptions import RayError
 
 from actors.telemetry.exporter import Exporter
+from actors.telemetry.scrape_key import ScrapeKey
 from actors.telemetry.telemetry import Telemetry
 from cluster.fleet.codec import Target, encode_target
 from cluster.fleet.nodes import this_node
@@ -31,7 +32,7 @@ class Exported:
         """tell: the launcher of the ranks."""
         self._config, self._group, self._name = config, group, name
         self._tell_launcher = tell
-        self._exporter = Exporter(telemetry, key=config.http.metrics_key)
+        self._exporter = Exporter(telemetry, key=ScrapeKey(config.http))
         self._telling: asyncio.Task[None] | None = None
 
     async def open(self) -> None:

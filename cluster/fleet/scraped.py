@@ -21,6 +21,7 @@ import msgspec
 from ray.exceptions import RayError
 
 from actors.telemetry.exporter import ExporterThread
+from actors.telemetry.scrape_key import ScrapeKey
 from actors.telemetry.telemetry import Telemetry
 from cluster.files.targets_file import SUFFIX
 from cluster.fleet.codec import Target
@@ -163,7 +164,7 @@ class Scraped:
 
     def open(self, telemetry: Telemetry) -> None:
         """Exports the launcher's own."""
-        key, node = self._config.http.metrics_key, this_node()
+        key, node = ScrapeKey(self._config.http), this_node()
         self._exporter = ExporterThread(telemetry, key=key, name="launcher")
         address = self._exporter.open(self._config.metrics.host or node.listen_host)
         if address:
