@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.planted_bugs import (
     batching,
+    bulk,
     channels,
     offloading,
     operations,
@@ -18,6 +19,7 @@ from benchmarks.planted_bugs.bug import Bug
 
 BUGS: tuple[Bug, ...] = (
     *batching.BUGS,
+    *bulk.BUGS,
     *channels.BUGS,
     *offloading.BUGS,
     *operations.BUGS,

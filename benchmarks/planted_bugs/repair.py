@@ -9,6 +9,7 @@ _ENDS = ("tests/property/test_ends.py",)
 _GOING_ON = ("tests/property/test_going_on.py",)
 _PENDING = "actors/experts/remote_pending.py"
 _AGAIN = ("tests/unit/actors/experts/test_remote_pending.py",)
+_RANK_GROUP = ("tests/unit/cluster/fleet/test_rank_group.py",)
 _ATTENDANCE = ("tests/unit/actors/experts/test_attendance.py",)
 
 BUGS: tuple[Bug, ...] = (
@@ -151,5 +152,19 @@ BUGS: tuple[Bug, ...] = (
         "now = [(member.name, member.ready.pid, member.spec) for member in members]",
         "now = [(member.name, 0, 0) for member in members]",
         _ADOPTION,
+    ),
+    Bug(
+        "repair: nobody comes after a replacement that was lost while it loaded",
+        "cluster/fleet/supervisor.py",
+        "            self._closing.wait(retry_s)\n",
+        "            return\n",
+        _RANK_GROUP,
+    ),
+    Bug(
+        "repair: what did not start stays where it is",
+        "cluster/fleet/rank_group.py",
+        "        except BaseException as error:\n            kill_all(handles)\n",
+        "        except BaseException as error:\n",
+        _RANK_GROUP,
     ),
 )

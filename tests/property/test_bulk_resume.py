@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.bulk.journal import Journal
 from cluster.bulk.output import part_name
-from cluster.bulk.rows import InputRow, Record, Reject
+from cluster.bulk.rows import Answered, InputRow, Record, Reject
+from cluster.bulk.windows import WindowLimits, windows_of
 from contracts.errors import ConfigError, JobError
 from tests.support.bulk_support import (
     EchoRouter,
@@ -168,6 +170,37 @@ def test_runs_killed_and_torn_again_and_again_end_with_the_same_files(
                         os.truncate(path, max(0, size - torn_bytes))
         run_job(folder, records, EchoRouter(), in_flight_rows=IN_FLIGHT)
         assert dict(final_files(folder)) == expected
+
+
+def test_a_window_after_a_torn_line_of_the_ledger_is_committed_for_good(tmp_path: Path) -> None:
+    """A line that is written behind half a line would be lost with it: the run after that would
+    answer everything from there on once more."""
+    records = some_records()
+    whole_run(tmp_path, records)
+    ledger = tmp_path / "ledger.jsonl"
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    for torn_bytes in (1, len(lines[-1]) // 2, len(lines[-1]) - 1, len(lines[-1]) + 1):
+        os.truncate(ledger, ledger.stat().st_size - torn_bytes)
+        run_job(tmp_path, records, EchoRouter(), in_flight_rows=IN_FLIGHT)
+        assert [line["window"] for line in json_lines(ledger)] == list(range(len(lines)))
+    again = EchoRouter()
+    run_job(tmp_path, records, again, in_flight_rows=IN_FLIGHT)
+    assert not again.asked
+
+
+def test_answers_after_a_torn_line_of_a_journal_are_there_for_the_run_after_that(
+    tmp_path: Path,
+) -> None:
+    (window,) = windows_of(iter(rows_of(["a", "b", "c"])), WindowLimits(rows=3), ids=True)
+    path, answer = tmp_path / "journal", Answered([0.5, 0.5], 1, 0)
+    for row in range(3):
+        journal = Journal(path, window)
+        journal.add([(row, answer), (row, answer)])
+        journal.close()
+        os.truncate(path, path.stat().st_size - 1)
+    last = Journal(path, window)
+    assert last.answers.keys() == {0, 1, 2}
+    last.close()
 
 
 @settings(max_examples=20)

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import ray
 
+import cluster.fleet.supervisor
 from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import Formation
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.launch import launch_pipeline
 from cluster.fleet.nodes import Node, Placed, RankRequest
+from contracts.errors import LaunchError
 from contracts.loading import config_from
 from contracts.worker import Group, RankReady, RankStatus
 
@@ -41,11 +43,7 @@ class FakeRank(RayRank):
         (spec,) = arguments
         address = f"tcp:{self.name}:{spec.epoch}"
         ready = RankReady(name=self.name, pid=1, channel_address=address, client_address=address)
-        if self.hold is None:
-            return done(ready)
-        self.hold.add_done_callback(lambda _: held.set_result(ready))
-        held: Future[Any] = Future()
-        return held
+        return done(ready) if self.hold is None else after(self.hold, ready)
 
     def told(self, method: str) -> list[Any]:
         return [arguments[0] for called, arguments in self.calls if called == method and arguments]
@@ -54,6 +52,21 @@ class FakeRank(RayRank):
 def done(result: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(result)
+    return future
+
+
+def after(first: Future[Any], result: Any) -> Future[Any]:
+    """The result once `first` is done, or its error."""
+    future: Future[Any] = Future()
+
+    def settle(_: Future[Any]) -> None:
+        error = first.exception()
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    first.add_done_callback(settle)
     return future
 
 
@@ -76,13 +89,15 @@ class FakePlaced(Placed):
 
 
 class Rig:
-    """A group of three, without Ray. started: all that have been, in order. hold: `prepare` of the
-    next one of a name waits for it."""
+    """A group of three, without Ray. started, killed: all that have been, in order. hold: `prepare`
+    of the next one of a name waits for it."""
 
     def __init__(self, experts: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started: list[FakeRank] = []
         self.hold: dict[str, Future[Any]] = {}
-        monkeypatch.setattr(ray, "kill", lambda actor: None)
+        self.killed: list[Any] = []
+        monkeypatch.setattr(ray, "kill", self.killed.append)
+        monkeypatch.setattr(cluster.fleet.supervisor, "RETRY_S", 0.01)
         config = config_from(
             {
                 "groups": {"attention_ranks": 0, "expert_ranks": 0, "prefill_ranks": 3},
@@ -154,3 +169,22 @@ def test_one_that_is_lost_costs_the_others_nothing(rig: Rig) -> None:
     rig.wait(lambda: rig.group.restarts == 1)
     assert [rank.name for rank in rig.started[3:]] == ["prefill-2"]
     assert not rig.started[0].told("prepare")[1:]
+
+
+@pytest.mark.parametrize("rig", ["gathered"], indirect=True)
+def test_when_the_next_one_is_lost_while_it_loads_another_takes_the_place(rig: Rig) -> None:
+    """Under a later epoch: the one between is gone for good, and nobody was ever told of it."""
+    lost_too: Future[None] = Future()
+    rig.hold["prefill-1"] = lost_too
+    rig.started[1].dead = True
+    rig.wait(lambda: len(rig.started) == 4 and bool(rig.started[3].told("prepare")))
+    lost_too.set_exception(LaunchError("prefill-1: its actor died"))
+    rig.wait(lambda: rig.group.restarts == 1)
+    between, fresh = rig.started[3:]
+    assert rig.killed == [rig.started[1].actor, between.actor]
+    assert [spec.epoch for rank in (between, fresh) for spec in rank.told("prepare")] == [2, 3]
+    assert rig.group.client_addresses["prefill-1"] == "tcp:prefill-1:3"
+    others = (rig.started[0], rig.started[2])
+    rig.wait(lambda: all(rank.told("connect")[1:] for rank in others))
+    for rank in others:
+        assert {told["prefill-1"] for told in rank.told("connect")[1:]} == {"tcp:prefill-1:3"}
