@@ -10,6 +10,7 @@ _GOING_ON = ("tests/property/test_going_on.py",)
 _PENDING = "actors/experts/remote_pending.py"
 _AGAIN = ("tests/unit/actors/experts/test_remote_pending.py",)
 _RANK_GROUP = ("tests/unit/cluster/fleet/test_rank_group.py",)
+_WANTED, _WANTING = "actors/experts/wanted.py", ("tests/property/test_wanted.py",)
 _ATTENDANCE = ("tests/unit/actors/experts/test_attendance.py",)
 
 BUGS: tuple[Bug, ...] = (
@@ -166,5 +167,54 @@ BUGS: tuple[Bug, ...] = (
         "        except BaseException as error:\n            kill_all(handles)\n",
         "        except BaseException as error:\n",
         _RANK_GROUP,
+    ),
+    Bug(
+        "repair: what one class has left is let go of",
+        _WANTED,
+        "if any(owed.values()):",
+        "if owed[priority]:",
+        _WANTING,
+    ),
+    Bug(
+        "repair: who leaves before its wish is heard has never left",
+        _WANTED,
+        "        owed[priority] -= 1\n",
+        "        owed[priority] -= owed[priority] > 0\n",
+        _WANTING,
+    ),
+    Bug(
+        "repair: what waits to be read is read again for the next that wants it",
+        _WANTED,
+        "if generation != self.loading and generation not in self._waiting:",
+        "if generation != self.loading:",
+        _WANTING,
+    ),
+    Bug(
+        "repair: what one rank leaves is let go of for all",
+        _WANTED,
+        "if not self._by[generation]:",
+        "if True:",
+        _WANTING,
+    ),
+    Bug(
+        "repair: what nobody wants any more stays the one that is read",
+        _WANTED,
+        "                if generation == self.loading:\n                    self.loading = None\n",
+        "",
+        _WANTING,
+    ),
+    Bug(
+        "repair: a rank that is lost needs what it wanted",
+        _WANTED,
+        "return self._without(name, list(self._by))",
+        "return self._without(name, [])",
+        _WANTING,
+    ),
+    Bug(
+        "repair: what is retired in one class is retired",
+        _WANTED,
+        "used_from = min(newest.values())",
+        "used_from = max(newest.values())",
+        _WANTING,
     ),
 )

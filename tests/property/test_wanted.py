@@ -1,0 +1,217 @@
+"""What attention ranks want of an expert rank is read once, kept as long as anybody needs it, and
+let go of then: random orders of what is wanted, used, left, lost, read and not to be had, on links
+that keep order by class only."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.channels.base import Kind
+from actors.experts.generations import Action, Free, Load, Tell
+from actors.experts.wanted import Wanted
+from contracts.placement import Placement
+from contracts.requests import Priority
+from planner.placement.stand_in import MAX_RANKS, is_stand_in
+from tests.support.simulated_generations import proposal
+
+NAMES = ("attention-0", "attention-1", "attention-2")
+STAND_INS = tuple((base + 1 << MAX_RANKS) | 1 << rank for base in (1, 2) for rank in (0, 1))
+GENERATIONS = (1, 2, *STAND_INS)
+
+
+class World:
+    """An expert rank, and what is on its way to it. there: what it has. broken: what must never be,
+    in words."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.machine = Wanted()
+        self.there: set[int] = set()
+        self.loading: int | None = None
+        self.reads: list[int] = []
+        self.broken: list[str] = []
+        self.attentions = {name: Attention(self, name) for name in NAMES}
+        self._links: dict[tuple[str, Priority], deque[Callable[[], None]]] = defaultdict(deque)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            acts = [attention.act for attention in self.attentions.values()]
+            self.random.choice([self._deliver, self._deliver, self._read, *acts])()
+
+    def settle(self) -> None:
+        """All that is on its way arrives, all that is to be read is."""
+        while any(self._links.values()) or self.loading is not None:
+            self._deliver()
+            self._read()
+
+    def send(self, name: str, priority: Priority, arrives: Callable[[], None]) -> None:
+        self._links[name, priority].append(arrives)
+
+    def lose(self, name: str) -> None:
+        """What was on its way comes to nothing."""
+        for priority in Priority:
+            self._links[name, priority].clear()
+        self.do(self.machine.lost(name))
+
+    def want(self, name: str, placement: Placement) -> None:
+        generation = placement.generation
+        there, refuses = generation in self.there, self.random.random() < 0.1
+        misfit = "" if there or not refuses else "it does not fit"
+        self.do(self.machine.wanted(name, placement, there=there, misfit=misfit))
+
+    def use(self, name: str, generation: int) -> None:
+        if generation not in self.there:
+            self.broken.append(f"{name} needs {generation}, which was let go of")
+
+    def do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Load):
+                self._begin(action.placement.generation)
+            elif isinstance(action, Free):
+                self.there.discard(action.generation)
+                if action.generation == self.loading:
+                    self.loading = None
+            elif isinstance(action, Tell):
+                if action.kind is Kind.HELD and action.generation not in self.there:
+                    self.broken.append(f"{action.generation} is said to be there")
+                self.attentions[action.peer].hears(action)
+
+    def _begin(self, generation: int) -> None:
+        if self.loading is not None or generation in self.there:
+            self.broken.append(f"{generation} is read, as {self.loading} is, there: {self.there}")
+        self.loading = generation
+        self.reads.append(generation)
+
+    def _read(self) -> None:
+        """What is being read is there, or is not to be had."""
+        generation, self.loading = self.loading, None
+        if generation is None:
+            return
+        if self.random.random() < 0.2:
+            self.do(self.machine.failed(generation, "it cannot be read"))
+        else:
+            self.there.add(generation)
+            self.do(self.machine.loaded(generation))
+
+    def _deliver(self) -> None:
+        under_way = [link for link in self._links.values() if link]
+        if under_way:
+            self.random.choice(under_way).popleft()()
+
+
+class Attention:
+    """wants: what it has asked for and not left. holds: what of it is there, so that it may use
+    it. A planner's generation is never left, but retired by a later one. What was left unanswered
+    is asked for again only when that has been heard: else the late answer would be taken for the
+    next one."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self._begin()
+
+    def _begin(self) -> None:
+        self.wants: set[int] = set()
+        self.holds: set[int] = set()
+        self._retired_before = 0
+        self._leaving: Counter[int] = Counter()  # unanswered: in so many classes not heard yet
+
+    def hears(self, tell: Tell) -> None:
+        if tell.generation not in self.wants:
+            return  # it has left that meanwhile
+        if tell.kind is Kind.HELD:
+            self.holds.add(tell.generation)
+        elif is_stand_in(tell.generation):
+            self.leave(tell.generation)
+        else:
+            self.wants.discard(tell.generation)
+
+    def act(self) -> None:
+        generation = self.world.random.choice(GENERATIONS)
+        if self._leaving[generation] or generation < self._retired_before:
+            return
+        if generation not in self.wants:
+            self.wants.add(generation)
+            placement = proposal(generation)
+            wants = functools.partial(self.world.want, self.name, placement)
+            self.world.send(self.name, Priority.LS, wants)
+        elif generation in self.holds and self.world.random.random() < 0.6:
+            uses = functools.partial(self.world.use, self.name, generation)
+            self.world.send(self.name, self.world.random.choice(list(Priority)), uses)
+        elif self.world.random.random() < 0.1:
+            self.end()
+        elif is_stand_in(generation):
+            self.leave(generation)
+        else:
+            self.retire(generation)
+
+    def leave(self, generation: int) -> None:
+        if generation not in self.holds:
+            self._leaving[generation] = len(Priority)
+        self.wants.discard(generation)
+        self.holds.discard(generation)
+        self._in_each_class(self.world.machine.left, generation)
+
+    def end(self) -> None:
+        """It is lost; another takes its place, who wants nothing yet."""
+        self._begin()
+        self.world.lose(self.name)
+
+    def retire(self, generation: int) -> None:
+        """It has gone over to that: of a planner's it uses none before."""
+        self._retired_before = generation
+        before = {one for one in self.wants if one < generation and not is_stand_in(one)}
+        self.wants -= before
+        self.holds -= before
+        self._in_each_class(self.world.machine.retired, generation)
+
+    def _in_each_class(
+        self, says: Callable[[str, int, Priority], list[Action]], generation: int
+    ) -> None:
+        def arrive(priority: Priority) -> None:
+            self._leaving[generation] -= self._leaving[generation] > 0
+            self.world.do(says(self.name, generation, priority))
+
+        for priority in Priority:
+            self.world.send(self.name, priority, functools.partial(arrive, priority))
+
+
+@given(seed=st.integers(0, 1 << 32), steps=st.integers(1, 120))
+def test_what_is_needed_is_there_and_what_nobody_needs_is_let_go_of(seed: int, steps: int) -> None:
+    world = World(seed)
+    world.run(steps)
+    world.settle()
+    assert not world.broken
+    needed = {one for each in world.attentions.values() for one in each.holds}
+    waiting = {one for each in world.attentions.values() for one in each.wants - each.holds}
+    assert world.there == needed
+    assert not waiting, "it is there, or they know that it will not be"
+    for attention in world.attentions.values():
+        for generation in filter(is_stand_in, list(attention.wants)):
+            attention.leave(generation)
+        attention.retire(3)
+    world.settle()
+    assert not world.there
+    assert not any(map(world.machine.needs, GENERATIONS))
+
+
+@given(seed=st.integers(0, 1 << 32), wanted=st.permutations(GENERATIONS))
+def test_each_is_read_once_for_all_that_want_it_in_the_order_of_the_first(
+    seed: int, wanted: list[int]
+) -> None:
+    world = World(seed)
+    for generation in wanted:
+        for name in world.random.sample(NAMES, 3):
+            world.do(world.machine.wanted(name, proposal(generation), there=False, misfit=""))
+    assert world.reads == wanted[:1]
+    while world.loading is not None:
+        generation, world.loading = world.loading, None
+        world.there.add(generation)
+        world.do(world.machine.loaded(generation))
+    assert world.reads == wanted
+    assert not world.broken
