@@ -1,0 +1,151 @@
+"""A rank's process that does without repair when a signal tells it to: benchmarks/repair_cost.py.
+
+What a rank does in each layer and each look so that its group can be repaired is left out then, in
+the words of the commit before there was repair: rows are not held until they are answered, nobody
+asks whether a rank can be sent anything, or whether others stand in, or adopts what was wanted. It
+is the same process with and without: of two that run the same code one took 5 % more of a core.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from actors.channels.base import Happening, Packet, transfers
+from actors.channels.endpoint import BaseEndpoint
+from actors.experts.dispatch import RankSlice, plan_dispatch
+from actors.experts.following import Following
+from actors.experts.moving import Moving
+from actors.experts.plane import TaskKey
+from actors.experts.remote_pending import RemotePending
+from actors.experts.remote_plane import RemotePlane
+from actors.ranks.process import main
+from contracts.errors import ChannelError
+from contracts.events import Stage, TaskSpan
+from contracts.plan import Plan
+from models.experts.router import Routed
+from planner.findep.split import token_group_bounds
+
+WITH, WITHOUT = signal.SIGUSR1, signal.SIGUSR2
+
+
+class UnrepairedPending(RemotePending):
+    """Knows nothing of what it has sent, but how much."""
+
+    __slots__ = ()
+
+    def __init__(self, key: TaskKey, slices: Sequence[RankSlice], generation: int) -> None:
+        self.key = key
+        self.present = generation
+        self.slices = slices
+        self.replies = {}
+        self.missing = len(slices)
+        self.sent_s = 0.0
+        self.guessed_s = 0.0
+
+
+class UnrepairedPlane(RemotePlane):
+    """As it was while the loss of an expert rank was the end of it."""
+
+    def begin(self, key: TaskKey, hidden_TD: Tensor, routed: Routed, plan: Plan) -> RemotePending:
+        if self._ahead is not None:
+            routed = self._ahead.runs(key, routed)
+        topk_ids_TK = routed.topk_ids_TK.cpu().numpy()
+        if self._sample is not None:
+            self._sample.routed(key.owner, topk_ids_TK)
+        tokens, placed = len(topk_ids_TK), self._placement.layer(key.layer)
+        slices = plan_dispatch(
+            topk_ids_TK,
+            routed.topk_weights_TK.cpu().numpy(),
+            token_group_bounds(tokens, plan.r2),
+            placed,
+        )
+        self._counts.add(key.layer, tokens, slices, placed)
+        pending = self._pending[key.owner] = UnrepairedPending(key, slices, self._generation)
+        if self._following is not None:
+            self._following.began()
+        try:
+            for piece in slices:
+                pending.sent_s = self._clock()
+                self._send_slice(key, piece, routed.x_TD, pending.sent_s)
+        except ChannelError:
+            self.drop(pending)
+            raise
+        if self._ahead is not None:
+            start_s = self._clock()
+            self._ahead.begins(key, hidden_TD, routed)
+            pending.guessed_s = self._clock() - start_s
+        return pending
+
+    def poll(self, timeout_s: float, *, idle: bool) -> bool:
+        if timeout_s <= 0.0 or idle:
+            happenings = self._endpoint.poll(timeout_s)
+        else:
+            start_s = self._clock()
+            happenings = self._endpoint.poll(timeout_s)
+            end_s = self._clock()
+            self._timeline.add(TaskSpan(self._endpoint.name, Stage.WAIT, start_s, end_s))
+            self._timeline.waited(start_s, end_s, transfers(happenings))
+        if happenings:
+            self._take(happenings)
+        elif self._pending:
+            self._check_replies()
+        if self._following is not None:
+            self._following.look()
+        return bool(happenings)
+
+
+def _attention_looks(self: Following) -> None:
+    self._say(self._generations.look(self._clock()))
+    self._speaker.go_on()
+
+
+def experts_look(self: Moving[object]) -> Iterable[int]:
+    """`Moving.look`, as it was."""
+    while self._proposed:
+        placement = self._proposed.popleft()
+        misfit = self._bringer.misfit(placement)
+        self._do(self._machine.proposed(placement, self._clock(), misfit))
+    while self._brought:
+        self._take(self._brought.popleft())
+    self._do(self._machine.look(self._clock()))
+    self._speaker.go_on()
+    freed, self._freed = self._freed, []
+    return freed
+
+
+def _deliver(self: BaseEndpoint, packet: Packet, happenings: list[Happening]) -> None:
+    link = self._links.get(packet.peer)
+    if packet.header.epoch < self.epoch or link is None:
+        packet.release()
+        return
+    packet.sent_s -= link.clock_ahead_s
+    happenings.append(packet)
+
+
+class UnrepairedFollowing(Following):
+    look = _attention_looks
+
+
+_PARTS = (
+    (RemotePlane, "begin", UnrepairedPlane.begin),
+    (RemotePlane, "poll", UnrepairedPlane.poll),
+    (Following, "look", _attention_looks),
+    (Moving, "look", experts_look),
+    (BaseEndpoint, "_deliver", _deliver),
+)
+_AS_THEY_ARE = tuple((owner, name, getattr(owner, name)) for owner, name, _ in _PARTS)
+
+
+def switch(number: int, _: object) -> None:
+    """In this process, from now on, nothing being under way."""
+    for owner, name, function in _PARTS if number == WITHOUT else _AS_THEY_ARE:
+        setattr(owner, name, function)
+
+
+if __name__ == "__main__":
+    for each in (WITH, WITHOUT):
+        signal.signal(each, switch)
+    main()
