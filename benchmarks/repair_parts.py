@@ -103,7 +103,6 @@ def _layers(
     endpoint = cast(Endpoint, Answered())
     following = following_of(
         endpoint,
-        NAMES,
         PLACEMENT,
         deadline_s=60.0,
         check=lambda placement: None,

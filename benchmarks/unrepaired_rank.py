@@ -27,6 +27,7 @@ from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
 from models.experts.router import Routed
 from planner.findep.split import token_group_bounds
+from planner.placement.slots import LayerSlots
 
 WITH, WITHOUT = signal.SIGUSR1, signal.SIGUSR2
 
@@ -36,9 +37,11 @@ class UnrepairedPending(RemotePending):
 
     __slots__ = ()
 
-    def __init__(self, key: TaskKey, slices: Sequence[RankSlice], generation: int) -> None:
+    def __init__(
+        self, key: TaskKey, slices: Sequence[RankSlice], placed: LayerSlots, generation: int
+    ) -> None:
         self.key = key
-        self.present = generation
+        self.placed, self.present = placed, generation
         self.slices = slices
         self.replies = {}
         self.missing = len(slices)
@@ -63,7 +66,9 @@ class UnrepairedPlane(RemotePlane):
             placed,
         )
         self._counts.add(key.layer, tokens, slices, placed)
-        pending = self._pending[key.owner] = UnrepairedPending(key, slices, self._generation)
+        pending = self._pending[key.owner] = UnrepairedPending(
+            key, slices, placed, self._generation
+        )
         if self._following is not None:
             self._following.began()
         try:
@@ -105,9 +110,11 @@ def _attention_looks(self: Following) -> None:
 def experts_look(self: Moving[object]) -> Iterable[int]:
     """`Moving.look`, as it was."""
     while self._proposed:
-        placement = self._proposed.popleft()
-        misfit = self._bringer.misfit(placement)
-        self._do(self._machine.proposed(placement, self._clock(), misfit))
+        placement, present, within_s = self._proposed.popleft()
+        if present is not None and self._machine.under_way is None:
+            self._bringer.settled(present)
+        misfit = self._bringer.misfit(placement, resizes=present is not None)
+        self._do(self._machine.proposed(placement, self._clock(), misfit, within_s))
     while self._brought:
         self._take(self._brought.popleft())
     self._do(self._machine.look(self._clock()))

@@ -34,14 +34,14 @@ BUGS: tuple[Bug, ...] = (
         ("tests/unit/cluster/capacity/test_expert_moves.py",),
     ),
     Bug(
-        "exporters: a keys file is taken in the middle of being written",
+        "keys: an exporter takes a file in the middle of being written",
         "actors/telemetry/scrape_key.py",
         "and now_s - self._since_s >= STANDS_S:",
         "and now_s >= self._since_s:",
         _SCRAPE_KEY,
     ),
     Bug(
-        "exporters: a keys file that is gone opens them",
+        "keys: a file that is gone opens exporters",
         "actors/telemetry/scrape_key.py",
         "            return self._key\n\n    def _look",
         "            return self._key if seen else None\n\n    def _look",

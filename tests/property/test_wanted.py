@@ -137,7 +137,7 @@ class Attention:
             return
         if generation not in self.wants:
             self.wants.add(generation)
-            placement = proposal(generation)
+            placement = proposal(generation, 1)
             wants = functools.partial(self.world.want, self.name, placement)
             self.world.send(self.name, Priority.LS, wants)
         elif generation in self.holds and self.world.random.random() < 0.6:
@@ -207,7 +207,7 @@ def test_each_is_read_once_for_all_that_want_it_in_the_order_of_the_first(
     world = World(seed)
     for generation in wanted:
         for name in world.random.sample(NAMES, 3):
-            world.do(world.machine.wanted(name, proposal(generation), there=False, misfit=""))
+            world.do(world.machine.wanted(name, proposal(generation, 1), there=False, misfit=""))
     assert world.reads == wanted[:1]
     while world.loading is not None:
         generation, world.loading = world.loading, None

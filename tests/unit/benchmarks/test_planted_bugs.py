@@ -18,7 +18,7 @@ AREAS = {
     "scheduler", "blocks", "sampler", "executor", "dispatch", "router", "journal", "handshake",
     "shares", "lanes", "door", "user policy", "offloading", "foretelling", "replicas",
     "steps", "placement", "counts", "going on", "repair", "adoption", "plan", "doctor",
-    "bulk",
+    "bulk", "resizing",
 }  # fmt: skip
 
 

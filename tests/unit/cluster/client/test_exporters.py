@@ -115,7 +115,9 @@ def test_the_list_is_that_of_the_application_and_of_none_other(
     assert exporters_finding(None, ["attention-0"], KEY).level == "ok"
 
 
-def test_where_exporters_need_a_key_of_a_file_it_is_told_that_others_may_lack_it(tmp_path: Path) -> None:
+def test_where_exporters_need_a_key_of_a_file_it_is_told_that_others_may_lack_it(
+    tmp_path: Path,
+) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"api_keys: [sk-secret]\nmetrics_key: {KEY}\n")
     keys.chmod(0o600)
