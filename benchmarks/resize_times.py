@@ -37,6 +37,7 @@ from contracts.loading import config_from
 
 PHASES = ("before", "start", "more", "three", "fewer", "after")
 CALM_S = 5.0
+CALM_BEFORE = {"start": "before", "more": "before", "fewer": "three", "after": "before"}
 
 
 class Round:
@@ -114,16 +115,16 @@ def told(one: Round, streams: Sequence[Stream]) -> dict[str, dict[str, float]]:
 
 
 def summary_of(rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Medians over rounds; over_before: of each round's own ratio."""
+    """Medians over rounds; over_calm: of each round's own ratio, to the calm time before it."""
     found: dict[str, dict[str, float]] = {}
     for name in ("seconds", "p50_ms", "p99_ms", "max_ms", "tokens"):
         found[name] = {
             phase: float(np.median([each[name][phase] for each in rounds])) for phase in PHASES
         }
     for name in ("p50_ms", "p99_ms"):
-        found[f"{name}_over_before"] = {
-            phase: float(np.median([each[name][phase] / each[name]["before"] for each in rounds]))
-            for phase in PHASES[1:]
+        found[f"{name}_over_calm"] = {
+            phase: float(np.median([each[name][phase] / each[name][calm] for each in rounds]))
+            for phase, calm in CALM_BEFORE.items()
         }
     return found
 
