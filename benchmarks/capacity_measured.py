@@ -45,10 +45,10 @@ PERIOD_US = 4_000  # as short as may be: a batch that begins with a fresh quota 
 SHARES = 65_536  # before whatever else runs on the machine
 WINDOW_S = 62.0  # of the ranks' own figures, and a little
 SHOWN_S = 16.0  # until a planner has said what was
-WARM_S = 15.0  # a planner learns meanwhile, and answers begin to end
+WARM_S = 14.0  # a planner learns meanwhile, and answers end at different times
 AT_ONCE = 512  # rows under way at full load
-PER_RANK = 96  # requests under way at full load, of each attention rank
-SEQUENCES = 32  # of a batch that generates
+PER_RANK = 48  # requests under way at full load, of each attention rank
+SEQUENCES = 16  # of a batch that generates: some seventy batches while it is measured
 
 Ask = Callable[[], Awaitable[None]]  # one row or request, to its end
 Ranks = tuple[int, int, int]  # attention, expert, prefill
@@ -248,11 +248,13 @@ async def _full(
     at_once = AT_ONCE if load.answer is None else PER_RANK * config.groups.attention_ranks
     async with _asking(group, config, load, folder) as ask:
 
-        async def asking() -> None:
+        async def asking(begin_s: float) -> None:
+            await asyncio.sleep(begin_s)
             while True:
                 await ask()
 
-        clients = [asyncio.ensure_future(asking()) for _ in range(at_once)]
+        begins_s = [WARM_S / 2 * number / at_once for number in range(at_once)]
+        clients = [asyncio.ensure_future(asking(begin_s)) for begin_s in begins_s]
         await asyncio.sleep(WARM_S)
         before = _Done.of(group)
         await asyncio.sleep(seconds)

@@ -75,11 +75,14 @@ class ModelsChanged(msgspec.Struct, frozen=True, tag="models_changed"):
 
 class MicroBatchTimes(msgspec.Struct, frozen=True, array_like=True):
     """Times of one layer of a micro-batch, medians over the layers with experts. attention_ms holds
-    the sending of packets; shared_ms is 0 without shared experts."""
+    the sending of packets, which send_ms is; shared_ms is 0 without shared experts. finish_ms: of
+    its sequences, once, after all layers (logits, sampling)."""
 
     batch: Batch
     attention_ms: PositiveMs
     shared_ms: Ms = 0.0
+    finish_ms: Ms = 0.0
+    send_ms: Ms = 0.0
 
 
 class RowsTime(msgspec.Struct, frozen=True, array_like=True):

@@ -84,9 +84,12 @@ def micro_batch_times(
 ) -> list[MicroBatchTimes]:
     """Times of the micro-batches whose new tokens `parts` tells; [] unless all have some."""
     by_task: defaultdict[tuple[int, Stage], dict[int, float]] = defaultdict(dict)
+    finish_ms: defaultdict[int, float] = defaultdict(float)
     for span in spans:
         if span.batch == batch and span.stage in (Stage.ATTENTION, Stage.SEND, Stage.SHARED):
             by_task[span.micro_batch, span.stage][span.layer] = 1e3 * (span.end_s - span.start_s)
+        elif span.batch == batch and span.stage is Stage.FINISH:
+            finish_ms[span.micro_batch] += 1e3 * (span.end_s - span.start_s)
     found = []
     for index, part in enumerate(parts):
         attention, sending = by_task[index, Stage.ATTENTION], by_task[index, Stage.SEND]
@@ -98,7 +101,9 @@ def micro_batch_times(
         attention_ms = statistics.median(attention[layer] + sending[layer] for layer in layers)
         shared = by_task[index, Stage.SHARED].values()
         shared_ms = statistics.median(shared) if shared else 0.0
-        found.append(MicroBatchTimes(part, max(attention_ms, 1e-6), shared_ms))
+        send_ms = statistics.median(sending[layer] for layer in layers)
+        attention_ms = max(attention_ms, 1e-6)
+        found.append(MicroBatchTimes(part, attention_ms, shared_ms, finish_ms[index], send_ms))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.planted_bugs.bug import Bug
 
 _CAPACITY = ("tests/property/test_capacity.py",)
+_EXPERT_STAGE = ("tests/unit/planner/online/test_expert_stage.py",)
 _GROWS = "planner/policies/scaling.py"
 _GROWTH = ("tests/property/test_scaling.py",)
 _SCALER = ("tests/unit/cluster/fleet/test_scaler.py",)
@@ -190,5 +191,33 @@ BUGS: tuple[Bug, ...] = (
         'planner.handle.call("resize", *size)',
         "pass",
         ("tests/unit/cluster/fleet/test_told_planner.py",),
+    ),
+    Bug(
+        "capacity: each token of a call reads its experts anew",
+        "planner/online/expert_stage.py",
+        "return self.call_ms + self.read_ms * _hit(x, self.hit_per_token) + self.token_ms * x",
+        "return self.call_ms + self.read_ms * x + self.token_ms * x",
+        _EXPERT_STAGE,
+    ),
+    Bug(
+        "capacity: a machine is as quick as it ever was",
+        "planner/online/expert_stage.py",
+        "if self._times is None or self._added % _SAMPLES_BETWEEN == 0:",
+        "if self._times is None:",
+        _EXPERT_STAGE,
+    ),
+    Bug(
+        "capacity: logits are of each layer",
+        "planner/online/micro_batches.py",
+        "return finish.alpha_ms / self._layers +",
+        "return finish.alpha_ms +",
+        ("tests/unit/planner/online/test_micro_batches.py",),
+    ),
+    Bug(
+        "capacity: a further expert rank needs no packet",
+        "planner/online/micro_batches.py",
+        "token_ms = max(0.0, more) * _BOTH_WAYS * send.beta_ms",
+        "token_ms = 0.0 * send.beta_ms",
+        ("tests/unit/planner/online/test_micro_batches.py",),
     ),
 )

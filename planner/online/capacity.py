@@ -98,13 +98,14 @@ def _amounts(report: TrafficReport) -> tuple[int, ...]:
 
 class Group(NamedTuple):
     """A running group as the planner knows it, frozen: another thread may work on it. specs: by
-    (attention ranks, expert ranks), one token a sample, as far as that can be said. expected_ms: of
-    a makespan by these models, what it turns out to be."""
+    (attention ranks, expert ranks), one token a sample, as far as that can be said. chunk_times: of
+    a sequence in a layer, by expert ranks. expected_ms: of a makespan by these models, what it
+    turns out to be."""
 
     attention_ranks: int
     expert_ranks: int
     specs: Mapping[tuple[int, int], PlanSpec]
-    chunk_ms: ChunkTime
+    chunk_times: Mapping[int, ChunkTime]
     expected_ms: Callable[[float], float]
 
 
@@ -127,6 +128,14 @@ def capacity(group: Group, mix: Mix) -> Capacity | None:
             splits[ranks] = _whole(other, ranks[0])
     best = max(splits, key=lambda ranks: splits[ranks])
     return Capacity(1 / now.mix_s_per_s, gains, now.in_use, best)
+
+
+class _Size(NamedTuple):
+    """A group of some size."""
+
+    spec: PlanSpec
+    chunk_ms: ChunkTime
+    expected_ms: Callable[[float], float]
 
 
 class _Knee(NamedTuple):
@@ -155,10 +164,11 @@ def _knee(group: Group, mix: Mix, ag: int, eg: int) -> _Knee | None:
     spec = group.specs.get((ag, eg))
     if spec is None or mix.is_empty:
         return None
+    size = _Size(spec, group.chunk_times[eg], group.expected_ms)
     rows, prompts, mix_s = _fullest(mix, spec.max_samples)
     whole, part = math.floor(prompts), prompts - math.floor(prompts)
-    less = _batch(group, spec, mix, rows, whole)
-    more = _batch(group, spec, mix, rows, whole + 1) if part > 0 else less
+    less = _batch(size, mix, rows, whole)
+    more = _batch(size, mix, rows, whole + 1) if part > 0 else less
     if less is None and more is None:
         return None
     idle = PlannedBatchTime(0.0, {})
@@ -196,10 +206,9 @@ class PlannedBatchTime(NamedTuple):
     in_use: dict[str, float]
 
 
-def _batch(
-    group: Group, spec: PlanSpec, mix: Mix, rows: int, prompts: int
-) -> PlannedBatchTime | None:
+def _batch(size: _Size, mix: Mix, rows: int, prompts: int) -> PlannedBatchTime | None:
     """Under its best plan; None for an empty batch."""
+    spec = size.spec
     batch = [NewTokens(at, at + 1) for at in [_mean(mix.positions, mix.decode_tokens)] * rows]
     start, new = _mean(mix.starts, mix.prompts), max(1, _mean(mix.prompt_tokens, mix.prompts))
     room = spec.max_samples - rows
@@ -208,20 +217,18 @@ def _batch(
         batch.append(NewTokens(start, start + max(1, min(new, room % new))))
     if not batch:
         return None
-    planned = plan_batch(spec, batch, group.chunk_ms)
-    ms = group.expected_ms(planned.makespan_ms)
-    return PlannedBatchTime(ms, _in_use(group, spec, batch, planned))
+    planned = plan_batch(spec, batch, size.chunk_ms)
+    return PlannedBatchTime(size.expected_ms(planned.makespan_ms), _in_use(size, batch, planned))
 
 
-def _in_use(
-    group: Group, spec: PlanSpec, batch: list[NewTokens], planned: PlannedBatch
-) -> dict[str, float]:
+def _in_use(size: _Size, batch: list[NewTokens], planned: PlannedBatch) -> dict[str, float]:
+    spec = size.spec
     tokens = sum(stop - start for start, stop in batch)
     plan, stages = planned.plan, spec.stages
     calls, me = plan.r1 * plan.r2, spec.me(tokens, 1)
     layer_ms = planned.makespan_ms / spec.num_layers
     attention_ms = plan.r1 * stages.attention.alpha_ms
-    attention_ms += sum(group.chunk_ms(start, stop) for start, stop in batch)
+    attention_ms += sum(size.chunk_ms(start, stop) for start, stop in batch)
     attention_ms += plan.r1 * spec.shared.alpha_ms + spec.shared.beta_ms * tokens
     busy_ms = {"attention": attention_ms} | {
         name: calls * stage.alpha_ms + stage.beta_ms * me

@@ -23,9 +23,8 @@ from planner.costs.fit import fit_nonnegative
 from planner.costs.model_shape import ModelShape
 from planner.costs.refit import OnlineLinear
 from planner.costs.stages import Linear
+from planner.online.sized_stage import COLD_SAMPLES, COLD_SIZES
 
-COLD_SIZES = 3  # of different size, and
-COLD_SAMPLES = 12  # times in all, before a stage that nobody has profiled has a model
 _PER_SIZE = 8  # times that are kept of each size, the latest
 _SIZES_PER_OCTAVE = 4
 _SAMPLES_BETWEEN = 32  # from one fit to the next

@@ -18,7 +18,7 @@ import numpy as np
 from contracts.hardware import AttentionCost, Hardware
 from contracts.planning import BatchReport, ExpertReport, MicroBatchTimes, RowsTime
 from planner.costs.cost_model import Deployment, attention_ms, stage_models, tokens_per_expert
-from planner.costs.fit import fit_linear, fit_nonnegative
+from planner.costs.fit import fit_nonnegative
 from planner.costs.model_shape import (
     NO_WORK,
     AttentionWork,
@@ -31,7 +31,9 @@ from planner.costs.routing_shape import Spread, uniform_spread
 from planner.costs.stages import Linear, PlanSpec, StageModels
 from planner.findep.batch_plan import ChunkTime
 from planner.online.buckets import Bucket, bucket_of
-from planner.online.expert_stage import COLD_SAMPLES, COLD_SIZES, ExpertStage
+from planner.online.expert_stage import ExpertStage
+from planner.online.micro_batches import MicroBatchStage
+from planner.online.sized_stage import COLD_SAMPLES, COLD_SIZES, SizedStage
 
 MAX_TOKEN_GROUPS = 16
 EXTRAPOLATION = 4.0  # plans for batches at most so many times as large as any measured
@@ -55,30 +57,6 @@ class OnlineSetup(NamedTuple):
     hardware: Hardware | None = None
     beyond: bool = True
     refit: bool = True
-
-
-class SizedStage:
-    """A stage whose time depends on one number x. `model` None: cold."""
-
-    def __init__(self, prior: Linear | None, typical_x: float) -> None:
-        self._online = None if prior is None else OnlineLinear(prior, typical_x)
-        self._typical_x = typical_x
-        self._samples: dict[int, list[tuple[float, float]]] = {}
-
-    @property
-    def model(self) -> Linear | None:
-        return None if self._online is None else self._online.model
-
-    def add(self, x: float, ms: float) -> None:
-        if self._online is not None:
-            self._online.update(x, ms)
-            return
-        size = math.floor(4 * math.log2(max(x, 1e-9)))
-        self._samples.setdefault(size, []).append((x, ms))
-        samples = [sample for of_size in self._samples.values() for sample in of_size]
-        if len(self._samples) >= COLD_SIZES and len(samples) >= COLD_SAMPLES:
-            self._online = OnlineLinear(fit_linear(samples).model, self._typical_x)
-            self._samples.clear()
 
 
 class _AttentionSample(NamedTuple):
@@ -193,6 +171,7 @@ class OnlineModels:
         hardware = setup.hardware
         prior = None if hardware is None else _prior(setup, hardware)
         self.attention = AttentionStage(shape, None if hardware is None else hardware.attention)
+        self._beside = MicroBatchStage(shape.moe_layers)
         self._shared = SizedStage(prior.shared if prior else None, typical_tokens)
         self._expert = ExpertStage(shape, prior.expert if prior else None, typical_me)
         self._a2e = SizedStage(prior.a2e if prior else None, typical_me)
@@ -216,7 +195,11 @@ class OnlineModels:
     @property
     def cold_stages(self) -> list[str]:
         """Names of the stages that have no model yet."""
-        sized = {"expert": self._expert, "a2e": self._a2e, "e2a": self._e2a}
+        sized: dict[str, SizedStage | ExpertStage] = {
+            "expert": self._expert,
+            "a2e": self._a2e,
+            "e2a": self._e2a,
+        }
         if self._setup.shape.num_shared_experts:
             sized["shared"] = self._shared
         cold = [name for name, stage in sized.items() if stage.model is None]
@@ -232,6 +215,7 @@ class OnlineModels:
         """Takes an attention rank's times."""
         for times in report.micro_batches:
             self.attention.add(times)
+            self._beside.add(times)
             if times.shared_ms > 0:
                 self._shared.add(_tokens(times.batch), times.shared_ms)
         self._add(self._e2a, report.e2a, self._setup.attention_ranks)
@@ -253,7 +237,7 @@ class OnlineModels:
             return None
         setup, busiest, uniform = self._setup, self._spread.busiest, self._uniform.mean
         by_pairs, by_rows = busiest.pairs / uniform.pairs, busiest.rows / uniform.rows
-        launch = Linear(self.attention.launch_ms(), 0.0)
+        launch = Linear(self.attention.launch_ms() + self._beside.launch_ms(0.0), 0.0)
         return PlanSpec(
             stages=StageModels(
                 attention=launch if not launch.is_free else Linear(LEAST_MS, 0.0),
@@ -268,6 +252,15 @@ class OnlineModels:
             max_r2=MAX_TOKEN_GROUPS,
             has_shared=setup.shape.num_shared_experts > 0,
         )
+
+    def chunk_time(self, expert_ranks: int | None = None) -> ChunkTime:
+        """(start, stop) -> ms that a sequence adds to each layer of a micro-batch. expert_ranks:
+        of a group of another size."""
+        return self._beside.chunk_time(self.attention.chunk_time(), self._more(expert_ranks))
+
+    def _more(self, expert_ranks: int | None) -> float:
+        """Of expert ranks than there are, as a part of these."""
+        return 0.0 if expert_ranks is None else expert_ranks / self._setup.expert_ranks - 1
 
     def spec_of(
         self, attention_ranks: int, expert_ranks: int, tokens: float | None = None
@@ -285,9 +278,11 @@ class OnlineModels:
         tokens = tokens_per_expert(shape, then)
         if tokens * spec.max_samples < 1:  # not one token for each expert, whatever is batched
             return None
+        stages = resized(spec.stages, shape, _one_token(self._setup), then)
+        launch_ms = self.attention.launch_ms() + self._beside.launch_ms(self._more(expert_ranks))
         return msgspec.structs.replace(
             spec,
-            stages=resized(spec.stages, shape, _one_token(self._setup), then),
+            stages=msgspec.structs.replace(stages, attention=Linear(max(launch_ms, LEAST_MS), 0.0)),
             tokens_per_expert_per_sample=tokens,
         )
 

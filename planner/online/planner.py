@@ -118,7 +118,7 @@ class OnlinePlanner:
         sequences = [NewTokens(start, stop) for start, stop in batch]
         try:
             planned = plan_batch(
-                spec, sequences, self._models.attention.chunk_time(), beyond=self._setup.beyond
+                spec, sequences, self._models.chunk_time(), beyond=self._setup.beyond
             )
         except ValueError as error:
             raise NoPlanError(str(error)) from None
@@ -178,8 +178,9 @@ class OnlinePlanner:
         tokens = fullest_tokens(mix, self._setup.max_batch_tokens)
         specs = {ranks: models.spec_of(*ranks, tokens) for ranks in [(ag, eg), *others(ag, eg)]}
         known = {ranks: spec for ranks, spec in specs.items() if spec is not None}
+        chunks = {expert_ranks: models.chunk_time(expert_ranks) for _, expert_ranks in known}
         line = self._alone.model
-        return Group(ag, eg, known, models.attention.chunk_time(), lambda ms: max(0.0, line.at(ms)))
+        return Group(ag, eg, known, chunks, lambda ms: max(0.0, line.at(ms)))
 
     def observe_alone(self, report: BatchReport) -> None:
         """Takes a batch that ran while other ranks left the experts to it: what no stage model has
@@ -231,7 +232,7 @@ def _replayed_ms(
     spec = spec or models.spec(_tokens(micro_batches))
     if spec is None:
         return None
-    chunk_ms = models.attention.chunk_time()
+    chunk_ms = models.chunk_time()
     pieces = []
     for batch in micro_batches:
         tokens = sum(stop - start for start, stop in batch)
@@ -246,7 +247,7 @@ def _tokens(micro_batches: Sequence[Chunks]) -> int:
 
 def _reference_times(models: OnlineModels) -> list[list[float]]:
     """ms of each stage at each reference size; [] while one is cold."""
-    chunk_ms = models.attention.chunk_time()
+    chunk_ms = models.chunk_time()
     specs = [(tokens, models.spec(tokens)) for tokens in _REFERENCE_TOKENS]
     return [_stage_times(spec, tokens, chunk_ms(0, tokens)) for tokens, spec in specs if spec]
 
