@@ -25,9 +25,12 @@ quick: $(VENV)/.installed
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
-# 200 faults under load, and what becomes of each answer. ARGS: --served, --faults N, --seed N …
+# 200 faults under load, and what becomes of each answer: on one node, between two, on Ray. ARGS:
+# --seed N, --dtype bfloat16 --undisturbed 60 …
 chaos: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.chaos $(ARGS)
+	$(BIN)/python -m benchmarks.chaos --faults 130 $(ARGS)
+	$(BIN)/python -m benchmarks.chaos --two-nodes --faults 40 --output benchmarks/results/chaos_links.json $(ARGS)
+	$(BIN)/python -m benchmarks.chaos --served --two-nodes --faults 30 --output benchmarks/results/chaos_served.json $(ARGS)
 
 lint: ruff types layers
 

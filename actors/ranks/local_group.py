@@ -4,7 +4,8 @@ without Ray."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import wait
 from types import TracebackType
 from typing import NamedTuple
@@ -76,6 +77,7 @@ class LocalGroup:
             for spec in make_specs(formation, attention, expert, planners, prefill)
         ]
         self._epoch, self._config = formation.epoch, config
+        self._lock = threading.Lock()  # guards the epoch and who is ready
         self._timeout_s = groups.ready_timeout_s
         self.processes: dict[str, RankProcess] = {}
         self.ready: list[RankReady] = []
@@ -99,22 +101,33 @@ class LocalGroup:
     ) -> None:
         self.close()
 
-    def replace(self, *names: str) -> None:
-        """Other processes in the places of these, which are killed, under one new epoch; the others
-        are told of them. Raises as `form_group`; they are gone then."""
-        self._epoch += 1
+    def replace(self, *names: str, without: Collection[str] = ()) -> int:
+        """Other processes in the places of these, which are killed, under one new epoch, which it
+        returns; the others are told of them. without: others that are lost too, and join nobody
+        now. From any thread, but for one name at a time. Raises as `form_group`; they are gone
+        then."""
+        with self._lock:
+            self._epoch += 1
+            epoch = self._epoch
         for name in names:
             self.processes[name].send_signal(signal.SIGKILL)
             self.processes[name].close()
             self.processes[name] = self._started(name)
         lost = [spec for spec in self._specs if spec.name in names]
-        specs = [msgspec.structs.replace(spec, epoch=self._epoch) for spec in lost]
-        others = [ready for ready in self.ready if ready.name not in names]
+        specs = [msgspec.structs.replace(spec, epoch=epoch) for spec in lost]
+        others = [ready for ready in self.ready if ready.name not in {*names, *without}]
         handles = [self.processes[spec.name] for spec in specs]
         told = form_group(specs, handles, timeout_s=self._timeout_s, others=others)
-        by_name = {ready.name: ready for ready in (*others, *told)}
-        self.ready = [by_name[spec.name] for spec in self._specs]
-        introduce(self.ready, self.processes)
+        with self._lock:
+            by_name = {ready.name: ready for ready in (*self.ready, *told)}
+            self.ready = [by_name[spec.name] for spec in self._specs]
+        self.introduce(without)
+        return epoch
+
+    def introduce(self, without: Collection[str] = ()) -> None:
+        """Tells all but those of each other."""
+        ready = [one for one in self.ready if one.name not in without]
+        introduce(ready, {one.name: self.processes[one.name] for one in ready})
 
     def resize_experts(self, expert_ranks: int) -> None:
         """More expert ranks or fewer, while the group serves. Raises as `form_group` and

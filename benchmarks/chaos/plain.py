@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import msgspec
 import psutil
 
 from actors.ranks.local_group import LocalGroup, Spot
-from actors.ranks.rendezvous import introduce, peer_addresses
+from actors.ranks.rendezvous import peer_addresses
 from benchmarks.chaos.front import Orders
 from benchmarks.chaos.front_process import FrontProcess
 from benchmarks.chaos.links import Links
@@ -62,11 +62,11 @@ class PlainTarget:
         self._ended_s: dict[str, float] = {}  # ingress replicas that have been killed, by URL
         self._stopped_since_s: dict[str, float] = {}
         self._asked: dict[str, Future[RankStatus]] = {}
-        self._misses: dict[str, list[str]] = {}  # by attention rank
+        self._misses: dict[str, dict[str, float]] = {}  # epochs of expert ranks, by who lost them
         self._missed_since_s: dict[str, float] = {}
         self._introduced_s = -math.inf
         self._epochs: dict[str, int] = {}  # of ranks that have been replaced
-        self._is_replacing = False
+        self._replacing: dict[str, threading.Thread] = {}  # by name
         self._closing = threading.Event()
         self._lock = threading.Lock()  # guards who is in which place
         self._thread = threading.Thread(target=self._look_after, name="supervisor", daemon=True)
@@ -86,7 +86,8 @@ class PlainTarget:
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        self._thread.join(2 * STATUS_S)
+        for thread in (self._thread, *list(self._replacing.values())):
+            thread.join(2 * STATUS_S)
         self._stack.close()
 
     # ---- what chaos needs of it
@@ -142,7 +143,7 @@ class PlainTarget:
         """Whether nobody is being replaced, or must be."""
         with self._lock:
             whole = len(self._serving) == self._replicas and not self._lost()
-            return whole and not self._is_replacing and not any(self._misses.values())
+            return whole and not self._replacing and not self._are_missed()
 
     @property
     def _serving(self) -> list[FrontProcess]:
@@ -154,19 +155,21 @@ class PlainTarget:
         while not self._closing.wait(LOOK_S):
             with self._lock:
                 lost = self._lost()
-                self._is_replacing = bool(lost)
             for name, reason in lost.items():
                 event(log, "worker_lost", logging.WARNING, name=name, reason=reason)
                 self.replaced.append((name, time.monotonic()))
-            if lost:
-                self._replace(list(lost))
+                self._replacing[name] = threading.Thread(
+                    target=self._replace, args=[name], name=f"replaces-{name}", daemon=True
+                )
+                self._replacing[name].start()
             self._replace_fronts()
-            self._is_replacing = False
 
     def _lost(self) -> dict[str, str]:
         """Ranks and the planner: gone, stopped for too long, or lost to those that ask them."""
         lost, now_s = {}, time.monotonic()
-        for name, process in self._group.processes.items():
+        for name, process in list(self._group.processes.items()):
+            if name in self._replacing:
+                continue
             if process._process.poll() is not None:
                 lost[name] = "its process has ended"
             elif not is_stopped(process.pid):
@@ -180,10 +183,10 @@ class PlainTarget:
     def _said(self, lost: Mapping[str, str]) -> dict[str, str]:
         """What attention ranks say of themselves and of the expert ranks, if they have answered."""
         found: dict[str, str] = {}
-        for name, process in self._group.processes.items():
+        for name, process in list(self._group.processes.items()):
             if not name.startswith("attention-"):
                 continue
-            if name in lost:
+            if name in lost or name in self._replacing:
                 self._misses.pop(name, None)
                 continue
             asked = self._asked.get(name)
@@ -196,22 +199,18 @@ class PlainTarget:
                 status = asked.result()
                 if not status.healthy:
                     found[name] = status.reason
-                self._misses[name] = [
-                    expert
-                    for expert, epoch in status.sections.get("lost", {}).items()
-                    if epoch == self._epochs.get(expert, 1) and not is_stopped(self._pid(expert))
-                ]
+                self._misses[name] = status.sections.get("lost", {})
         return self._missed(time.monotonic()) | found
 
     def _missed(self, now_s: float) -> dict[str, str]:
         """Expert ranks that all have lost, or half of them for long. The others are introduced
         again: as cluster/fleet/rank_group.py."""
-        told = Counter(expert for some in self._misses.values() for expert in some)
+        told = Counter(self._are_missed())
         since_s = {name: self._missed_since_s.get(name, now_s) for name in told}
         self._missed_since_s = since_s
         if told and now_s - self._introduced_s >= INTRODUCE_PERIOD_S:
             self._introduced_s = now_s
-            introduce(self._group.ready, self._group.processes)
+            self._group.introduce(list(self._replacing))
         asked = len(self._misses)
         most = [
             name
@@ -220,29 +219,41 @@ class PlainTarget:
         ]
         return dict.fromkeys(most, "attention ranks have lost it")
 
+    def _are_missed(self) -> list[str]:
+        """Expert ranks that are there, once for each attention rank that has lost them."""
+        return [
+            expert
+            for some in list(self._misses.values())
+            for expert, epoch in some.items()
+            if epoch == self._epochs.get(expert, 1)
+            and expert not in self._replacing
+            and not is_stopped(self._pid(expert))
+        ]
+
     def _pid(self, name: str) -> int:
         return self._group.processes[name].pid
 
-    def _replace(self, names: Sequence[str]) -> None:
-        """Others in their places, until they are there."""
+    def _replace(self, name: str) -> None:
+        """Another in its place, until one is there. Each on a thread of its own: one that does not
+        come holds up no other."""
         while not self._closing.is_set():
+            others = [other for other in list(self._replacing) if other != name]
             try:
-                self._group.replace(*names)
+                self._epochs[name] = self._group.replace(name, without=others)
                 break
             except Exception as error:  # noqa: BLE001 - whatever it is, it is tried again
-                event(log, "worker_not_replaced", logging.ERROR, name=str(names), error=error)
+                event(log, "worker_not_replaced", logging.ERROR, name=name, error=error)
                 self._closing.wait(0.5)
-        for name in names:
-            self._epochs[name] = self._group._epoch
-            self._asked.pop(name, None)
-            self._stopped_since_s.pop(name, None)
-            self._misses.pop(name, None)
+        for known in (self._asked, self._stopped_since_s, self._misses):
+            known.pop(name, None)
         planner = {one.name: one.channel_address for one in self._group.ready}["planner-0"]
-        for name, process in self._group.processes.items():
-            if name.startswith(("attention-", "expert-")):
+        for other, process in list(self._group.processes.items()):
+            if other.startswith(("attention-", "expert-")):
                 process.call("join_planner", planner)
         for front in self._fronts:
             front.tell(self._directory)
+        del self._replacing[name]
+        self._group.introduce(list(self._replacing))  # to those that came meanwhile, too
 
     def _replace_fronts(self) -> None:
         for number, front in enumerate(self._fronts):

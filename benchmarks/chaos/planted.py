@@ -24,11 +24,12 @@ from benchmarks.planted_bugs.bugs import Bug
 
 LIMIT_S = 280.0
 NO_END = f"no end within {LIMIT_S:g} s"
-_QUICK = ("--light", "--request-timeout", "20")
-_ATTENTION = ("--schedule", "kill attention-0,kill attention-1,kill attention-0", *_QUICK)
+_QUICK = ("--light", "--request-timeout", "30")
+_LIGHT = ("--light",)
+_ATTENTION = ("--schedule", "kill attention-0,kill attention-1,kill attention-0", *_LIGHT)
 _EXPERT = ("--schedule", "kill expert-0,kill expert-1,kill expert-0", *_QUICK)
-_WAKES = ("--schedule", "wake attention-0,wake attention-1", *_QUICK)
-_LAUNCHER = ("--served", "--schedule", "kill expert-0,kill launcher-0,kill expert-0", *_QUICK)
+_WAKES = ("--schedule", "wake attention-0,wake attention-1", *_LIGHT)
+_LAUNCHER = ("--served", "--schedule", "kill expert-0,kill launcher-0,kill expert-0", *_LIGHT)
 
 
 class Planted(NamedTuple):

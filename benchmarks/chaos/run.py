@@ -13,11 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import httpx
+
 from benchmarks.chaos.clients import Clients, Outcome
 from benchmarks.chaos.leaks import Leaks, held, shared
 from benchmarks.chaos.links import Links
 from benchmarks.chaos.questions import Load
 from benchmarks.chaos.schedule import Fault, Kind
+from contracts.errors import TandemError
 from contracts.worker import RankStatus
 
 FILLER = Path("/dev/shm/chaos-fills-it")
@@ -217,7 +220,14 @@ class Run:
         """Until no block is in use, or for so long."""
         end_s = time.monotonic() + DRAIN_S
         while True:
-            ranks = await asyncio.to_thread(self._target.status)
+            try:
+                ranks = await asyncio.to_thread(self._target.status)
+            except (TandemError, httpx.HTTPError, TimeoutError) as error:
+                if time.monotonic() > end_s:
+                    self.wrong.append(f"no status after the last fault: {error}")
+                    return
+                await asyncio.sleep(10 * POLL_S)
+                continue
             self.used_blocks = {
                 rank.name: rank.sections["kv_blocks"]["used"]
                 for rank in ranks

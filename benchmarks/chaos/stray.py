@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from contracts.errors import LaunchError, TandemError
 WAKE_S = 60.0
 STATUS_S = 10.0
 LOOK_S = 0.1
+REFUSED = "has been replaced by"
 
 
 def comes_back(
@@ -23,8 +23,9 @@ def comes_back(
     kill_its_successor: Callable[[], None],
     is_whole: Callable[[], bool],
 ) -> str:
-    """What must not be: that expert ranks let it in again, while nobody is in its place. It is gone
-    afterwards. experts: name -> address, as a late message tells it."""
+    """What must not be: that expert ranks let it in again, also while nobody is in its place, or
+    refuse it for another reason than that it has been replaced. It is gone afterwards. experts:
+    name -> address, as a late message tells it."""
     end_s = time.monotonic() + WAKE_S
     stray.send_signal(signal.SIGCONT)
     try:
@@ -32,17 +33,26 @@ def comes_back(
             time.sleep(LOOK_S)  # it finds out that it has been left
         kill_its_successor()
         while True:
-            with contextlib.suppress(TandemError):
-                stray.call("connect", experts).result(STATUS_S)
+            said = _asked(stray, experts)
             if linked := _linked(stray, experts):
-                names = ", ".join(linked)
-                return f"{stray.name}, which had been replaced, was taken back by {names}"
+                return f"{stray.name}, which had been replaced, was taken back by {linked}"
+            if REFUSED not in said:
+                return f"{stray.name}, which had been replaced, was told {said or 'nothing'}"
             if time.monotonic() > end_s or is_whole():
                 return ""
             time.sleep(LOOK_S)
     finally:
         stray.send_signal(signal.SIGKILL)
         stray.close()
+
+
+def _asked(stray: RankProcess, experts: Mapping[str, str]) -> str:
+    """Why they do not take it back."""
+    try:
+        stray.call("connect", experts).result(STATUS_S)
+    except TandemError as error:
+        return error.message
+    return ""
 
 
 def _linked(stray: RankProcess, experts: Mapping[str, str]) -> list[str]:
@@ -73,9 +83,3 @@ class _Gone(NamedTuple):
 
     def poll(self) -> int:
         return 0
-
-
-def _linked(stray: RankProcess, experts: Mapping[str, str]) -> list[str]:
-    """Expert ranks that it has not lost."""
-    lost = stray.call("status").result(STATUS_S).sections.get("lost", {})
-    return [name for name in experts if name not in lost]

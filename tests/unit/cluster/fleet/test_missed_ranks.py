@@ -20,7 +20,7 @@ class FakeRank(RayRank):
 
     def __init__(self, name: str) -> None:
         super().__init__(name, self)
-        self.lost: dict[str, int] = {}
+        self.lost: dict[str, float] = {}
         self.told: list[str] = []
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
