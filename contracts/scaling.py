@@ -46,6 +46,11 @@ class ScaleState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seconds: float = 0.0
 
 
+def in_words(counts: Mapping[str, int]) -> str:
+    """ "attention_ranks=3, expert_ranks=1"."""
+    return ", ".join(f"{name}={count}" for name, count in counts.items())
+
+
 def check_counts(wanted: ScaleWanted) -> None:
     """Raises RequestError for what no server has."""
     if not wanted.counts:

@@ -16,7 +16,7 @@ from cluster.api.errors import BodyTimeoutError, MediaTypeError
 from cluster.api.session import Services
 from contracts.errors import NotReadyError
 from contracts.logs import event
-from contracts.scaling import ScaleState, ScaleWanted, check_counts
+from contracts.scaling import ScaleState, ScaleWanted, check_counts, in_words
 
 log = logging.getLogger("tandem.ingress")
 
@@ -37,7 +37,7 @@ async def begin_scale(services: Services, request: Request) -> Response:
     services.ending.check()
     wanted = await _wanted(services, request)
     check_counts(wanted)
-    event(log, "scale_asked", logging.WARNING, **wanted.counts)
+    event(log, "scale_asked", logging.WARNING, wanted=in_words(wanted.counts))
     return json_response(await _asked(services, wanted))
 
 

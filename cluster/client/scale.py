@@ -12,7 +12,7 @@ import msgspec
 from cluster.client.status import Server
 from cluster.files.server_url import bearer, no_answer
 from contracts.errors import ConfigError, LaunchError
-from contracts.scaling import ScaleState, ScaleWanted
+from contracts.scaling import ScaleState, ScaleWanted, in_words
 
 _ASK_S: Final = 30.0
 _MAX_BYTES: Final = 1 << 20
@@ -41,7 +41,7 @@ def follow_scale(
             say(step)
         said = len(state.steps)
         if state.state == "failed":
-            raise LaunchError(f"{state.reason}; there are {counts_of(state)}")
+            raise LaunchError(f"{state.reason}; there are {in_words(state.ranks)}")
         if state.state != "running":
             return state
         if time.monotonic() > end_s:
@@ -60,11 +60,6 @@ def follow_scale(
                 "the launcher of the ranks was started anew, or another scale has begun: look at "
                 "`tandem status`, and scale again"
             )
-
-
-def counts_of(state: ScaleState) -> str:
-    """ "attention_ranks=3, expert_ranks=1"."""
-    return ", ".join(f"{name}={count}" for name, count in state.ranks.items())
 
 
 def _ask(server: Server, method: str, wanted: ScaleWanted | None) -> ScaleState:

@@ -27,7 +27,7 @@ from cluster.fleet.scaler import Scaler
 from contracts.config import SCALABLE, TandemConfig
 from contracts.errors import LaunchError, NotReadyError, OverloadError, RequestError, TandemError
 from contracts.logs import event
-from contracts.scaling import Progress, ScaleState, ScaleWanted, check_wanted
+from contracts.scaling import Progress, ScaleState, ScaleWanted, check_wanted, in_words
 from contracts.worker import Group, rank_name
 
 log = logging.getLogger("tandem.fleet")
@@ -83,7 +83,7 @@ class Resizing:
             self._steps = [] if changes else ["there are so many already"]
             self._progress, self._ended_s = "running" if changes else "done", self._begun_s
         if changes:
-            event(log, "scale_begins", logging.WARNING, **changes)
+            event(log, "scale_begins", logging.WARNING, wanted=in_words(changes))
             self._thread = threading.Thread(
                 target=self._run, args=(changes,), name="resizing", daemon=True
             )
@@ -103,7 +103,7 @@ class Resizing:
         return {name: count for name, count in counts.items() if count}
 
     def _under_way(self) -> str:
-        wanted = ", ".join(f"{name}={count}" for name, count in self._wanted.counts.items())
+        wanted = in_words(self._wanted.counts)
         seconds = time.monotonic() - self._begun_s
         return (
             f"another scale is under way ({wanted}, for {seconds:.0f} s): wait until it has ended"
@@ -173,7 +173,7 @@ class Resizing:
             self._ended_s, self._reason = time.monotonic(), reason
             self._progress = "failed" if reason else "done"
         level = logging.ERROR if reason else logging.WARNING
-        event(log, "scale_ended", level, reason=reason or "none", **self._there())
+        event(log, "scale_ended", level, reason=reason or "none", ranks=in_words(self._there()))
 
     def _resize(self, kind: Group, count: int) -> None:
         if kind is Group.PREFILL and self._scalers:

@@ -275,19 +275,21 @@ class LeastWork:
                 self._settle(rank, address)
             elif self._connect is not None and addresses:
                 self._retire(rank)
-        for name, address in named.items() if self._connect is not None else ():
-            self._join(self._connect(name, address))
+        for name, address in named.items():
+            self._join(name, address)
 
     def _settle(self, rank: _Rank, address: str) -> None:
         if not rank.serves and rank.client.address != address:
             self._forget(rank)  # another one of its number
-            if self._connect is not None:
-                self._join(self._connect(rank.client.name, address))
+            self._join(rank.client.name, address)
             return
         rank.serves = True
         rank.client.move(address)
 
-    def _join(self, client: RankClient) -> None:
+    def _join(self, name: str, address: str) -> None:
+        if self._connect is None:
+            return
+        client = self._connect(name, address)
         rank = _Rank(client, self._on_lost)
         rank.on_present = self._present
         self._ranks.append(rank)

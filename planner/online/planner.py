@@ -50,6 +50,7 @@ class OnlinePlanner:
     def __init__(self, setup: OnlineSetup) -> None:
         """Raises ConfigError for a split that the hardware file has no figures for."""
         self.version = 1
+        self._setup = setup
         self._begin(setup)
 
     def resize(self, attention_ranks: int, expert_ranks: int) -> None:

@@ -151,8 +151,8 @@ def test_from_two_attention_ranks_to_three_and_to_one(
         streams.wait_more(4 * CLIENTS)
     one = pids(served)
     assert set(before) - set(one) == {"attention-1"}
-    for name in ("attention-1", "attention-2"):
-        wait_until(lambda pid=three[name]: not psutil.pid_exists(pid), f"{name} is left", 20.0)
+    gone = {three[name] for name in ("attention-1", "attention-2")}
+    wait_until(lambda: not any(map(psutil.pid_exists, gone)), "their processes are left", 20.0)
     assert len(ranks_up(served)) == 1
     assert "attention_ranks=1" in capsys.readouterr().out
     seats = free["CPU"] - ray.available_resources()["CPU"]

@@ -10,7 +10,7 @@ from cluster.cli.arguments import Commands, add_command, pretty
 from cluster.cli.config_options import KEY_VARIABLE
 from cluster.files.server_url import check_url
 from contracts.errors import ConfigError
-from contracts.scaling import FIELDS, MOST_RANKS, ScaleWanted
+from contracts.scaling import FIELDS, MOST_RANKS, ScaleWanted, in_words
 
 _EXAMPLE = """example:
   tandem scale --attention-ranks 3
@@ -41,7 +41,7 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.client.scale import begin_scale, counts_of, follow_scale
+    from cluster.client.scale import begin_scale, follow_scale
     from cluster.client.status import Server
 
     check_url(options.url)
@@ -62,5 +62,5 @@ def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> i
             print(step, flush=True)
 
     ended = follow_scale(server, begin_scale(server, wanted), say, options.within)
-    print(pretty(ended) if options.json else f"{counts_of(ended)}, after {ended.seconds:g} s")
+    print(pretty(ended) if options.json else f"{in_words(ended.ranks)}, after {ended.seconds:g} s")
     return 0

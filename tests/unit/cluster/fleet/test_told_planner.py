@@ -22,7 +22,7 @@ class FakeRank(RayRank):
 
     def __init__(self, name: str) -> None:
         super().__init__(name, self)
-        self.told: list[tuple[str, ...]] = []
+        self.told: list[tuple[Any, ...]] = []
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         self.told.append((method, *arguments))
@@ -48,7 +48,7 @@ class Rig:
         self.groups = [RankGroup(self.members[a:b], formation) for a, b in parts if a < b]
         self.told = ToldPlanner(self.groups)
 
-    def told_since(self) -> dict[str, list[tuple[str, ...]]]:
+    def told_since(self) -> dict[str, list[tuple[Any, ...]]]:
         """By rank, in one round."""
         self.told.update()
         found = {}
