@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from actors.ranks.local_group import LocalGroup
@@ -21,7 +22,7 @@ from actors.ranks.placing import Working, _check_room, expert_ranks_in_use, plac
 from actors.ranks.rank import Rank
 from contracts.errors import TandemError
 from contracts.placement import PlacedExperts, Placement
-from contracts.worker import RankStatus
+from contracts.worker import Group, RankStatus
 from kernels.linear import Linear
 from models.decoder.local import LocalModel
 from models.spec.model import read_spec
@@ -98,12 +99,17 @@ def processes(
     *,
     bytes_per_s: float = FAST,
     idle: int = 0,
+    placed: Placement | None = None,
     **sections: Any,
 ) -> Iterator[tuple[LocalGroup, Streams]]:
     """idle: attention ranks beside those that have streams."""
     placement = {"bytes_per_s": bytes_per_s, **sections.pop("placement", {})}
     config = group_config(attention + idle, expert_ranks, placement=placement, **sections)
-    with LocalGroup(str(folder), config) as group, contextlib.ExitStack() as stack:
+    placements = None if placed is None else {Group.EXPERT: placed}
+    with (
+        LocalGroup(str(folder), config, placements=placements) as group,
+        contextlib.ExitStack() as stack,
+    ):
         clients = [
             stack.enter_context(RankConnection(*item, group.token))
             for item in list(group.client_addresses.items())[:attention]
@@ -119,11 +125,14 @@ def status_of(group: LocalGroup, name: str) -> RankStatus:
 
 
 def check_settled(group: LocalGroup, folder: Path, ranks: int) -> None:
-    """Every expert is somewhere once, and nobody misses anybody."""
-    spec = read_spec(folder)
+    """Every rank has what the placement says, all have the same, and nobody misses anybody."""
+    moe_layers = len(read_spec(folder).moe_layers)
     assert expert_ranks_in_use(group.working) == ranks
+    said = [group.processes[f"expert-{n}"].call("placed").result(5.0) for n in range(ranks)]
+    assert len({each.placement for each in said}) == 1
     found = [status_of(group, f"expert-{n}").sections["placement"] for n in range(ranks)]
-    assert sum(each["experts"] for each in found) == spec.num_experts * len(spec.moe_layers)
+    slots = said[0].placement.slots_per_rank
+    assert [each["experts"] for each in found] == [count * moe_layers for count in slots]
     for name in group.client_addresses:
         status = status_of(group, name)
         assert "lost" not in status.sections
@@ -133,13 +142,16 @@ def check_settled(group: LocalGroup, folder: Path, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     "placement",
-    [{}, pytest.param({"follow": "follow", "spare_slots": 1}, marks=pytest.mark.slow)],
+    [{}, pytest.param({"follow": "follow"}, marks=pytest.mark.slow)],
     ids=["off", "follow"],
 )
+@pytest.mark.parametrize("is_replicated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_streams_go_on_as_expert_ranks_come_and_go(
-    deep: Path, right: list[list[int]], placement: dict[str, Any]
+    deep: Path, right: list[list[int]], placement: dict[str, Any], is_replicated: bool
 ) -> None:
-    with processes(deep, right, 2, 2, placement=placement) as (group, _):
+    placed = msgspec.structs.replace(another(read_spec(deep), 1), generation=0)
+    launch = placed if is_replicated else None
+    with processes(deep, right, 2, 2, placement=placement, placed=launch) as (group, _):
         for ranks in (3, 1, 2):
             group.resize_experts(ranks)
             check_settled(group, deep, ranks)
@@ -242,6 +254,7 @@ def test_an_attention_rank_that_comes_in_the_middle_of_it_goes_over_with_the_res
         check_settled(group, deep, 3)
 
 
+@pytest.mark.slow
 def test_a_second_change_waits_for_the_first_and_the_planner_is_refused_by_number(
     deep: Path, right: list[list[int]]
 ) -> None:
@@ -263,11 +276,12 @@ def test_a_second_change_waits_for_the_first_and_the_planner_is_refused_by_numbe
         until(lambda: planner.held["expert-0"].placement.generation == 6)
 
 
-@pytest.mark.parametrize("follow", ["off", pytest.param("follow", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("follow", ["off", "follow"])
 def test_ranks_that_read_experts_as_they_are_wanted_come_and_go_too(
     deep: Path, right: list[list[int]], follow: str
 ) -> None:
-    sections = {"experts": {"slots": 4}, "placement": {"follow": follow}}
+    sections: dict[str, Any] = {"experts": {"slots": 4}, "placement": {"follow": follow}}
     with processes(deep, right, 1, 2, **sections) as (group, _):
         for ranks in (3, 1):
             group.resize_experts(ranks)
