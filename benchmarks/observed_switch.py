@@ -1,7 +1,7 @@
 """What it costs to be seen, by processor time: one server, whose metrics, spans, scrapes and access
 log are switched on and off many times a second while it serves.
 
-    python -m benchmarks.observed_switch [--pairs 48] [--slice 0.12] [--add]
+    python -m benchmarks.observed_switch [--pairs 24] [--slice 0.12] [--add]
 
 Two servers of the same code differ by several percent from start to start, whatever is measured of
 them (benchmarks/observed_cost.py); one does not differ from itself, and what others do on the
@@ -134,7 +134,7 @@ def compared(samples: Samples, comparison: str, what: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=48)
+    parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--slice", type=float, default=0.12, help="seconds")
     parser.add_argument("--tokens", type=int, default=32, help="generated for each request")
     parser.add_argument("--add", action="store_true", help="go on from what is in the file")
