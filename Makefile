@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 # The Python whose torch sees the GPU: that of .venv, if there is one.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
+# Each of the hundreds of processes that tests start would compile the same files again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check quick lint ruff types layers format gpu chaos clean
 demo: $(VENV)/.installed
 	$(BIN)/tandem demo
