@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.harness import Result, write_result
 from benchmarks.planted_bugs.__main__ import copied_tree
-from benchmarks.planted_bugs.bugs import Bug
+from benchmarks.planted_bugs.bug import Bug
 
 LIMIT_S = 280.0
 NO_END = f"no end within {LIMIT_S:g} s"
