@@ -90,7 +90,7 @@ BUGS = (
     _bug(
         "adoption: a rank that was replaced is not written down",
         "cluster/fleet/ledger.py",
-        "now = [(member.name, member.ready.pid, member.spec.epoch) for member in members]",
+        "now = [(member.name, member.ready.pid, member.spec) for member in members]",
         "now = [(member.name, 0, 0) for member in members]",
         _LAUNCHER,
     ),
