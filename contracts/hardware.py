@@ -31,6 +31,8 @@ class AttentionCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     linear_ms_per_flop for what is done once per token (projections, router);
     attended_ms_per_flop for what is done once per (query, key) pair that the mask leaves;
     context_ms_per_byte for keys and values that are read back from the pool;
+    prompt_call_ms for each tile of 128 rows of a prompt, or group of short ones; decode_call_ms for
+    each group of sequences that decode;
     packet_ms for each expert rank beyond the first, which gets a packet and answers it;
     copied_ms_per_byte for each copy of a row beyond the first: cut out, and its answer added.
     """
@@ -41,6 +43,8 @@ class AttentionCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     projection_ms: Ms = 0.0
     sequence_ms: Ms = 0.0
     context_ms_per_byte: Ms = 0.0
+    prompt_call_ms: Ms = 0.0
+    decode_call_ms: Ms = 0.0
     packet_ms: Ms = 0.0
     copied_ms_per_byte: Ms = 0.0
 

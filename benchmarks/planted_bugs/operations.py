@@ -146,6 +146,27 @@ BUGS: tuple[Bug, ...] = (
         ("tests/unit/planner/costs/test_cost_model.py",),
     ),
     Bug(
+        "plan: a group of short prompts is as many calls as prompts",
+        "planner/costs/attention_calls.py",
+        "if fits and (members + 1) * high <= GROUP_SLOTS:",
+        "if fits and members < 1:",
+        ("tests/property/test_attention_calls.py",),
+    ),
+    Bug(
+        "plan: decode is padded without end",
+        "planner/costs/attention_calls.py",
+        "if fits and width >= MIN_FILL * longest:",
+        "if fits:",
+        ("tests/property/test_attention_calls.py",),
+    ),
+    Bug(
+        "plan: the calls of a micro-batch are those of its chunks, each by itself",
+        "planner/costs/model_shape.py",
+        "return total._replace(prompt_calls=calls.prompts, decode_calls=calls.decodes)",
+        "return total",
+        ("tests/unit/planner/costs/test_cost_model.py",),
+    ),
+    Bug(
         "plan: logits are read for nothing",
         "planner/costs/cost_model.py",
         "(cost.sequence_ms + logits_ms) * sequences",

@@ -73,6 +73,7 @@ def _formula(hardware: Hardware, stage: str) -> str:
             f"{1e9 * cost.linear_ms_per_flop:.3g}/GFLOP linear + "
             f"{1e9 * cost.attended_ms_per_flop:.3g}/GFLOP attended + "
             f"{1e6 * cost.context_ms_per_byte:.3g}/MB context + "
+            f"{cost.prompt_call_ms:.2g}/call of prompts + {cost.decode_call_ms:.2g}/of decode + "
             f"{cost.packet_ms:.2g}/further rank + {1e6 * cost.copied_ms_per_byte:.2g}/MB copied"
         )
     if stage == "serving" and hardware.serving is not None:

@@ -13,7 +13,7 @@ import msgspec
 
 from contracts.errors import ConfigError
 from contracts.hardware import AttentionCost, Hardware, LinkCost, SharedCost
-from planner.costs.model_shape import NO_WORK, AttentionWork, ModelShape, layer_mean_work
+from planner.costs.model_shape import AttentionWork, ModelShape, layer_mean_batch, layer_mean_work
 from planner.costs.routing_shape import RankShare, Spread, uniform_spread
 from planner.costs.stages import Linear, StageModels
 
@@ -49,21 +49,23 @@ def batch_attention_ms(
 ) -> float:
     """The same for any ragged micro-batch of (start, stop) chunks, the mean over layers, of which
     as many expert ranks get packets as `spread` says (None: one)."""
-    total = NO_WORK
-    for start, stop in chunks:
-        total = total.plus(layer_mean_work(shape, start, stop))
     tokens = sum(stop - start for start, stop in chunks)
-    return attention_ms(cost, shape, total) + _packets_model(cost, shape, spread).at(tokens)
+    work = layer_mean_batch(shape, chunks)
+    return attention_ms(cost, shape, work) + _packets_model(cost, shape, spread).at(tokens)
 
 
 def attention_model(
     cost: AttentionCost, shape: ModelShape, deployment: Deployment, spread: Spread | None = None
 ) -> Linear:
-    """x: samples of a micro-batch. spread: None where it sends no packets, or to one rank only."""
+    """x: samples of a micro-batch. spread: None where it sends no packets, or to one rank only.
+    Calls: exact where groups are full, and of one sample."""
     packets = _packets_model(cost, shape, spread)
-    alpha_ms = cost.call_ms + shape.projections * cost.projection_ms + packets.alpha_ms
+    start, work = deployment.context_tokens, _sample_work(shape, deployment)
+    alone = layer_mean_batch(shape, [(start, start + deployment.sequence_tokens)])
+    begun_ms = max(0.0, _per_sample_ms(cost, alone) - _per_sample_ms(cost, work))
+    alpha_ms = cost.call_ms + shape.projections * cost.projection_ms + packets.alpha_ms + begun_ms
     packets_ms = packets.beta_ms * deployment.sequence_tokens
-    return Linear(alpha_ms, _per_sample_ms(cost, _sample_work(shape, deployment)) + packets_ms)
+    return Linear(alpha_ms, _per_sample_ms(cost, work) + packets_ms)
 
 
 def _packets_model(cost: AttentionCost, shape: ModelShape, spread: Spread | None) -> Linear:
@@ -103,10 +105,11 @@ def quadratic_fraction(cost: AttentionCost, shape: ModelShape, deployment: Deplo
 def chunk_costs(cost: AttentionCost, shape: ModelShape, deployment: Deployment) -> dict[str, float]:
     """What cutting a sample along its length costs: the fields attention_* of `PlanSpec`."""
     start, new = deployment.context_tokens, deployment.sequence_tokens
+    work = _sample_work(shape, deployment)
     behind = layer_mean_work(shape, start + new, start + new + 1)  # reads all that a sample has
     return {
         "attention_quadratic_fraction": quadratic_fraction(cost, shape, deployment),
-        "attention_chunk_ms": cost.sequence_ms,
+        "attention_chunk_ms": cost.sequence_ms + min(1.0, work.prompt_calls) * cost.prompt_call_ms,
         "attention_context_ms": cost.context_ms_per_byte * behind.context_bytes,
     }
 
@@ -231,4 +234,6 @@ def _per_sample_ms(cost: AttentionCost, work: AttentionWork) -> float:
         + cost.linear_ms_per_flop * work.linear_flops
         + cost.attended_ms_per_flop * work.attended_flops
         + cost.context_ms_per_byte * work.context_bytes
+        + cost.prompt_call_ms * work.prompt_calls
+        + cost.decode_call_ms * work.decode_calls
     )

@@ -83,7 +83,7 @@ def _check(features_NF: Floats, times_N: Floats) -> None:
 
 def _nonnegative(scaled_NF: Floats, weights_N: Floats) -> Floats:
     """The weighted solution with no negative coefficient: the optimum is the plain solution on its
-    own support, and of at most 7 features all 127 supports can be tried. A feature that no sample
+    own support, and of at most 9 features all 511 supports can be tried. A feature that no sample
     has gets 0."""
     root_N = np.sqrt(weights_N)
     a_NF, b_N = scaled_NF * root_N[:, None], root_N

@@ -6,9 +6,13 @@ half a square for a whole causal prompt; FinDEP counts the square (Eq. 1).
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
+
+from planner.costs.attention_calls import calls_of, share_of
 
 
 class LatentShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,7 +32,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     sees (None: everything). kv_entry_elements: what a token leaves in the pool per layer.
     expert_elements, shared_elements: of one expert, and of all shared experts together, of one
     layer. dense_elements: of the feed-forward networks of all layers without experts.
-    attention_rank_bytes: weights of an attention rank.
+    attention_rank_bytes: weights of an attention rank. has_sinks: of attention, per head.
     """
 
     num_layers: int
@@ -49,10 +53,16 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     attention_rank_bytes: int
     dense_elements: int = 0
     latent: LatentShape | None = None
+    has_sinks: bool = False
 
     @property
     def moe_layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def groups_short(self) -> bool:
+        """Whether attention takes short prompts together."""
+        return self.latent is None and not self.has_sinks
 
     @property
     def kv_token_bytes(self) -> int:
@@ -70,12 +80,15 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class AttentionWork(NamedTuple):
-    """What one micro-batch's attention does in one layer."""
+    """What one micro-batch's attention does in one layer. Calls: planner/costs/attention_calls.py;
+    those of a chunk are its share where there are many like it."""
 
     sequences: float
     linear_flops: float
     attended_flops: float
     context_bytes: float
+    prompt_calls: float = 0.0
+    decode_calls: float = 0.0
 
     def plus(self, other: AttentionWork) -> AttentionWork:
         return AttentionWork(*(a + b for a, b in zip(self, other, strict=True)))
@@ -102,15 +115,35 @@ def chunk_work(shape: ModelShape, start: int, stop: int, window: int | None) -> 
         linear += shape.num_heads * linear_up
         attended *= shape.num_heads
     read_bytes = context * shape.kv_entry_elements * shape.element_bytes
-    return AttentionWork(1.0, linear, attended, float(read_bytes))
+    calls = share_of(start, stop, window, groups_short=shape.groups_short)
+    return AttentionWork(1.0, linear, attended, float(read_bytes), *calls)
+
+
+def batch_work(
+    shape: ModelShape, chunks: Sequence[tuple[int, int]], window: int | None
+) -> AttentionWork:
+    """Of a micro-batch's chunks, with the calls that these make together."""
+    total = NO_WORK
+    for (start, stop), times in Counter(chunks).items():
+        total = total.plus(chunk_work(shape, start, stop, window).times(times))
+    calls = calls_of(chunks, window, groups_short=shape.groups_short)
+    return total._replace(prompt_calls=calls.prompts, decode_calls=calls.decodes)
 
 
 def layer_mean_work(shape: ModelShape, start: int, stop: int) -> AttentionWork:
     """`chunk_work`, the mean over the layers that have experts."""
+    return _layer_mean(shape, lambda window: chunk_work(shape, start, stop, window))
+
+
+def layer_mean_batch(shape: ModelShape, chunks: Sequence[tuple[int, int]]) -> AttentionWork:
+    """`batch_work`, the mean over the layers that have experts."""
+    return _layer_mean(shape, lambda window: batch_work(shape, chunks, window))
+
+
+def _layer_mean(shape: ModelShape, work_of: Callable[[int | None], AttentionWork]) -> AttentionWork:
     total = NO_WORK
-    for window in set(shape.windows):
-        share = shape.windows.count(window) / len(shape.windows)
-        total = total.plus(chunk_work(shape, start, stop, window).times(share))
+    for window, layers in Counter(shape.windows).items():
+        total = total.plus(work_of(window).times(layers / len(shape.windows)))
     return total
 
 

@@ -17,7 +17,6 @@ bounds. "shuffled" will be one more entry of `_TIMES`.
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ from planner.costs.cost_model import (
     link_model,
     shared_model,
 )
-from planner.costs.model_shape import NO_WORK, AttentionWork, ModelShape, layer_mean_work
+from planner.costs.model_shape import AttentionWork, ModelShape, layer_mean_batch
 from planner.costs.routing_shape import RoutingShape, Spread, uniform_spread
 from planner.costs.stages import Linear
 
@@ -93,10 +92,7 @@ def batch_seconds(way: Way, batch: Chunks, group: PrefillGroup) -> float:
     tokens = sum(stop - start for start, stop in batch)
     if tokens == 0:
         return 0.0
-    work = NO_WORK
-    for (start, stop), times in Counter(batch).items():
-        work = work.plus(layer_mean_work(group.shape, start, stop).times(times))
-    return _TIMES[way](group, work, tokens) / 1e3
+    return _TIMES[way](group, layer_mean_batch(group.shape, batch), tokens) / 1e3
 
 
 def prompts_of(tokens: int, prompt_tokens: int) -> list[tuple[int, int]]:

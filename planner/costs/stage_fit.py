@@ -17,9 +17,10 @@ from contracts.hardware import (
     SharedCost,
 )
 from planner.costs.fit import NonNegativeFit, fit_nonnegative
-from planner.costs.model_shape import NO_WORK, ModelShape, chunk_work
+from planner.costs.model_shape import ModelShape, batch_work
 
 _LEAST_MS = 1e-3  # of what is left of a measured time
+_LINEAR = 2  # among attention's coefficients
 
 
 class AttentionSample(NamedTuple):
@@ -68,18 +69,14 @@ class LinkSample(NamedTuple):
 def fit_attention(
     shape: ModelShape, samples: Sequence[AttentionSample]
 ) -> tuple[AttentionCost, Fit]:
-    """Raises ValueError for samples that cannot be fitted."""
-    works = []
-    row_bytes = shape.hidden_size * shape.element_bytes
-    for sample in samples:
-        total = NO_WORK
-        for start, stop in sample.chunks:
-            total = total.plus(chunk_work(shape, start, stop, sample.window))
-        rows = sum(stop - start for start, stop in sample.chunks)
-        copied_bytes = (sample.copies - 1) * rows * row_bytes
-        works.append((1.0, *total, sample.ranks - 1.0, copied_bytes))
-    fit = _fitted(works, [sample.ms for sample in samples])
-    call, sequence, linear, attended, context, packet, copied = fit.coefficients_F.tolist()
+    """Without calls where these would stand for FLOPs too, as they may where a product is so small
+    that only its launch shows. Raises ValueError for samples that cannot be fitted."""
+    fit = _attention_fit(shape, samples, with_calls=True)
+    if fit.coefficients_F[_LINEAR] == 0:
+        fit = _attention_fit(shape, samples, with_calls=False)
+    call, sequence, linear, attended, context, prompt_call, decode_call, packet, copied = (
+        fit.coefficients_F.tolist()
+    )
     tokens = [sum(stop - start for start, stop in sample.chunks) for sample in samples]
     cost = AttentionCost(
         call_ms=call,
@@ -87,10 +84,27 @@ def fit_attention(
         linear_ms_per_flop=linear,
         attended_ms_per_flop=attended,
         context_ms_per_byte=context,
+        prompt_call_ms=prompt_call,
+        decode_call_ms=decode_call,
         packet_ms=packet,
         copied_ms_per_byte=copied,
     )
     return cost, _report("attention", "tokens", fit, tokens, samples)
+
+
+def _attention_fit(
+    shape: ModelShape, samples: Sequence[AttentionSample], *, with_calls: bool
+) -> NonNegativeFit:
+    works = []
+    row_bytes = shape.hidden_size * shape.element_bytes
+    for sample in samples:
+        work = batch_work(shape, sample.chunks, sample.window)
+        if not with_calls:
+            work = work._replace(prompt_calls=0.0, decode_calls=0.0)
+        rows = sum(stop - start for start, stop in sample.chunks)
+        copied_bytes = (sample.copies - 1) * rows * row_bytes
+        works.append((1.0, *work, sample.ranks - 1.0, copied_bytes))
+    return _fitted(works, [sample.ms for sample in samples])
 
 
 def fit_serving(

@@ -140,7 +140,8 @@ class AttentionStage:
             self._fit([sample for kept in self._samples.values() for sample in kept])
 
     def _fit(self, samples: Sequence[_AttentionSample]) -> None:
-        works_NF = np.array([(1.0, *sample.work) for sample in samples])
+        # Without calls: what traffic brings need not tell them from sequences.
+        works_NF = np.array([(1.0, *sample.work[:4]) for sample in samples])
         fit = fit_nonnegative(works_NF, np.array([sample.ms for sample in samples]))
         call, sequence, linear, attended, context = fit.coefficients_F.tolist()
         if linear > 0:  # else every batch was so small that only launches show

@@ -18,7 +18,7 @@ from cluster.files.hardware import known_hardware, load_hardware, write_hardware
 from contracts.errors import ConfigError
 from contracts.hardware import Hardware
 from planner.costs.cost_model import batch_attention_ms
-from planner.costs.model_shape import chunk_work
+from planner.costs.model_shape import batch_work, chunk_work
 from planner.costs.stage_fit import (
     AttentionSample,
     ExpertSample,
@@ -162,6 +162,30 @@ def test_packets_and_copies_of_rows_are_told_apart_from_what_one_rank_costs() ->
     assert cost.copied_ms_per_byte == pytest.approx(1e-6, rel=1e-3)
     alone, _ = fit_attention(QWEN, one)
     assert (alone.packet_ms, alone.copied_ms_per_byte) == (0.0, 0.0)
+
+
+def test_calls_are_told_apart_from_sequences_by_the_batches_of_a_profile() -> None:
+    def ms(chunks: tuple[tuple[int, int], ...]) -> float:
+        work = batch_work(QWEN, chunks, None)
+        spent = 0.5 + 0.01 * work.sequences + 1e-11 * (work.linear_flops + work.attended_flops)
+        return spent + 0.2 * work.prompt_calls + 0.1 * work.decode_calls
+
+    measured = [AttentionSample("", chunks, None, ms(chunks)) for chunks in batches(8192)]
+    cost, _ = fit_attention(QWEN, measured)
+    assert cost.sequence_ms == pytest.approx(0.01, rel=0.02)
+    assert cost.prompt_call_ms == pytest.approx(0.2, rel=0.02)
+    assert cost.decode_call_ms == pytest.approx(0.1, rel=0.02)
+
+
+def test_where_calls_would_stand_for_flops_a_fit_is_without_them() -> None:
+    """One tile in 128 rows of each: nothing else is known of a token."""
+    samples = [
+        AttentionSample("", [(0, tokens)], None, 0.5 + 0.2 * -(-tokens // 128))
+        for tokens in (16, 128, 512, 1024, 4096)
+    ]
+    cost, _ = fit_attention(QWEN, samples)
+    assert cost.linear_ms_per_flop > 0
+    assert cost.prompt_call_ms == 0.0
 
 
 def test_what_a_batch_takes_beside_its_layers_is_fitted_without_its_logits() -> None:

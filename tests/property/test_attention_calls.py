@@ -1,0 +1,71 @@
+"""The planner counts the calls that attention's kernel plans, without knowing it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kernels.attention import plan_attention
+from kernels.rows import SequenceRows
+from planner.costs.attention_calls import Calls, calls_of, share_of
+
+chunk = st.tuples(st.integers(0, 900), st.integers(1, 400)).map(lambda c: (c[0], c[0] + c[1]))
+prompt = st.integers(1, 300).map(lambda tokens: (0, tokens))
+decode = st.integers(1, 3000).map(lambda context: (context, context + 1))
+batches = st.lists(st.one_of(prompt, decode, chunk), min_size=1, max_size=60)
+windows = st.one_of(st.none(), st.integers(16, 1024))
+some = settings(deadline=None, max_examples=150)
+
+
+def planned(chunks: list[tuple[int, int]], window: int | None, *, groups_short: bool) -> Calls:
+    counts = [stop - start for start, stop in chunks]
+    firsts = itertools.accumulate(counts, initial=0)
+    sequences = [
+        SequenceRows(first, stop - start, start, slice(0, stop))
+        for (start, stop), first in zip(chunks, firsts, strict=False)
+    ]
+    plan = plan_attention(
+        sequences,
+        window=window,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        short_together=groups_short,
+    )
+    prompts = sum(len(part.tiles) for part in plan.prefill) + len(plan.short)
+    return Calls(float(prompts), float(len(plan.decode)))
+
+
+@some
+@given(batches, windows, st.booleans())
+@example([(0, 60), (0, 45), (0, 44), (100, 160), (5, 6), (4, 5), (3, 4)], None, True)
+@example([(0, 64)] * 70 + [(500, 501)] * 9, None, True)
+def test_calls_are_those_that_the_kernel_plans(
+    chunks: list[tuple[int, int]], window: int | None, groups_short: bool
+) -> None:
+    found = calls_of(chunks, window, groups_short=groups_short)
+    assert found == planned(chunks, window, groups_short=groups_short)
+
+
+@some
+@given(st.one_of(prompt, decode, chunk), st.integers(1, 200), windows)
+def test_a_chunk_s_share_is_what_many_alike_make_together(
+    one: tuple[int, int], times: int, window: int | None
+) -> None:
+    share = share_of(*one, window, groups_short=True).total
+    together = calls_of([one] * times, window, groups_short=True).total
+    assert together - 1 < times * share + 1e-9
+    assert times * share <= together + 1e-9
+
+
+def test_few_unlike_sequences_are_a_call_each_and_many_alike_ones_are_one() -> None:
+    unlike = [(0, 12), (0, 20), (0, 40), (0, 90)]
+    assert calls_of(unlike, None, groups_short=True) == Calls(4.0, 0.0)
+    assert calls_of([(0, 40)] * 30, None, groups_short=True) == Calls(1.0, 0.0)
+    assert calls_of([(0, 40)] * 30, None, groups_short=False) == Calls(30.0, 0.0)
+    assert calls_of([(511, 512)] * 16, None, groups_short=True) == Calls(0.0, 2.0)
+    assert share_of(0, 1000, None, groups_short=True) == Calls(8.0, 0.0)
+    assert share_of(511, 512, None, groups_short=True).decodes == pytest.approx(1 / 8)
