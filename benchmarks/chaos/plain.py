@@ -256,13 +256,22 @@ class PlainTarget:
         self._group.introduce(list(self._replacing))  # to those that came meanwhile, too
 
     def _replace_fronts(self) -> None:
+        """One that comes waits for a rank, and no rank may wait for it: on a thread of its own."""
         for number, front in enumerate(self._fronts):
-            if front.is_gone and not self._closing.is_set():
-                front.close()
-                another = self._start_front(number)
-                with self._lock:
-                    self._fronts[number] = another
-                another.wait()
+            if front.is_gone and front.name not in self._replacing and not self._closing.is_set():
+                self._replacing[front.name] = threading.Thread(
+                    target=self._replace_front, args=[number], name=f"replaces-{front.name}"
+                )
+                self._replacing[front.name].start()
+
+    def _replace_front(self, number: int) -> None:
+        self._fronts[number].close()
+        another = self._start_front(number)
+        with self._lock:
+            self._fronts[number] = another
+        another.tell(self._directory)  # ranks that came meanwhile
+        another.wait()
+        del self._replacing[another.name]
 
     def _start_front(self, number: int) -> FrontProcess:
         http = msgspec.structs.replace(self._config.http, port=0)

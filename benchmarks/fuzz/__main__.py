@@ -21,7 +21,7 @@ import msgspec
 import psutil
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.fuzz.in_process import KEY, InProcess, fuzzed_app
+from benchmarks.fuzz.in_process import KEY, OPERATOR_KEY, InProcess, fuzzed_app
 from benchmarks.fuzz.oracle import Oracle
 from benchmarks.fuzz.requests import Made, Maker
 from benchmarks.fuzz.run import Failure, Memory, Report, Run, Target, write_failures
@@ -80,7 +80,7 @@ async def _run(target: Target, memory: Memory, options: argparse.Namespace, url:
     oracle = Oracle(document)
     if options.replay:
         return await _replay(target, oracle, _failed(options.replay))
-    maker = Maker(options.seed, document, BUNDLED, None if url else KEY)
+    maker = Maker(options.seed, document, BUNDLED, *((None,) if url else (KEY, OPERATOR_KEY)))
     if url:
         maker.after = with_wire
     run = Run(target, maker, oracle, memory, clients=options.clients if url else 1)

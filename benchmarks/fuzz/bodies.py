@@ -12,6 +12,7 @@ USER = {"role": "user", "content": f"Is this message spam?\n{TEXT}"}
 SPAM = {"template": "Message: {text}\nSpam:", "labels": ["no", "yes"]}
 
 BODIES: dict[str, list[dict[str, Any]]] = {
+    "/scale": [{"attention_ranks": 2}, {"expert_ranks": 3, "prefill_workers": 1}],
     "/v1/completions": [
         {"prompt": f"Message: {TEXT}\nSpam:", "max_tokens": 1, "temperature": 0},
         {"prompt": ["Review: good.\nSentiment:", "b"], "n": 2, "max_tokens": 4, "stop": ["\n"]},

@@ -16,8 +16,10 @@ from benchmarks.fuzz.stub_backend import StubBackend
 from cluster.api.app import build_app
 from cluster.serving.wiring import served_model
 from contracts.config import HttpConfig, TandemConfig
+from contracts.scaling import ScaleState, ScaleWanted
 
 KEY = "a-key-of-the-fuzzer"
+OPERATOR_KEY = "a-key-of-the-operator"
 MAX_BODY_BYTES = 1 << 20  # smaller than what is served with: bodies beyond it should be cheap
 MAX_BATCH_ITEMS = 64
 
@@ -26,10 +28,17 @@ def fuzzed_app(backend: StubBackend | None = None) -> tuple[ASGIApp, StubBackend
     """The application with the bundled model's tokenizer, before ranks that compute nothing."""
     model, tokenizer = served_model(TandemConfig())
     http = HttpConfig(
-        api_keys=[KEY], max_body_bytes=MAX_BODY_BYTES, max_batch_items=MAX_BATCH_ITEMS
+        api_keys=[KEY],
+        operator_key=OPERATOR_KEY,
+        max_body_bytes=MAX_BODY_BYTES,
+        max_batch_items=MAX_BATCH_ITEMS,
     )
     backend = backend or StubBackend()
-    return build_app(backend, tokenizer, model, http), backend
+    return build_app(backend, tokenizer, model, http, scale=_scaled), backend
+
+
+async def _scaled(wanted: ScaleWanted | None) -> ScaleState:
+    return ScaleState(wanted=wanted or ScaleWanted(), ranks={"attention_ranks": 1})
 
 
 class InProcess:

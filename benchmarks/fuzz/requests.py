@@ -25,6 +25,7 @@ OTHER_PATHS = [
     *("/v1/models/%00", "/v1/models/a%2fb", "/v1/models/" + "a" * 2000, "/v1/%2e%2e/x", "/docs"),
     *("/v1/models/%ff%fe", "/v1/models/", "/v1/embeddings", "/../etc/passwd", "/v1/models/é"),
 ]
+OPERATED = ("/scale",)  # what the operator's key is for
 GETS = ["/health", "/v1/models", "/openapi.json", "/v1/models/bundled"]
 
 
@@ -43,14 +44,22 @@ class Made(msgspec.Struct, frozen=True):
 
 
 class Maker:
-    """Makes the requests of a seed for a server that tells `document`. key: an API key of it."""
+    """Makes the requests of a seed for a server that tells `document`. key: an API key of it.
+    operator_key: of whoever may change it; None: what changes it is not asked for."""
 
-    def __init__(self, seed: int, document: dict[str, Any], model: str, key: str | None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        document: dict[str, Any],
+        model: str,
+        key: str | None,
+        operator_key: str | None = None,
+    ) -> None:
         documented = Documented(document)
-        self.routes = list(documented.routes)
+        self.routes = [one for one in documented.routes if operator_key or one not in OPERATED]
         self.seed = seed
         self.after: Callable[[Made, int], Made] = lambda made, seed: made  # what else is changed
-        self._key = key
+        self._key, self._operator_key = key, operator_key
         self._trees = {path: documented.valid_bodies(path, model) for path in self.routes}
         others = [tree for trees in self._trees.values() for tree in trees]
         self._mutators = {path: Mutator(documented, path, others) for path in self.routes}
@@ -67,11 +76,14 @@ class Maker:
             method="POST",
             path=path,
             query="",
-            headers=self._headers(JSON, self._key),
+            headers=self._headers(JSON, self._key_of(path)),
             body=self._mutators[path].mutated(tree, dice),
             pieces=dice.choice((1, 1, 1, 2, 5)),
         )
         return self._around(request, dice) if dice.random() < 0.06 else request
+
+    def _key_of(self, path: str) -> str | None:
+        return self._operator_key if path in OPERATED else self._key
 
     def _headers(self, content_type: str, key: str | None) -> list[tuple[str, str]]:
         bearer = [("authorization", f"Bearer {key}")] if key else []
@@ -98,5 +110,5 @@ class Maker:
 
     def honest(self, path: str) -> list[Made]:
         """The bodies that mutations start from, as they are (the probes: `oracle.Probes`)."""
-        headers = self._headers(JSON, self._key)
+        headers = self._headers(JSON, self._key_of(path))
         return [Made(-1, "POST", path, "", headers, text_of(tree)) for tree in self._trees[path]]

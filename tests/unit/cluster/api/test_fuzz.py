@@ -12,7 +12,7 @@ import pytest
 from starlette.types import ASGIApp
 
 from benchmarks.fuzz.bodies import BODIES, Documented
-from benchmarks.fuzz.in_process import KEY, MAX_BODY_BYTES, InProcess, fuzzed_app
+from benchmarks.fuzz.in_process import KEY, MAX_BODY_BYTES, OPERATOR_KEY, InProcess, fuzzed_app
 from benchmarks.fuzz.oracle import LIMIT_S, Answer, Oracle
 from benchmarks.fuzz.requests import Made, Maker
 from benchmarks.fuzz.run import Memory, Report, Run
@@ -37,7 +37,7 @@ class Fuzzed:
         got = self.ask(Made(-1, "GET", "/openapi.json", "", [], b""))
         self.document = msgspec.json.decode(got.body)
         self.oracle = Oracle(self.document)
-        self.maker = Maker(SEED, self.document, BUNDLED, KEY)
+        self.maker = Maker(SEED, self.document, BUNDLED, KEY, OPERATOR_KEY)
 
     def ask(self, request: Made) -> Answer:
         return self.loop.run_until_complete(InProcess(self.app).ask(request))
@@ -65,11 +65,11 @@ def test_mutated_bodies_are_answered_as_documented(fuzzed: Fuzzed) -> None:
 
 
 def test_a_request_follows_from_seed_and_number(fuzzed: Fuzzed) -> None:
-    again = Maker(SEED, fuzzed.document, BUNDLED, KEY)
+    again = Maker(SEED, fuzzed.document, BUNDLED, KEY, OPERATOR_KEY)
     assert [fuzzed.maker.made(number) for number in range(50)] == [
         again.made(number) for number in range(50)
     ]
-    other = Maker(SEED + 1, fuzzed.document, BUNDLED, KEY)
+    other = Maker(SEED + 1, fuzzed.document, BUNDLED, KEY, OPERATOR_KEY)
     assert other.made(7) != fuzzed.maker.made(7)
 
 
