@@ -119,7 +119,7 @@ class Clients:
     async def _outcome(self, http: httpx.AsyncClient, question: Question) -> Outcome:
         began_s = time.monotonic()
         while True:
-            url, asked_s = self._url(), time.monotonic()
+            url, asked_s = await self._url(), time.monotonic()
             stream = Stream(question.kind)
             try:
                 answer = await self._asked(http, url, question, stream)
@@ -135,8 +135,10 @@ class Clients:
     def _told(self, question: Question, how: str, detail: str, began_s: float) -> Outcome:
         return Outcome(question.kind, how, detail, began_s, time.monotonic() - began_s)
 
-    def _url(self) -> str:
-        urls = self._urls()
+    async def _url(self) -> str:
+        """There may be none for a while; whoever asks tries again, as all clients do."""
+        while not (urls := self._urls()):
+            await asyncio.sleep(RETRY_S)
         return urls[next(self._turns) % len(urls)]
 
     async def _asked(

@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -30,6 +30,7 @@ POLL_S = 0.05
 DRAIN_S = 60.0
 PIECES = 32  # of a stream with two choices, after which earlier losses count no longer
 WINDOW_S = 10.0
+LAUNCHER = "launcher-0"
 
 
 class Target(Protocol):
@@ -118,6 +119,7 @@ class Run:
         for fault in self.faults:
             if not pending:
                 await asyncio.sleep(fault.pause_s)
+                before, others = self._target.processes(), self._target.others
             pending.append((fault, time.monotonic()))
             await self._do(fault)
             if fault.with_next:
@@ -128,6 +130,9 @@ class Run:
             self.done += [self._told(each, at_s, whole_at_s) for each, at_s in pending]
             await self._answers_come_on(time.monotonic())
             await self._count(" and ".join(sorted({each.kind_and_role for each, _ in pending})))
+            if {one.target for one, _ in pending} == {LAUNCHER}:
+                now, more = self._target.processes(), self._target.others - others
+                self.wrong += not_adopted(before, now, more)
             pending = []
             self._on_done(self)
 
@@ -236,6 +241,17 @@ class Run:
             if not any(self.used_blocks.values()) or time.monotonic() > end_s:
                 return
             await asyncio.sleep(POLL_S)
+
+
+def not_adopted(before: Mapping[str, int], now: Mapping[str, int], more: int) -> list[str]:
+    """What another launcher has not taken over, though it lives. more: processes of a name that
+    another one has."""
+    ranks = [role for role in before if not role.startswith(("ingress", "launcher", "raylet"))]
+    told = "after its launcher was killed"
+    found = [
+        f"{role} was another process {told}" for role in ranks if now.get(role) != before[role]
+    ]
+    return [*found, f"{more} more ranks of one name {told}"] if more > 0 else found
 
 
 def _signalled(pid: int, number: signal.Signals) -> bool:

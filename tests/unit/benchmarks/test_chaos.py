@@ -13,7 +13,7 @@ from benchmarks.chaos.__main__ import LINK_WEIGHTS, ROLES, WEIGHTS
 from benchmarks.chaos.clients import Outcome, Stream, compared
 from benchmarks.chaos.leaks import GROWS, Leaks
 from benchmarks.chaos.planted import BUGS, Planted
-from benchmarks.chaos.run import Done
+from benchmarks.chaos.run import Done, not_adopted
 from benchmarks.chaos.schedule import Fault, Kind, Mix, drawn, read
 from benchmarks.planted_bugs.__main__ import ROOT
 
@@ -154,3 +154,13 @@ def test_each_process_that_leaks_one_with_every_fault_is_found() -> None:
 def test_each_bug_that_chaos_is_to_find_can_be_planted(planted: Planted) -> None:
     assert (ROOT / planted.bug.file).read_text().count(planted.bug.old) == 1
     assert read(planted.arguments[planted.arguments.index("--schedule") + 1])
+
+
+def test_a_launcher_that_does_not_take_over_what_lives_is_found() -> None:
+    before = {"attention-0": 1, "expert-0": 2, "ingress-0": 3, "launcher-0": 4}
+    adopted = before | {"ingress-0": 5, "launcher-0": 6}
+    assert not not_adopted(before, adopted, 0)
+    assert not_adopted(before, adopted | {"expert-0": 7}, 0) == [
+        "expert-0 was another process after its launcher was killed"
+    ]
+    assert not_adopted(before, adopted, 1)
