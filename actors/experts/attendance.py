@@ -10,8 +10,7 @@ Ranks that the present generation is not on, because they have come for the next
 neither there nor absent. One that says LEAVING is stood in for like a lost one, but asked until
 that is so; then LEAVING is said back to it.
 
-A rank can be asked for the experts of a generation once it has said HELD
-of it. Every attention
+A rank can be asked for the experts of a generation once it has said HELD of it. Every attention
 rank decides by itself: what stands in is a pure function of the generation and of who is lost
 (planner/placement/stand_in.py), so that all that see the same loss want the same of the others.
 """
