@@ -175,11 +175,10 @@ class Attendance:
 
     def _needless(self) -> list[str]:
         """Those that are to go, and that nothing more will be asked of."""
-        stands_in = self.placement == self._target
         return [
             expert
             for expert, has_gone in self._leaving.items()
-            if not has_gone and (stands_in or expert not in self.experts)
+            if not has_gone and (expert not in self.experts or self.placement == self._target)
         ]
 
     @property

@@ -26,7 +26,8 @@ from benchmarks.chaos.links import Links
 from benchmarks.chaos.stray import WAKE_S, OutOfReach, comes_back
 from benchmarks.two_nodes import HEAD, OTHER
 from cluster.fleet.codec import Directory
-from cluster.fleet.rank_group import INTRODUCE_PERIOD_S, TIE_S
+from cluster.fleet.rank_group import INTRODUCE_PERIOD_S
+from cluster.fleet.repair import most_missed
 from contracts.config import TandemConfig
 from contracts.logs import event
 from contracts.worker import Group, RankStatus
@@ -206,17 +207,11 @@ class PlainTarget:
         """Expert ranks that all have lost, or half of them for long. The others are introduced
         again: as cluster/fleet/rank_group.py."""
         told = Counter(self._are_missed())
-        since_s = {name: self._missed_since_s.get(name, now_s) for name in told}
-        self._missed_since_s = since_s
         if told and now_s - self._introduced_s >= INTRODUCE_PERIOD_S:
             self._introduced_s = now_s
             self._group.introduce(list(self._replacing))
-        asked = len(self._misses)
-        most = [
-            name
-            for name, count in told.items()
-            if 2 * count > asked or (2 * count == asked and now_s - since_s[name] >= TIE_S)
-        ]
+        asked, since_s = len(self._misses), self._missed_since_s
+        most, self._missed_since_s = most_missed(told, asked, since_s, now_s)
         return dict.fromkeys(most, "attention ranks have lost it")
 
     def _are_missed(self) -> list[str]:

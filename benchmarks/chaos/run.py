@@ -119,7 +119,7 @@ class Run:
         for fault in self.faults:
             if not pending:
                 await asyncio.sleep(fault.pause_s)
-                before, others = self._target.processes(), self._target.others
+                before = await asyncio.to_thread(self._here)
             pending.append((fault, time.monotonic()))
             await self._do(fault)
             if fault.with_next:
@@ -131,8 +131,8 @@ class Run:
             await self._answers_come_on(time.monotonic())
             await self._count(" and ".join(sorted({each.kind_and_role for each, _ in pending})))
             if {one.target for one, _ in pending} == {LAUNCHER}:
-                now, more = self._target.processes(), self._target.others - others
-                self.wrong += not_adopted(before, now, more)
+                now = await asyncio.to_thread(self._here)
+                self.wrong += not_adopted(before[0], now[0], now[1] - before[1])
             pending = []
             self._on_done(self)
 
@@ -209,6 +209,9 @@ class Run:
                 self.wrong += self._leaks.grown(label, counts)
                 return
             await asyncio.sleep(10 * POLL_S)
+
+    def _here(self) -> tuple[dict[str, int], int]:
+        return self._target.processes(), self._target.others
 
     def _held(self) -> dict[tuple[str, int], dict[str, int]]:
         roles = self._target.processes()

@@ -34,10 +34,11 @@ def fuzzed_app(backend: StubBackend | None = None) -> tuple[ASGIApp, StubBackend
         max_batch_items=MAX_BATCH_ITEMS,
     )
     backend = backend or StubBackend()
-    return build_app(backend, tokenizer, model, http, scale=_scaled), backend
+    return build_app(backend, tokenizer, model, http, scale=scaled), backend
 
 
-async def _scaled(wanted: ScaleWanted | None) -> ScaleState:
+async def scaled(wanted: ScaleWanted | None) -> ScaleState:
+    """A launcher that is done at once."""
     return ScaleState(wanted=wanted or ScaleWanted(), ranks={"attention_ranks": 1})
 
 

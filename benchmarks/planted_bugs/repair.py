@@ -58,9 +58,9 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "repair: half of the attention ranks have an expert rank killed that the others have",
-        "cluster/fleet/rank_group.py",
-        "2 * told[name] > len(asked)",
-        "2 * told[name] >= len(asked)",
+        "cluster/fleet/repair.py",
+        "2 * told[name] > asked",
+        "2 * told[name] >= asked",
         ("tests/unit/cluster/fleet/test_missed_ranks.py",),
     ),
     Bug(

@@ -9,6 +9,7 @@ from typing import Final
 import httpx
 import msgspec
 
+from cluster.client.answers import message_of, read_answer
 from cluster.client.status import Server
 from cluster.files.server_url import bearer, no_answer
 from contracts.errors import ConfigError, LaunchError
@@ -70,14 +71,14 @@ def _ask(server: Server, method: str, wanted: ScaleWanted | None) -> ScaleState:
             httpx.Client(base_url=server.url, headers=headers, timeout=_ASK_S) as client,
             client.stream(method, "/scale", content=body) as response,
         ):
-            answer = _read(response)
+            answer = read_answer(response, _MAX_BYTES, time.monotonic() + _ASK_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise no_answer(server.url, error) from None
     if response.status_code == 401:
-        told = _message(answer)
+        told = message_of(answer)
         raise ConfigError(f"--url {server.url}: 401: give http.operator_key as --api-key: {told}")
     if response.status_code != 200:
-        raise ConfigError(f"--url {server.url}: {response.status_code}: {_message(answer)}")
+        raise ConfigError(f"--url {server.url}: {response.status_code}: {message_of(answer)}")
     try:
         return msgspec.json.decode(answer, type=ScaleState)
     except (msgspec.DecodeError, RecursionError):
@@ -85,22 +86,3 @@ def _ask(server: Server, method: str, wanted: ScaleWanted | None) -> ScaleState:
             f"--url {server.url}: /scale did not answer as Tandem does: is it another server, or "
             "another version?"
         ) from None
-
-
-def _read(response: httpx.Response) -> bytes:
-    """No more of it and no longer than is sound."""
-    end_s, body = time.monotonic() + _ASK_S, b""
-    for part in response.iter_bytes():
-        body += part
-        if len(body) > _MAX_BYTES or time.monotonic() > end_s:
-            raise httpx.ReadTimeout(f"its answer has no end after {len(body)} bytes")
-    return body
-
-
-def _message(body: bytes) -> str:
-    """Of an error's answer, in one line."""
-    try:
-        told = msgspec.json.decode(body, type=dict[str, dict[str, str | None]])
-        return str(told["error"]["message"])
-    except (msgspec.DecodeError, KeyError, RecursionError):
-        return " ".join(body[:200].decode("utf-8", "replace").split()) or "no answer"

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.api.answer_types import Status
+from cluster.client.answers import read_answer
 from cluster.files.server_url import bearer, no_answer
 from cluster.files.terminal import Terminal
 from contracts.errors import ConfigError
@@ -34,8 +35,12 @@ def ask_status(server: Server) -> Status:
     """Raises ConfigError where nobody answers, or somebody else."""
     headers = bearer(server.key)
     try:
-        with httpx.Client(base_url=server.url, headers=headers, timeout=_ASK_S) as client:
-            status, body = _read(client)
+        with (
+            httpx.Client(base_url=server.url, headers=headers, timeout=_ASK_S) as client,
+            client.stream("GET", "/status") as response,
+        ):
+            status = response.status_code
+            body = read_answer(response, _MAX_BYTES, time.monotonic() + _ASK_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise no_answer(server.url, error) from None
     if status == 401:
@@ -51,18 +56,6 @@ def ask_status(server: Server) -> Status:
         f"--url {server.url}: /status answered {status}, and not as Tandem does: is it another "
         "server, or another version?"
     )
-
-
-def _read(client: httpx.Client) -> tuple[int, bytes]:
-    """Status and body, no more of it and no longer than is sound."""
-    end_s, parts, size = time.monotonic() + _ASK_S, list[bytes](), 0
-    with client.stream("GET", "/status") as response:
-        for part in response.iter_bytes():
-            parts.append(part)
-            size += len(part)
-            if size > _MAX_BYTES or time.monotonic() > end_s:
-                raise httpx.ReadTimeout(f"its answer has no end after {size} bytes")
-    return response.status_code, b"".join(parts)
 
 
 def print_status(server: Server, found: Status) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import httpx
 import msgspec
 from rich.table import Table
 
+from cluster.client.answers import message_of, read_answer
 from cluster.client.status import Server
 from cluster.files.server_url import bearer, no_answer
 from cluster.files.terminal import Terminal
@@ -50,11 +51,14 @@ def ask_trace(server: Server, seconds: float, output: Path) -> TraceNote:
 def fetch_trace(server: Server, seconds: float) -> bytes:
     """The file as it is answered. Raises ConfigError."""
     wait_s = seconds + EXTRA_S
+    end_s = time.monotonic() + 2 * wait_s
     try:
-        with httpx.Client(
-            base_url=server.url, headers=bearer(server.key), timeout=wait_s
-        ) as client:
-            status, body = _read(client, seconds, time.monotonic() + 2 * wait_s)
+        with (
+            httpx.Client(base_url=server.url, headers=bearer(server.key), timeout=wait_s) as client,
+            client.stream("GET", "/trace", params={"seconds": f"{seconds:g}"}) as response,
+        ):
+            status = response.status_code
+            body = read_answer(response, MAX_BYTES, end_s)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise no_answer(server.url, error) from None
     if status == 401:
@@ -62,7 +66,7 @@ def fetch_trace(server: Server, seconds: float) -> bytes:
             f"--url {server.url}: 401: give the key of its http.metrics_key as --api-key"
         )
     if status != 200:
-        raise ConfigError(f"--url {server.url}: {status}: {_message(body)}")
+        raise ConfigError(f"--url {server.url}: {status}: {message_of(body)}")
     return body
 
 
@@ -98,25 +102,3 @@ def print_trace(note: TraceNote, output: Path) -> None:
         errors.print(f"{name} is missing: {reason}", markup=False, soft_wrap=True)
     if any(rank.is_cut for rank in note.ranks.values()):
         errors.print("+: its older spans are gone: ask for fewer seconds, or raise trace.spans")
-
-
-def _read(client: httpx.Client, seconds: float, end_s: float) -> tuple[int, bytes]:
-    """No more of it and no longer than is sound."""
-    parts, size = list[bytes](), 0
-    query: dict[str, Any] = {"seconds": f"{seconds:g}"}
-    with client.stream("GET", "/trace", params=query) as response:
-        for part in response.iter_bytes():
-            parts.append(part)
-            size += len(part)
-            if size > MAX_BYTES or time.monotonic() > end_s:
-                raise httpx.ReadTimeout(f"its answer has no end after {size} bytes")
-    return response.status_code, b"".join(parts)
-
-
-def _message(body: bytes) -> str:
-    """Of an error's answer, in one line."""
-    try:
-        told = msgspec.json.decode(body, type=dict[str, dict[str, str | None]])
-        return str(told["error"]["message"])
-    except (msgspec.DecodeError, KeyError, RecursionError):
-        return " ".join(body[:200].decode("utf-8", "replace").split()) or "no answer"

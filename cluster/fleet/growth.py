@@ -52,6 +52,29 @@ def start_member(
         raise
 
 
+def add_member(
+    group: RankGroup,
+    kind: Group,
+    rank: int,
+    config: TandemConfig,
+    *,
+    share: int,
+    closing: threading.Event,
+) -> float | None:
+    """`start_member`, and it is in the directory. Returns how many seconds that took; None: the
+    server ended meanwhile, and this rank with it."""
+    started_s = time.monotonic()
+    member = start_member(group, kind, rank, config, share=share)
+    if closing.is_set():
+        kill_all([member.handle])
+        give_back(member.place)
+        return None
+    group.join(member)
+    seconds = round(time.monotonic() - started_s, 1)
+    event(log, "worker_added", name=member.name, epoch=member.spec.epoch, seconds=seconds)
+    return seconds
+
+
 def kept_place(group: RankGroup, kind: Group, rank: int) -> Place | None:
     """That of a rank of the launch that has gone."""
     taken = {(id(one.place.placed), one.place.bundle) for one in group.members}

@@ -21,7 +21,7 @@ from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import Formation, form_group, introduce
 from cluster.fleet.member import Member
 from cluster.fleet.nodes import Node, resolve_backend
-from cluster.fleet.repair import GroupHealth, policy_of
+from cluster.fleet.repair import GroupHealth, most_missed, policy_of
 from contracts.errors import TandemError
 from contracts.logs import event
 from contracts.worker import Group, RankReady, WorkerSpec
@@ -30,7 +30,6 @@ log = logging.getLogger("tandem.fleet")
 
 PLACE_PERIOD_S = 1.0  # how often a rank that has no node yet is looked for
 INTRODUCE_PERIOD_S = 1.0  # how often ranks that miss one that is there are told of it
-TIE_S = 10.0  # for so long half of them may miss one that the others have: it may be a link's fault
 
 
 class RankGroup:
@@ -100,12 +99,7 @@ class RankGroup:
         if missed and now_s - self._introduced_s >= INTRODUCE_PERIOD_S:
             self._introduced_s = now_s
             self._introduce()
-        half = [name for name, count in told.items() if 2 * count >= len(asked)]
-        since_s = {name: self._missed_since_s.get(name, now_s) for name in half}
-        self._missed_since_s = since_s
-        most = [
-            name for name in half if 2 * told[name] > len(asked) or now_s - since_s[name] >= TIE_S
-        ]
+        most, self._missed_since_s = most_missed(told, len(asked), self._missed_since_s, now_s)
         return dict.fromkeys(most, "attention ranks have lost it, and it does not say why")
 
     def next_epoch(self) -> int:

@@ -42,6 +42,8 @@ class GiveUp(NamedTuple):
 
 
 Action = Replace | GiveUp
+
+TIE_S = 10.0  # for so long half of them may miss one that the others have: it may be a link's fault
 Policy = Callable[[GroupHealth], Sequence[Action]]
 
 
@@ -51,6 +53,17 @@ def policy_of(group: Group, config: TandemConfig) -> Policy:
         return partial(repair, within_s=config.groups.repair_s)
     in_lockstep = group is Group.PREFILL and config.prefill.experts == "all_to_all"
     return rebuild if in_lockstep else replace_each
+
+
+def most_missed(
+    told: Mapping[str, int], asked: int, since_s: Mapping[str, float], now_s: float
+) -> tuple[list[str], dict[str, float]]:
+    """Expert ranks that most attention ranks miss, or half of them for TIE_S; and since when half
+    of them or more have missed each, to be given back the next time. told: by how many of those
+    that were asked."""
+    half = {name: since_s.get(name, now_s) for name, count in told.items() if 2 * count >= asked}
+    most = [name for name, at_s in half.items() if 2 * told[name] > asked or now_s - at_s >= TIE_S]
+    return most, half
 
 
 def replace_each(health: GroupHealth) -> Sequence[Action]:

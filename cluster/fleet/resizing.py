@@ -20,9 +20,9 @@ import ray
 from ray.exceptions import RayError
 
 from actors.ranks.placing import Working, expert_ranks_in_use, place_experts
-from cluster.fleet.growth import end_member, give_back, kept_place, start_member
+from cluster.fleet.growth import add_member, end_member, kept_place
 from cluster.fleet.member import Member
-from cluster.fleet.rank_group import RankGroup, kill_all
+from cluster.fleet.rank_group import RankGroup
 from cluster.fleet.scaler import Scaler
 from contracts.config import SCALABLE, TandemConfig
 from contracts.errors import LaunchError, NotReadyError, OverloadError, RequestError, TandemError
@@ -225,18 +225,12 @@ class Resizing:
             event(log, "expert_ranks_not_trimmed", logging.WARNING, error=error)
 
     def _add(self, kind: Group, rank: int, *, share: int) -> None:
-        group, started_s = self._group(kind), time.monotonic()
-        name = rank_name(kind, rank)
+        name, closing = rank_name(kind, rank), self._closing
         self._tell(f"{name} starts")
-        member = start_member(group, kind, rank, self._config, share=share)
-        if self._closing.is_set():
-            kill_all([member.handle])
-            give_back(member.place)
-            return
-        group.join(member)
-        seconds = round(time.monotonic() - started_s, 1)
-        event(log, "worker_added", name=name, epoch=member.spec.epoch, seconds=seconds)
-        self._tell(f"{name} serves, after {seconds:g} s")
+        group = self._group(kind)
+        seconds = add_member(group, kind, rank, self._config, share=share, closing=closing)
+        if seconds is not None:
+            self._tell(f"{name} serves, after {seconds:g} s")
 
     def _end(self, member: Member) -> None:
         started_s, within_s = time.monotonic(), self._config.groups.drain_s

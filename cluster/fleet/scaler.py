@@ -18,9 +18,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from ray.exceptions import RayError
 
-from cluster.fleet.growth import end_member, give_back, start_member
+from cluster.fleet.growth import add_member, end_member
 from cluster.fleet.member import Member
-from cluster.fleet.rank_group import RankGroup, kill_all
+from cluster.fleet.rank_group import RankGroup
 from contracts.config import TandemConfig
 from contracts.errors import TandemError
 from contracts.logs import event
@@ -76,17 +76,10 @@ class Scaler:
     def _add(self, workers: int) -> None:
         """Raises what keeps it from starting; it has no room then."""
         event(log, "prefill_grows", workers=workers, fill=round(self._policy.fill, 2))
-        group, started_s = self._group, time.monotonic()
         # Of the memory that is left, an equal part for each that may still come.
         share = self._config.prefill_slots - workers
-        member = start_member(group, Group.PREFILL, workers, self._config, share=share)
-        if self._closing.is_set():
-            kill_all([member.handle])
-            give_back(member.place)
-            return
-        group.join(member)
-        seconds = round(time.monotonic() - started_s, 1)
-        event(log, "worker_added", name=member.name, epoch=member.spec.epoch, seconds=seconds)
+        config, closing = self._config, self._closing
+        add_member(self._group, Group.PREFILL, workers, config, share=share, closing=closing)
 
     def _end(self, member: Member) -> None:
         """It may go on answering for http.request_timeout_s; nobody waits for an answer longer."""

@@ -18,7 +18,6 @@ from actors.ranks.rank import Rank
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError
 from contracts.worker import RankStatus
-from models.decoder.local import LocalModel
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.group_harness import (
     RankConnection,
@@ -27,23 +26,9 @@ from tests.support.group_harness import (
     group_config,
     until,
 )
-from tests.support.tiny_models import prompts
+from tests.support.known_streams import PROMPTS, TOKENS
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
-Checkpoints = Callable[..., Path]
-PROMPTS = prompts(7, [20, 31, 9])
-TOKENS = 24
-
-
-@pytest.fixture(scope="session")
-def deep(tiny_checkpoint: Checkpoints) -> Path:
-    return tiny_checkpoint("qwen3_moe", num_hidden_layers=4, num_experts=8)
-
-
-@pytest.fixture(scope="session")
-def right(deep: Path) -> list[list[int]]:
-    local = LocalModel.load(deep, dtype="float32")
-    return [local.greedy(prompt, TOKENS) for prompt in PROMPTS]
 
 
 class Load:

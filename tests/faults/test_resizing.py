@@ -9,7 +9,7 @@ import gc
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from contracts.errors import TandemError
 from contracts.placement import PlacedExperts, Placement
 from contracts.worker import Group, RankStatus
 from kernels.linear import Linear
-from models.decoder.local import LocalModel
 from models.spec.model import read_spec
 from planner.placement.contiguous import contiguous
 from planner.placement.resized import resized
@@ -38,25 +37,11 @@ from tests.support.group_harness import (
     group_config,
     until,
 )
+from tests.support.known_streams import PROMPTS, TOKENS
 from tests.support.placements import another
-from tests.support.tiny_models import prompts
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
-Checkpoints = Callable[..., Path]
-PROMPTS = prompts(7, [20, 31, 9])
-TOKENS = 24
 FAST, SLOW = 1e9, 3e5  # bytes a second: at once; seconds
-
-
-@pytest.fixture(scope="session")
-def deep(tiny_checkpoint: Checkpoints) -> Path:
-    return tiny_checkpoint("qwen3_moe", num_hidden_layers=4, num_experts=8)
-
-
-@pytest.fixture(scope="session")
-def right(deep: Path) -> list[list[int]]:
-    local = LocalModel.load(deep, dtype="float32")
-    return [local.greedy(prompt, TOKENS) for prompt in PROMPTS]
 
 
 class Streams:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fuzz.in_process import scaled
 from cluster.api.openapi import openapi_document
 from cluster.api.schemas import ServedModel
 from cluster.api.session import AskTrace
 from contracts.config import HttpConfig
-from contracts.scaling import ScaleState, ScaleWanted
 from contracts.traces import TraceAnswer, TraceNote
 from tests.support.api_harness import Api, no_offset, serve_api
 from tests.support.api_properties import Fuzzed
@@ -40,16 +40,12 @@ async def _no_spans(seconds: float) -> TraceAnswer:
     return TraceAnswer(note=TraceNote(seconds=seconds))
 
 
-async def _scaled(wanted: ScaleWanted | None) -> ScaleState:
-    return ScaleState(wanted=wanted or ScaleWanted(), ranks={"attention_ranks": 1})
-
-
 @pytest.fixture(scope="module")
 def api(folder: Path) -> Iterator[Api]:
     rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
     tracing = AskTrace(_no_spans, no_offset)
     http = HttpConfig(max_batch_items=64)
-    with serve_api(folder, [rank], http, tracing=tracing, scale=_scaled) as api:
+    with serve_api(folder, [rank], http, tracing=tracing, scale=scaled) as api:
         yield api
 
 

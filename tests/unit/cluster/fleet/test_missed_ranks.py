@@ -10,7 +10,8 @@ from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import Formation, Seat, make_specs
 from cluster.fleet.member import Member, Place
 from cluster.fleet.nodes import Placed
-from cluster.fleet.rank_group import TIE_S, RankGroup
+from cluster.fleet.rank_group import RankGroup
+from cluster.fleet.repair import TIE_S
 from contracts.loading import load_config
 from contracts.worker import RankReady, RankStatus
 
