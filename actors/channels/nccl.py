@@ -52,7 +52,9 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
     parts: tuple[Part, ...]
 
 
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
 _decode = msgspec.msgpack.Decoder(_Frame).decode
+_decode_offer = msgspec.msgpack.Decoder(_Offer).decode
 _Call = Callable[[int, int, int, int, int], None]  # pointer, count, dtype, peer's rank, stream
 
 
@@ -235,7 +237,7 @@ class NcclEndpoint(BaseEndpoint):
     def _join(self, joint: Joint) -> Link:
         try:
             nccl = require_nccl()
-            offer = msgspec.msgpack.decode(joint.offer, type=_Offer)
+            offer = _decode_offer(joint.offer)
             lanes = open_lanes(
                 lambda: self._lanes(nccl, offer, joint), joint.peer, self.config.deadline_s
             )

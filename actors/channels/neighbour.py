@@ -30,6 +30,10 @@ class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
     started: int  # in the kernel's ticks: a later process under this number has another
 
 
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_decode = msgspec.msgpack.Decoder(Whereabouts).decode
+
+
 class Neighbour:
     """Owns a descriptor, made while there are some: looking takes none. Any thread."""
 
@@ -101,7 +105,7 @@ def here() -> bytes:
 def found(whereabouts: bytes) -> Neighbour | None:
     """The process that said it is `here()`, if it is one of this machine."""
     try:
-        said = msgspec.msgpack.decode(whereabouts, type=Whereabouts)
+        said = _decode(whereabouts)
         if said.machine != _machine():
             return None
         process = Neighbour(said.pid)
@@ -129,7 +133,7 @@ def end(whereabouts: bytes) -> bool:
     """Kills the process that said it is `here()`, and no other that has its number now. False: it
     is gone, or on another machine. Raises OSError."""
     try:
-        said = msgspec.msgpack.decode(whereabouts, type=Whereabouts)
+        said = _decode(whereabouts)
     except BAD_FRAME:
         return False
     if said.machine != _machine():

@@ -46,6 +46,9 @@ class _Options(msgspec.Struct):
     token: bytes
 
 
+_decode_options = msgspec.json.Decoder(_Options).decode
+
+
 @contextmanager
 def link_probe(backend: str) -> Iterator[LinkProbe]:
     """A link over `backend` ("shm" or "tcp") to a process of its own. Raises ChannelError."""
@@ -133,7 +136,7 @@ def _endpoint(name: str, options: _Options) -> Endpoint:
 def _echo() -> None:
     """Answers every payload with one of its size, and how long it took to come; until the other
     side is gone."""
-    options = msgspec.json.decode(sys.stdin.readline(), type=_Options)
+    options = _decode_options(sys.stdin.readline())
     torch.set_num_threads(1)
     end = _endpoint(_ECHO, options)
     sys.stdout.write(end.listen() + "\n")

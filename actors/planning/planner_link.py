@@ -49,6 +49,8 @@ RETRY_S = 1.0
 MAX_OUTSTANDING = 2  # questions; while so many wait, the latest as many more are kept
 MAX_PLANS = 4096
 MAX_BUFFERED_BYTES = 1 << 20  # reports are dropped while this much has not left
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_decode = msgspec.msgpack.Decoder(FromPlanner).decode
 
 Report = (
     BatchReport | ExpertReport | TrafficReport | RoutingReport | PlacementOutcome | PlacementHeld
@@ -105,7 +107,6 @@ class PlannerLink:
         self._wanted: deque[Batch] = deque(maxlen=MAX_OUTSTANDING)
         self._writer: asyncio.StreamWriter | None = None
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[FromPlanner] = msgspec.msgpack.Decoder(FromPlanner)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"{me.name}-planner", daemon=True)
         self._thread.start()
@@ -195,7 +196,7 @@ class PlannerLink:
                 self._write(self._placing.held())
             while True:
                 body = await read_frame(reader, MAX_PLANNER_FRAME_BYTES)
-                self._take(self._decoder.decode(body))
+                self._take(_decode(body))
         finally:
             self._forget()
             writer.close()

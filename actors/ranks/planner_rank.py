@@ -60,6 +60,8 @@ log = logging.getLogger("tandem.planner")
 
 STOP_DEADLINE_S = 2.0
 MAX_BUFFERED_BYTES = 8 << 20  # a rank that reads nothing is cut off beyond this
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_decode = msgspec.msgpack.Decoder(ToPlanner).decode
 
 
 def planner_rank(spec: WorkerSpec) -> Rank:
@@ -91,7 +93,6 @@ class PlannerService:
         self.plan_metrics = PlanMetrics(setup.attention_ranks * self._share)
         self._identity = Identity(name=spec.name, token=spec.token, epoch=None)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[ToPlanner] = msgspec.msgpack.Decoder(ToPlanner)
         self._writers: dict[asyncio.StreamWriter, str] = {}  # with the names behind them
         self._placement = PlannerPlacement(
             spec,
@@ -194,7 +195,7 @@ class PlannerService:
             self._write(writer, ModelsChanged(self._planner.version))
             while True:
                 body = await read_frame(reader, MAX_PLANNER_FRAME_BYTES)
-                self._take(writer, remote.name, self._decoder.decode(body))
+                self._take(writer, remote.name, _decode(body))
         except (OSError, EOFError, ValueError, *BAD_FRAME) as error:
             event(log, "planner_connection_ended", rank=remote.name, reason=error)
         finally:

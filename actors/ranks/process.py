@@ -30,17 +30,17 @@ from contracts.worker import RankReady, RankStatus, WorkerSpec
 
 log = logging.getLogger(f"tandem.{__name__}")
 
-_ARGUMENTS: dict[str, Any] = {
-    "place": WantedPlacement,
-    "prepare": WorkerSpec,
-    "connect": dict[str, str],
-    "join_planner": str,
-    "pin_plan": Plan | None,
-    "trace": float,
-    "leave": float,
-    "resize": int,
-}
 # Made here: where two threads make the first one of a type at once, msgspec crashes.
+_ARGUMENTS: dict[str, msgspec.json.Decoder[Any]] = {
+    "place": msgspec.json.Decoder(WantedPlacement),
+    "prepare": msgspec.json.Decoder(WorkerSpec),
+    "connect": msgspec.json.Decoder(dict[str, str]),
+    "join_planner": msgspec.json.Decoder(str),
+    "pin_plan": msgspec.json.Decoder(Plan | None),
+    "trace": msgspec.json.Decoder(float),
+    "leave": msgspec.json.Decoder(float),
+    "resize": msgspec.json.Decoder(int),
+}
 _RESULTS: dict[str, msgspec.json.Decoder[Any]] = {
     "placed": msgspec.json.Decoder(PlacedExperts),
     "prepare": msgspec.json.Decoder(RankReady),
@@ -62,6 +62,7 @@ class _Answer(msgspec.Struct, omit_defaults=True):
     arguments: list[Any] = []  # of the error: with them it is made again
 
 
+_decode_call = msgspec.json.Decoder(_Call).decode
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
@@ -161,10 +162,10 @@ def _serve(calls: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _execute(shell: Any, line: bytes) -> bytes:
-    call = msgspec.json.decode(line, type=_Call)
-    kind = _ARGUMENTS.get(call.method, object)
+    call = _decode_call(line)
+    decoder = _ARGUMENTS.get(call.method, _ANY)
     try:
-        arguments: list[Any] = [msgspec.json.decode(raw, type=kind) for raw in call.arguments]
+        arguments: list[Any] = [decoder.decode(raw) for raw in call.arguments]
         result = getattr(shell, call.method)(*arguments)
         return msgspec.json.encode(_Answer(msgspec.Raw(msgspec.json.encode(result))))
     except Exception as error:

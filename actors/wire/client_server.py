@@ -29,6 +29,8 @@ log = logging.getLogger("tandem.client_server")
 
 STOP_DEADLINE_S = 2.0
 MAX_BUFFERED_BYTES = 64 << 20  # a client that reads nothing is cut off beyond this
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_decode = msgspec.msgpack.Decoder(ToRank).decode
 
 
 class Joined(NamedTuple):
@@ -63,7 +65,6 @@ class ClientServer:
         self._thread = threading.Thread(
             target=self._loop.run_forever, name=f"{name}-clients", daemon=True
         )
-        self._decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
     def listen(self, host: str, *, deadline_s: float) -> str:
         """Starts to accept. Returns "tcp:host:port"."""
@@ -153,7 +154,7 @@ class ClientServer:
         try:
             while True:
                 body = await read_frame(reader, MAX_FRAME_BYTES)
-                self._put(client, self._decoder.decode(body))
+                self._put(client, _decode(body))
         except (OSError, EOFError, *BAD_FRAME):
             pass  # a broken connection, or not our language: gone either way
         finally:

@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -16,11 +16,20 @@ from starlette.requests import ClientDisconnect, Request
 from cluster.api.cost import decoded_bytes
 from cluster.api.errors import BodyTooLargeError, MediaTypeError, UnknownFieldError
 from cluster.api.open_requests import Account
-from cluster.api.schemas import NESTED
+from cluster.api.schemas import (
+    NESTED,
+    ChatBody,
+    ClassifyBody,
+    CompletionBody,
+    DetokenizeBody,
+    ScoreBody,
+    TokenizeBody,
+)
 from cluster.api.session import Services, Session
 from cluster.files.json_input import wrong_field
 from contracts.errors import ClientGoneError, RequestError
 from contracts.logs import event
+from contracts.scaling import ScaleWanted
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -28,6 +37,19 @@ log = logging.getLogger("tandem.prompts")
 
 MAX_SHOWN_CHARACTERS = 64
 MAX_LOGGED_BYTES = 16 << 10
+_KINDS = (
+    ChatBody,
+    ClassifyBody,
+    CompletionBody,
+    DetokenizeBody,
+    ScaleWanted,
+    ScoreBody,
+    TokenizeBody,
+)
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in _KINDS
+}
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?([^`]*)`)?", re.DOTALL)
 
 
@@ -84,7 +106,8 @@ def decode_body(data: bytes | bytearray, kind: type[Body]) -> Body:
     collects = gc.isenabled()
     gc.disable()  # all that is decoded is kept: to look through it again and again takes longest
     try:
-        return msgspec.json.decode(data, type=kind)
+        body: Body = _DECODERS[kind].decode(data)
+        return body
     except msgspec.ValidationError as error:
         raise _wrong_field(str(error), kind) from None
     except msgspec.DecodeError as error:

@@ -33,6 +33,8 @@ class Came(msgspec.Struct, frozen=True, array_like=True, tag="came"):
 
 
 Entry = Begun | Sent | Came
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_ENTRIES: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 
 
 class Journal:
@@ -45,8 +47,7 @@ class Journal:
         self.sends = 0
         self._file = path.open("a+b")
         self._file.seek(0)
-        entries: list[Entry]
-        entries, size = whole_lines(self._file.read(), Entry)
+        entries, size = whole_lines(self._file.read(), _ENTRIES)
         self._file.truncate(size)
         for entry in entries:
             self._take(entry, window)

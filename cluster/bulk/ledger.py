@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypeVar
 
 import msgspec
+
+Line = TypeVar("Line")
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,10 +27,9 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-def whole_lines(data: bytes, kind: Any) -> tuple[list[Any], int]:
-    """The lines of `data`, as `kind`, up to the first that is torn or broken, and their bytes."""
-    decoder = msgspec.json.Decoder(kind)
-    lines: list[Any] = []
+def whole_lines(data: bytes, decoder: msgspec.json.Decoder[Line]) -> tuple[list[Line], int]:
+    """The lines of `data` up to the first that is torn or broken, and their bytes."""
+    lines: list[Line] = []
     size = 0
     for line in data.splitlines(keepends=True):
         try:

@@ -32,6 +32,9 @@ from contracts.errors import ConfigError
 
 JOB, LEDGER, REJECTED, SUMMARY = "job.json", "ledger.jsonl", "rejected.jsonl", "summary.json"
 LOCK = ".lock"
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_COMMITTED = msgspec.json.Decoder(Committed)
+_decode_job = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class Output:
@@ -122,10 +125,10 @@ def _check_job(folder: Path, job: dict[str, Any], resume: bool) -> None:
         write_whole(path, msgspec.json.format(msgspec.json.encode(job)))
         return
     try:
-        before = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        before = _decode_job(path.read_bytes())
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    now = msgspec.json.decode(msgspec.json.encode(job), type=dict[str, Any])
+    now = _decode_job(msgspec.json.encode(job))
     for key in {**before, **now}:
         if before.get(key) != now.get(key):
             difference = _difference(key, before.get(key), now.get(key))
@@ -161,7 +164,7 @@ def _repair(folder: Path) -> list[Committed]:
     ledger, rejected = folder / LEDGER, folder / REJECTED
     ledger.touch()
     rejected.touch()
-    committed, size = whole_lines(ledger.read_bytes(), Committed)
+    committed, size = whole_lines(ledger.read_bytes(), _COMMITTED)
     os.truncate(ledger, size)
     parts = {part_name(line.window) for line in committed}
     present = {path.name for path in folder.glob("part-*.jsonl")}

@@ -53,6 +53,10 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
 
 
 Reply = Answers | Opened | Failed
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_decode_bulk = msgspec.msgpack.Decoder(BulkTask).decode
+_decode_rows = msgspec.msgpack.Decoder(list[Asked]).decode
+_decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 class BulkRouter:
@@ -60,7 +64,7 @@ class BulkRouter:
 
     def __init__(self, config: bytes, bulk: bytes, groups: Any | None) -> None:
         self._config = decode_config(config)
-        self._bulk = msgspec.msgpack.decode(bulk, type=BulkTask)
+        self._bulk = _decode_bulk(bulk)
         self._groups = groups
         self._answering: Answering | None = None
         self._scorer: Pipelines | None = None
@@ -93,7 +97,7 @@ class BulkRouter:
 
     async def answer(self, rows: bytes) -> bytes:
         assert self._answering is not None, "open() comes first"
-        asked = msgspec.msgpack.decode(rows, type=list[Asked])
+        asked = _decode_rows(rows)
         try:
             return msgspec.msgpack.encode(Answers(await self._answering.answer(asked)))
         except TandemError as error:
@@ -215,8 +219,7 @@ def router_actor(config: bytes, bulk: BulkTask, groups: Any | None) -> Any:
 
 
 def _reply(body: bytes) -> Reply:
-    reply: Reply = msgspec.msgpack.decode(body, type=Reply)
-    return reply
+    return _decode_reply(body)
 
 
 def _message(reply: Reply) -> str:

@@ -33,19 +33,29 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     node: str
 
 
-def encode_config(config: TandemConfig) -> bytes:
-    return msgspec.json.encode(config)
-
-
-def decode_config(body: bytes) -> TandemConfig:
-    return msgspec.json.decode(body, type=TandemConfig)
-
-
 class LaunchFailure(msgspec.Struct, frozen=True, tag="failure"):
     """Why there is no directory. A value, since Serve logs a traceback for what is raised."""
 
     error: str
     message: str
+
+
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_decode_config = msgspec.json.Decoder(TandemConfig).decode
+_decode_directory = msgspec.msgpack.Decoder(Directory | LaunchFailure).decode
+_decode_failure = msgspec.msgpack.Decoder(LaunchFailure).decode
+_decode_target = msgspec.msgpack.Decoder(Target).decode
+_decode_trace = msgspec.json.Decoder(TraceAnswer).decode
+_decode_wanted = msgspec.msgpack.Decoder(ScaleWanted).decode
+_decode_scale = msgspec.msgpack.Decoder(ScaleState).decode
+
+
+def encode_config(config: TandemConfig) -> bytes:
+    return msgspec.json.encode(config)
+
+
+def decode_config(body: bytes) -> TandemConfig:
+    return _decode_config(body)
 
 
 def encode_directory(directory: Directory) -> bytes:
@@ -57,7 +67,7 @@ def encode_target(target: Target) -> bytes:
 
 
 def decode_target(body: bytes) -> Target:
-    return msgspec.msgpack.decode(body, type=Target)
+    return _decode_target(body)
 
 
 def encode_failure(error: Exception) -> bytes:
@@ -70,7 +80,7 @@ def encode_failure(error: Exception) -> bytes:
 
 def decode_failure(body: bytes) -> TandemError:
     """The error, to be raised again."""
-    return _error_of(msgspec.msgpack.decode(body, type=LaunchFailure))
+    return _error_of(_decode_failure(body))
 
 
 def encode_trace(answer: TraceAnswer) -> bytes:
@@ -78,7 +88,7 @@ def encode_trace(answer: TraceAnswer) -> bytes:
 
 
 def decode_trace(body: bytes) -> TraceAnswer:
-    return msgspec.json.decode(body, type=TraceAnswer)
+    return _decode_trace(body)
 
 
 def encode_scale(answer: ScaleWanted | ScaleState) -> bytes:
@@ -86,19 +96,19 @@ def encode_scale(answer: ScaleWanted | ScaleState) -> bytes:
 
 
 def decode_wanted(body: bytes) -> ScaleWanted:
-    return msgspec.msgpack.decode(body, type=ScaleWanted)
+    return _decode_wanted(body)
 
 
 def decode_scale(body: bytes, failure: bytes) -> ScaleState:
     """Raises the TandemError that `failure` is, if it is one."""
     if failure:
         raise decode_failure(failure)
-    return msgspec.msgpack.decode(body, type=ScaleState)
+    return _decode_scale(body)
 
 
 def decode_directory(body: bytes) -> Directory:
     """Raises the TandemError that kept the ranks from coming up."""
-    answer = msgspec.msgpack.decode(body, type=Directory | LaunchFailure)
+    answer = _decode_directory(body)
     if isinstance(answer, Directory):
         return answer
     raise _error_of(answer)

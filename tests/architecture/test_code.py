@@ -53,6 +53,16 @@ def test_what_is_logged_is_an_event_with_fields() -> None:
                 assert not logged, f"{name}:{node.lineno}: use contracts.logs.event"
 
 
+def test_decoders_of_a_type_are_made_at_import() -> None:
+    """msgspec crashes where two threads make what it knows of a type, or of one within, at once.
+    Commands decode in one thread; the ledger is read before a launcher has others."""
+    alone = ("cluster/cli/", "cluster/client/", "cluster/files/", "cluster/fleet/ledger.py")
+    for name, tree in modules().items():
+        if not name.startswith(alone):
+            made = [f"{name}:{call.lineno}" for call in _typed_decoders(tree)]
+            assert not made, f"{made}: make a Decoder beside the type"
+
+
 def test_packages_re_export_nothing() -> None:
     for name, tree in modules().items():
         if name.endswith("__init__.py"):
@@ -99,6 +109,17 @@ def _environment_reads(tree: ast.Module) -> Iterator[ast.AST]:
             and names & {alias.name for alias in node.names}
         ):
             yield node
+
+
+def _typed_decoders(tree: ast.Module) -> Iterator[ast.Call]:
+    """Those made within functions, by name or on the way of `decode`."""
+    functions = (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef))
+    for node in (node for function in functions for node in ast.walk(function)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("msgspec."):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            typed = any(keyword.arg == "type" for keyword in node.keywords)
+            if (name == "decode" and typed) or (name == "Decoder" and (node.args or typed)):
+                yield node
 
 
 def _is_docstring(node: ast.stmt) -> bool:
