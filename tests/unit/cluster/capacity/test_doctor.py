@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.capacity.doctor import examine, group_weight_bytes, prefill_weight_bytes
+from cluster.capacity.doctor import examine
+from cluster.capacity.weight_bytes import group_weight_bytes, prefill_weight_bytes
 from cluster.files.findings import Finding
 from cluster.files.model_folder import resolve_model_folder
 from contracts.config import BUNDLED

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from cluster.bulk.session import own_workers
-from cluster.capacity.doctor import examine, group_weight_bytes, prefill_weight_bytes
+from cluster.capacity.doctor import examine
+from cluster.capacity.weight_bytes import group_weight_bytes, prefill_weight_bytes
 from cluster.files.findings import Finding
 from cluster.files.model_folder import resolve_model_folder
 from cluster.files.placement_file import write_placement
