@@ -28,7 +28,7 @@ from actors.planning.rank_planning import RankPlanning
 from actors.ranks.memory import kv_pool_blocks
 from actors.ranks.priorities import Priorities
 from actors.ranks.rank import Links, Rank, recording
-from actors.ranks.serving_loop import ServingParts
+from actors.ranks.serving_parts import ServingParts
 from actors.ranks.serving_rank import load_half, prepare_process, serving_rank, unusable
 from actors.telemetry.rank_metrics import RankMetrics, growth
 from actors.telemetry.timeline import Timeline

@@ -29,7 +29,7 @@ from actors.ranks.memory import kv_pool_blocks
 from actors.ranks.prefill_log import PrefillLog
 from actors.ranks.priorities import Priorities
 from actors.ranks.rank import Links, Rank, recording
-from actors.ranks.serving_loop import ServingParts
+from actors.ranks.serving_parts import ServingParts
 from actors.ranks.serving_rank import (
     ServedModel,
     load_half,

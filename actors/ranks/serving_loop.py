@@ -11,18 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
 
-from actors.batching.admission import Admission
-from actors.batching.observer import Observer
 from actors.batching.scheduled_batch import ScheduledBatch
-from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.batching.sequence_errors import failed, failed_by
-from actors.channels.loop_watch import LoopWatch
+from actors.ranks.batching_view import View
 from actors.ranks.leaving import Leaving
-from actors.wire.client_server import ClientServer, FromClient
+from actors.ranks.serving_parts import Intake, ServingParts
+from actors.wire.client_server import FromClient
 from contracts.clock import monotonic_s
 from contracts.errors import (
     ChannelError,
@@ -33,80 +29,12 @@ from contracts.errors import (
 )
 from contracts.logs import event
 from contracts.messages import Cancel, Event, Events, RankState, Submit
-from contracts.plan import Plan
 from contracts.requests import Priority
-from planner.policies.batching import (
-    BatchingPolicy,
-    LiveBatch,
-    SequenceView,
-    Waiting,
-    one_at_a_time,
-)
 
 log = logging.getLogger("tandem.worker")
 
 IDLE_POLL_S = 0.1
 CHECK_AFTER_S = 10.0  # so long after the last request that none is likely to wait for it
-
-
-class BatchExecutor(Protocol):
-    """What runs batches. `failure`: why it can run none any more, if so."""
-
-    failure: ChannelError | None
-    layers: int
-
-    @property
-    def is_engaged(self) -> bool:
-        """Whether no batch may begin now, whatever is in flight."""
-
-    @property
-    def in_flight(self) -> int: ...
-
-    @property
-    def live(self) -> Sequence[LiveBatch]:
-        """The batches in flight."""
-
-    def submit(self, scheduled: ScheduledBatch, plan: Plan) -> None: ...
-
-    def step(self, timeout_s: float) -> list[ScheduledBatch]:
-        """Runs one task, or waits for something to do. Returns the batches it completed."""
-
-    def drop(self, number: int) -> ScheduledBatch | None:
-        """Forgets that batch; None: there is none."""
-
-    def fail_all(self) -> list[ScheduledBatch]:
-        """Drops everything in flight; returns what was dropped."""
-
-    def wake(self) -> None:
-        """Ends a `step` that waits. Called from any thread."""
-
-
-class Answers(Protocol):
-    """What the executor's sink has made since it was last emptied."""
-
-    answers: list[tuple[TokenSequence, Event]]
-
-
-class Intake(NamedTuple):
-    """Where sequences come from, and which are taken."""
-
-    clients: ClientServer
-    admission: Admission
-    block_tokens: int
-
-
-class ServingParts(NamedTuple):
-    """What a serving loop is made of. plan_of: the plan of a batch that has been formed. close:
-    ends threads and links of the executor's plane and of the observers; may be called twice."""
-
-    scheduler: Scheduler
-    executor: BatchExecutor
-    finisher: Answers
-    watch: LoopWatch
-    plan_of: Callable[[ScheduledBatch], Plan]
-    close: Callable[[], None]
-    observers: Sequence[Observer] = ()
-    batching: BatchingPolicy = one_at_a_time
 
 
 class ServingLoop:
@@ -348,53 +276,3 @@ class ServingLoop:
                 self.finisher.answers.append((sequence, failed(sequence.submit.request_id, error)))
             self.scheduler.remove(sequence)
         self.send_answers()
-
-
-class View(NamedTuple):
-    """A `BatchingView`."""
-
-    scheduler: Scheduler
-    executor: BatchExecutor
-
-    @property
-    def in_flight(self) -> int:
-        return self.executor.in_flight
-
-    @property
-    def live(self) -> Sequence[LiveBatch]:
-        return self.executor.live
-
-    @property
-    def layers(self) -> int:
-        return self.executor.layers
-
-    @property
-    def free_blocks(self) -> int:
-        return self.scheduler.blocks.available
-
-    @property
-    def running(self) -> int:
-        return self.scheduler.running
-
-    @property
-    def idle(self) -> Sequence[SequenceView]:
-        return [view_of(s) for s in self.scheduler.sequences if not s.in_flight and not s.done]
-
-    def count(self, priority: Priority) -> int:
-        return self.scheduler.count(priority)
-
-    def waiting(self, priority: Priority) -> Waiting:
-        return self.scheduler.waiting_of(priority)
-
-
-def view_of(sequence: TokenSequence) -> SequenceView:
-    return SequenceView(
-        sequence.key,
-        sequence.priority,
-        sequence.phase,
-        sequence.num_uncomputed,
-        len(sequence.block_table),
-        sequence.due_s,
-        sequence.arrived_s,
-        sequence.owner.tenant,
-    )

@@ -15,7 +15,8 @@ from actors.batching.batch_traces import BatchTraces
 from actors.batching.queue_drain import QueueDrain
 from actors.ranks.memory import bound_memory
 from actors.ranks.rank import Links, Rank, Recording
-from actors.ranks.serving_loop import Intake, ServingLoop, ServingParts
+from actors.ranks.serving_loop import ServingLoop
+from actors.ranks.serving_parts import Intake, ServingParts
 from actors.wire.client_server import ClientServer
 from contracts.clock import monotonic_s
 from contracts.config import ScheduleConfig, TandemConfig

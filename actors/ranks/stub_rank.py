@@ -14,7 +14,7 @@ from actors.kv.block_manager import BlockManager
 from actors.planning.model_shape import shape_of
 from actors.ranks.prefill_log import PrefillLog
 from actors.ranks.rank import Links, Rank, recording
-from actors.ranks.serving_loop import ServingParts
+from actors.ranks.serving_parts import ServingParts
 from actors.ranks.serving_rank import ServedModel, prefill_limits, serving_rank
 from actors.telemetry.rank_metrics import RankMetrics
 from contracts.clock import monotonic_s
