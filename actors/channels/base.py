@@ -37,8 +37,9 @@ class Kind(enum.IntEnum):
     A2E = 0
     E2A = 1
     HINT = 2  # what a later layer may want: local experts [n], and how likely each is [n]
-    # Of a generation of placement (actors/experts/generations.py); `batch` is the attempt, of
-    # PLACED `token_group` the seconds that it may take, the payload uint8 [n].
+    # Of a generation of placement (actors/experts/generations.py); `batch` is the attempt (of HELD
+    # that of the WANTED which it answers; 0: of none), of PLACED `token_group` the seconds that it
+    # may take, the payload uint8 [n].
     PLACED = 3  # from an expert rank: its experts are there; the placement as msgpack
     WITHDRAWN = 4  # from an expert rank: they will not be; why
     REFUSED = 5  # from an attention rank: it does not go over to it; why

@@ -10,9 +10,13 @@ Ranks that the present generation is not on, because they have come for the next
 neither there nor absent. One that says LEAVING is stood in for like a lost one, but asked until
 that is so; then LEAVING is said back to it.
 
-A rank can be asked for the experts of a generation once it has said HELD of it. Every attention
-rank decides by itself: what stands in is a pure function of the generation and of who is lost
-(planner/placement/stand_in.py), so that all that see the same loss want the same of the others.
+A rank can be asked for the experts of a generation once it has said HELD of it: by itself when it
+is joined, later as an answer to a WANTED, whose attempt it says. A stand-in that was left and is
+wanted again is a new attempt, and the late answer to the one before counts for nothing.
+
+Every attention rank decides by itself: what stands in is a pure function of the generation and of
+who is lost (planner/placement/stand_in.py), so that all that see the same loss want the same of the
+others.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from actors.channels.base import Kind
-from actors.experts.generations import Tell
+from actors.experts.generations import LAUNCH_ATTEMPT, Tell
 from contracts.placement import Placement
 from contracts.worker import Group, rank_names
 from planner.placement.stand_in import is_stand_in, stand_in
@@ -49,7 +53,8 @@ class Attendance:
         self.absent: dict[str, Absence] = {}
         self.refused = ""  # why nothing stands in; empty: nobody said no
         self._held: dict[str, set[int]] = {}  # of those that are linked: what they have said
-        self._asked: dict[str, set[int]] = {}
+        self._asked: dict[str, dict[int, int]] = {}  # generations, and the attempt of each
+        self._attempts = LAUNCH_ATTEMPT
         self._leaving: dict[str, bool] = {}  # those that are to go: whether they have been let go
         self._unwilling: set[int] = set()
         self._target: Placement | None = None  # a stand-in that is wanted
@@ -71,19 +76,32 @@ class Attendance:
     # --- from expert ranks
 
     def joined(self, expert: str) -> None:
-        self._held[expert], self._asked[expert] = set(), set()
+        self._held[expert], self._asked[expert] = set(), {}
         self._leaving.pop(expert, None)
 
-    def held(self, expert: str, generation: int, now_s: float) -> list[Tell]:
+    def held(
+        self, expert: str, generation: int, now_s: float, attempt: int = LAUNCH_ATTEMPT
+    ) -> list[Tell]:
+        """attempt: of the WANTED that this answers; LAUNCH_ATTEMPT: it says so by itself, which
+        nobody does of a stand-in."""
         if expert not in self._held:
             return []
-        self._held[expert].add(generation)
+        if attempt == LAUNCH_ATTEMPT and not is_stand_in(generation):
+            known = {self.base.generation, *self._asked[expert]}
+            self._held[expert] = self._held[expert] & known | {generation}
+        elif attempt == self._asked[expert].get(generation):
+            self._held[expert].add(generation)
+        else:
+            return []
         return self.settle(now_s)
 
     def withdrawn(self, expert: str, generation: int, reason: str, now_s: float) -> list[Tell]:
         """It will not have that."""
+        asked = self._asked.get(expert, {})
+        if generation not in asked:
+            return []
         if not is_stand_in(generation):
-            self._asked.get(expert, set()).discard(generation)
+            del asked[generation]
             return []
         self._unwilling.add(generation)
         self.refused = reason
@@ -164,7 +182,7 @@ class Attendance:
         for expert, asked in self._asked.items():
             for generation in [one for one in asked if self._is_over(one)]:
                 if generation not in in_use:
-                    asked.discard(generation)
+                    del asked[generation]
                     self._held[expert].discard(generation)
                     telling.append(Tell(expert, Kind.LEFT, generation))
         if set(in_use) <= {self.placement.generation}:
@@ -195,8 +213,9 @@ class Attendance:
     def _ask(self, expert: str, generation: int) -> list[Tell]:
         if generation in self._asked[expert] or self.can(expert, generation):
             return []
-        self._asked[expert].add(generation)
-        return [Tell(expert, Kind.WANTED, generation)]
+        self._attempts += 1
+        self._asked[expert][generation] = self._attempts
+        return [Tell(expert, Kind.WANTED, generation, self._attempts)]
 
     def _stand_in(self) -> Placement | None:
         if not any(absence.is_lost for absence in self.absent.values()):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from actors.channels.base import Endpoint, Kind, Packet, PeerLost
 from actors.experts.attendance import Absence, Attendance
-from actors.experts.generation_packets import Speaker, placement_of, reason_of
+from actors.experts.generation_packets import Speaker, attempt_of, placement_of, reason_of
 from actors.experts.generations import Tell
 from actors.experts.switching import AttentionGenerations
 from contracts.clock import Clock
@@ -174,13 +174,14 @@ class Following:
         generation = packet.header.generation
         try:
             placement = self._placement_of(packet)
+            attempt = attempt_of(packet) if is_stand_in(generation) else packet.header.batch
         except ValueError as error:
             event(log, "placement_refused", logging.WARNING, rank=self._name, reason=error)
             return
         if generation > self.generation and not is_stand_in(generation):
             self._say(self._generations.adopt(placement))
             self._go_over(placement, ())
-        self._attend(self._attendance.held(packet.peer, generation, self._clock()))
+        self._attend(self._attendance.held(packet.peer, generation, self._clock(), attempt))
 
     def _placement_of(self, packet: Packet) -> Placement:
         """Raises ValueError."""

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from actors.channels.base import Endpoint, Header, Kind, Packet, Part
-from actors.experts.generations import Tell
+from actors.experts.generations import LAUNCH_ATTEMPT, Tell
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError
 from contracts.frames import BAD_FRAME
@@ -86,6 +86,17 @@ def placement_of(packet: Packet) -> Placement:
             f"{packet.peer} sent generation {placement.generation} of the placement as {said}"
         )
     return placement
+
+
+def attempt_of(packet: Packet) -> int:
+    """Of WANTED, and of the HELD that answers it. Raises ValueError where it says none."""
+    header = packet.header
+    if header.batch <= LAUNCH_ATTEMPT:
+        raise ValueError(
+            f"{packet.peer} sent {header.kind.name} of generation {header.generation} as attempt "
+            f"{header.batch}: {LAUNCH_ATTEMPT + 1} or more is an attempt; is it another version?"
+        )
+    return header.batch
 
 
 def _body(packet: Packet) -> bytes:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from actors.channels.base import Endpoint, Kind, Packet
-from actors.experts.generation_packets import Speaker, placement_of, reason_of
+from actors.experts.generation_packets import Speaker, attempt_of, placement_of, reason_of
 from actors.experts.generations import Action, ExpertGenerations, Free, Load, Report, Tell
 from actors.experts.wanted import Wanted
 from contracts.clock import Clock
@@ -184,7 +184,7 @@ class Moving(Generic[P]):
         elif header.kind is Kind.WANTED:
             self._want(packet)
         elif header.kind is Kind.LEFT:
-            self._do_wanted(self._wanted.left(packet.peer, header.generation, header.priority))
+            self._left(packet)
         elif header.kind is Kind.LEAVING:
             self._let_go_by.add(packet.peer)
 
@@ -234,15 +234,25 @@ class Moving(Generic[P]):
     # --- what is wanted
 
     def _want(self, packet: Packet) -> None:
+        peer = packet.peer
         try:
-            placement = placement_of(packet)
+            placement, attempt = placement_of(packet), attempt_of(packet)
+            there = self._store.holds(placement.generation)
+            misfit = "" if there else self._at_once.misfit(placement)
+            wanted = self._wanted.wanted(peer, placement, attempt, there=there, misfit=misfit)
+        except ValueError as error:
+            self._endpoint.drop(peer, str(error))
+            return
+        self._do_wanted(wanted)
+
+    def _left(self, packet: Packet) -> None:
+        header = packet.header
+        try:
+            left = self._wanted.left(packet.peer, header.generation, header.priority)
         except ValueError as error:
             self._endpoint.drop(packet.peer, str(error))
             return
-        there = self._store.holds(placement.generation)
-        misfit = "" if there else self._at_once.misfit(placement)
-        wanted = self._wanted.wanted(packet.peer, placement, there=there, misfit=misfit)
-        self._do_wanted(wanted)
+        self._do_wanted(left)
 
     def _take_at_once(self, brought: Brought[P]) -> None:
         generation = brought.generation

@@ -6,13 +6,15 @@ machine without I/O, threads or a clock.
     LEFT in each class, RETIRED of a later one, or lost, by all that wanted it ──> Free
 
 A LEFT of one class may overtake the WANTED before it, or be overtaken by the next one: what is to
-come is counted. Stand-ins are LEFT, a planner's are RETIRED.
+come is counted. Stand-ins are LEFT, a planner's are RETIRED. HELD says the attempt of the WANTED
+that it answers: whoever has left and wants it again waits for the answer to that.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Final
 
 from actors.channels.base import Kind
 from actors.experts.generations import Action, Free, Load, Tell
@@ -20,14 +22,17 @@ from contracts.placement import Placement
 from contracts.requests import Priority
 from planner.placement.stand_in import is_stand_in
 
+MOST: Final = 64  # that one attention rank wants at a time, or has left before it wanted it
+
 
 class Wanted:
-    """Methods return what is to be done, in order."""
+    """Methods return what is to be done, in order. They raise ValueError for a rank that wants or
+    leaves more than any does: its link is to be cut."""
 
     def __init__(self) -> None:
         self.loading: int | None = None
         self._placements: dict[int, Placement] = {}
-        self._by: dict[int, set[str]] = {}
+        self._by: dict[int, dict[str, int]] = {}  # who wants it, in which attempt
         self._owed: dict[str, dict[int, Counter[Priority]]] = {}  # LEFT that are to come, by name
         self._retired: dict[str, dict[Priority, int]] = {}  # the newest of each name
         self._waiting: list[int] = []  # to be loaded
@@ -44,27 +49,35 @@ class Wanted:
         found = [one for one in self._by if not is_stand_in(one) and one > above]
         return self._placements[max(found)] if found else None
 
-    def wanted(self, name: str, placement: Placement, *, there: bool, misfit: str) -> list[Action]:
-        """there: its experts are. misfit: why they cannot be; empty: they can."""
+    def wanted(
+        self, name: str, placement: Placement, attempt: int, *, there: bool, misfit: str
+    ) -> list[Action]:
+        """attempt: which WANTED of that rank it is. there: its experts are. misfit: why they cannot
+        be; empty: they can."""
         generation = placement.generation
         if is_stand_in(generation):
             self._of(name, generation).update(Priority)
+        else:
+            self._check_count(name, [one for one, by in self._by.items() if name in by], generation)
         if self._placements.get(generation, placement) != placement:
             misfit = f"another placement is wanted as generation {generation}"
         if misfit:
             return [Tell(name, Kind.WITHDRAWN, generation, reason=misfit)]
         self._placements[generation] = placement
-        self._by.setdefault(generation, set()).add(name)
+        self._by.setdefault(generation, {})[name] = attempt
         if there:
-            return [Tell(name, Kind.HELD, generation)]
+            return [Tell(name, Kind.HELD, generation, attempt)]
         if generation != self.loading and generation not in self._waiting:
             self._waiting.append(generation)
         return self._next()
 
     def loaded(self, generation: int) -> list[Action]:
         self.loading = None
-        names = sorted(self._by.get(generation, ()))
-        return [*(Tell(name, Kind.HELD, generation) for name in names), *self._next()]
+        by = sorted(self._by.get(generation, {}).items())
+        return [
+            *(Tell(name, Kind.HELD, generation, attempt) for name, attempt in by),
+            *self._next(),
+        ]
 
     def failed(self, generation: int, reason: str) -> list[Action]:
         self.loading = None
@@ -97,14 +110,24 @@ class Wanted:
         return self._without(name, list(self._by))
 
     def _of(self, name: str, generation: int) -> Counter[Priority]:
-        return self._owed.setdefault(name, {}).setdefault(generation, Counter())
+        owed = self._owed.setdefault(name, {})
+        self._check_count(name, owed, generation)
+        return owed.setdefault(generation, Counter())
+
+    @staticmethod
+    def _check_count(name: str, known: Collection[int], generation: int) -> None:
+        if generation not in known and len(known) >= MOST:
+            raise ValueError(
+                f"{name} wants {len(known) + 1} generations at a time, or leaves them before it "
+                f"wants them: {MOST} at most"
+            )
 
     def _without(self, name: str, generations: Iterable[int]) -> list[Action]:
         actions: list[Action] = []
         for generation in generations:
             if name not in self._by.get(generation, ()):
                 continue
-            self._by[generation].discard(name)
+            del self._by[generation][name]
             if not self._by[generation]:
                 del self._by[generation], self._placements[generation]
                 if generation in self._waiting:

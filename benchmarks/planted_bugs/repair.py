@@ -217,4 +217,25 @@ BUGS: tuple[Bug, ...] = (
         "used_from = max(newest.values())",
         _WANTING,
     ),
+    Bug(
+        "repair: an answer says the first attempt, not the one that it answers",
+        _WANTED,
+        "self._by.setdefault(generation, {})[name] = attempt",
+        "self._by.setdefault(generation, {}).setdefault(name, attempt)",
+        _WANTING,
+    ),
+    Bug(
+        "repair: a late answer to what was left is taken for the next one",
+        "actors/experts/attendance.py",
+        "elif attempt == self._asked[expert].get(generation):",
+        "elif generation in self._asked[expert]:",
+        _ATTENDANCE,
+    ),
+    Bug(
+        "repair: a rank may leave without end what it never wanted",
+        _WANTED,
+        "        self._check_count(name, owed, generation)\n",
+        "",
+        _WANTING,
+    ),
 )

@@ -1,20 +1,21 @@
 """What attention ranks want of an expert rank is read once, kept as long as anybody needs it, and
 let go of then: random orders of what is wanted, used, left, lost, read and not to be had, on links
-that keep order by class only."""
+that keep order by class only, and on which an answer may be late."""
 
 from __future__ import annotations
 
 import functools
 import random
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.channels.base import Kind
 from actors.experts.generations import Action, Free, Load, Tell
-from actors.experts.wanted import Wanted
+from actors.experts.wanted import MOST, Wanted
 from contracts.placement import Placement
 from contracts.requests import Priority
 from planner.placement.stand_in import MAX_RANKS, is_stand_in
@@ -38,6 +39,7 @@ class World:
         self.broken: list[str] = []
         self.attentions = {name: Attention(self, name) for name in NAMES}
         self._links: dict[tuple[str, Priority], deque[Callable[[], None]]] = defaultdict(deque)
+        self._answers: dict[str, deque[Callable[[], None]]] = defaultdict(deque)
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -46,7 +48,7 @@ class World:
 
     def settle(self) -> None:
         """All that is on its way arrives, all that is to be read is."""
-        while any(self._links.values()) or self.loading is not None:
+        while any([*self._links.values(), *self._answers.values()]) or self.loading is not None:
             self._deliver()
             self._read()
 
@@ -57,13 +59,14 @@ class World:
         """What was on its way comes to nothing."""
         for priority in Priority:
             self._links[name, priority].clear()
+        self._answers[name].clear()
         self.do(self.machine.lost(name))
 
-    def want(self, name: str, placement: Placement) -> None:
+    def want(self, name: str, placement: Placement, attempt: int) -> None:
         generation = placement.generation
         there, refuses = generation in self.there, self.random.random() < 0.1
         misfit = "" if there or not refuses else "it does not fit"
-        self.do(self.machine.wanted(name, placement, there=there, misfit=misfit))
+        self.do(self.machine.wanted(name, placement, attempt, there=there, misfit=misfit))
 
     def use(self, name: str, generation: int) -> None:
         if generation not in self.there:
@@ -80,7 +83,8 @@ class World:
             elif isinstance(action, Tell):
                 if action.kind is Kind.HELD and action.generation not in self.there:
                     self.broken.append(f"{action.generation} is said to be there")
-                self.attentions[action.peer].hears(action)
+                hears = functools.partial(self.attentions[action.peer].hears, action)
+                self._answers[action.peer].append(hears)
 
     def _begin(self, generation: int) -> None:
         if self.loading is not None or generation in self.there:
@@ -100,45 +104,46 @@ class World:
             self.do(self.machine.loaded(generation))
 
     def _deliver(self) -> None:
-        under_way = [link for link in self._links.values() if link]
+        under_way = [link for link in (*self._links.values(), *self._answers.values()) if link]
         if under_way:
             self.random.choice(under_way).popleft()()
 
 
 class Attention:
-    """wants: what it has asked for and not left. holds: what of it is there, so that it may use
-    it. A planner's generation is never left, but retired by a later one. What was left unanswered
-    is asked for again only when that has been heard: else the late answer would be taken for the
-    next one."""
+    """wants: what it has asked for and not left, in which attempt. holds: what of it is there, so
+    that it may use it. A planner's generation is never left, but retired by a later one."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
+        self._attempts = 0
         self._begin()
 
     def _begin(self) -> None:
-        self.wants: set[int] = set()
+        self.wants: dict[int, int] = {}
         self.holds: set[int] = set()
         self._retired_before = 0
-        self._leaving: Counter[int] = Counter()  # unanswered: in so many classes not heard yet
 
     def hears(self, tell: Tell) -> None:
+        """A late answer to what it has left is none to what it wants now."""
         if tell.generation not in self.wants:
-            return  # it has left that meanwhile
+            return
         if tell.kind is Kind.HELD:
-            self.holds.add(tell.generation)
+            if tell.attempt == self.wants[tell.generation]:
+                self.holds.add(tell.generation)
         elif is_stand_in(tell.generation):
             self.leave(tell.generation)
         else:
-            self.wants.discard(tell.generation)
+            del self.wants[tell.generation]
 
     def act(self) -> None:
         generation = self.world.random.choice(GENERATIONS)
-        if self._leaving[generation] or generation < self._retired_before:
+        if generation < self._retired_before:
             return
         if generation not in self.wants:
-            self.wants.add(generation)
+            self._attempts += 1
+            self.wants[generation] = self._attempts
             placement = proposal(generation, 1)
-            wants = functools.partial(self.world.want, self.name, placement)
+            wants = functools.partial(self.world.want, self.name, placement, self._attempts)
             self.world.send(self.name, Priority.LS, wants)
         elif generation in self.holds and self.world.random.random() < 0.6:
             uses = functools.partial(self.world.use, self.name, generation)
@@ -151,9 +156,7 @@ class Attention:
             self.retire(generation)
 
     def leave(self, generation: int) -> None:
-        if generation not in self.holds:
-            self._leaving[generation] = len(Priority)
-        self.wants.discard(generation)
+        self.wants.pop(generation, None)
         self.holds.discard(generation)
         self._in_each_class(self.world.machine.left, generation)
 
@@ -166,7 +169,7 @@ class Attention:
         """It has gone over to that: of a planner's it uses none before."""
         self._retired_before = generation
         before = {one for one in self.wants if one < generation and not is_stand_in(one)}
-        self.wants -= before
+        self.wants = {one: attempt for one, attempt in self.wants.items() if one not in before}
         self.holds -= before
         self._in_each_class(self.world.machine.retired, generation)
 
@@ -174,21 +177,20 @@ class Attention:
         self, says: Callable[[str, int, Priority], list[Action]], generation: int
     ) -> None:
         def arrive(priority: Priority) -> None:
-            self._leaving[generation] -= self._leaving[generation] > 0
             self.world.do(says(self.name, generation, priority))
 
         for priority in Priority:
             self.world.send(self.name, priority, functools.partial(arrive, priority))
 
 
-@given(seed=st.integers(0, 1 << 32), steps=st.integers(1, 120))
+@given(seed=st.integers(0, 1 << 32), steps=st.integers(1, 400))
 def test_what_is_needed_is_there_and_what_nobody_needs_is_let_go_of(seed: int, steps: int) -> None:
     world = World(seed)
     world.run(steps)
     world.settle()
     assert not world.broken
     needed = {one for each in world.attentions.values() for one in each.holds}
-    waiting = {one for each in world.attentions.values() for one in each.wants - each.holds}
+    waiting = {o for each in world.attentions.values() for o in each.wants.keys() - each.holds}
     assert world.there == needed
     assert not waiting, "it is there, or they know that it will not be"
     for attention in world.attentions.values():
@@ -207,7 +209,7 @@ def test_each_is_read_once_for_all_that_want_it_in_the_order_of_the_first(
     world = World(seed)
     for generation in wanted:
         for name in world.random.sample(NAMES, 3):
-            world.do(world.machine.wanted(name, proposal(generation, 1), there=False, misfit=""))
+            world.do(world.machine.wanted(name, proposal(generation, 1), 1, there=False, misfit=""))
     assert world.reads == wanted[:1]
     while world.loading is not None:
         generation, world.loading = world.loading, None
@@ -215,3 +217,47 @@ def test_each_is_read_once_for_all_that_want_it_in_the_order_of_the_first(
         world.do(world.machine.loaded(generation))
     assert world.reads == wanted
     assert not world.broken
+
+
+def test_an_answer_says_which_want_it_answers_though_the_one_before_is_half_left() -> None:
+    """What was wanted first is being read meanwhile."""
+    machine, generation = Wanted(), STAND_INS[0]
+    placement = proposal(generation, 1)
+    machine.wanted("attention-0", placement, 1, there=False, misfit="")
+    assert not machine.left("attention-0", generation, Priority.LS)
+    assert not machine.wanted("attention-0", placement, 2, there=False, misfit="")
+    assert machine.loaded(generation) == [Tell("attention-0", Kind.HELD, generation, 2)]
+    assert not machine.left("attention-0", generation, Priority.BE), "that of the first"
+    assert machine.needs(generation)
+
+
+@pytest.mark.parametrize("says", ["left", "refused", "wanted"])
+def test_a_rank_that_wants_or_leaves_without_end_is_told_apart_and_forgotten(says: str) -> None:
+    """One that has the token and keeps no rule. Others' stand-ins are as they were."""
+    machine, good = Wanted(), STAND_INS[0]
+    first = machine.wanted("attention-0", proposal(good, 1), 1, there=False, misfit="")
+    assert [type(action) for action in first] == [Load]
+
+    def say(number: int) -> None:
+        generation = number if says == "wanted" else (number << MAX_RANKS) | 1
+        if says == "left":
+            for priority in Priority:
+                machine.left("attention-1", generation, priority)
+            return
+        misfit = "no room" if says == "refused" else ""
+        machine.wanted("attention-1", proposal(generation, 1), 1, there=False, misfit=misfit)
+
+    for number in range(1, MOST + 1):
+        say(number)
+        say(number)
+    with pytest.raises(ValueError, match=rf"attention-1 wants {MOST + 1} generations .* {MOST} at"):
+        say(MOST + 1)
+    machine.lost("attention-1")
+    assert machine.needs(good)
+    say(1)
+    machine.lost("attention-1")
+    assert not any(machine.needs(one) for one in range(1, MOST + 2))
+    for priority in Priority:
+        machine.left("attention-0", good, priority)
+    assert not any(vars(machine)[name] for name in ("_by", "_placements", "_waiting"))
+    assert vars(machine)["_owed"] == {"attention-0": {}}
