@@ -130,7 +130,7 @@ class ChannelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Seconds between two heartbeats of a rank."""
     silence_s: Seconds = 1.5
     """Seconds without a heartbeat after which a peer counts as hung, at least twice heartbeat_s. On
-    the same machine after four times as long, unless its process is stopped."""
+    the same machine after four times as long, and a third as long if its process is stopped."""
     stuck_s: Seconds = 60.0
     """Seconds for which a rank's loop may be in one step (a layer, or less) before its heartbeats
     end."""

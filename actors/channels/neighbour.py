@@ -1,7 +1,8 @@
 """Another process of this machine: whether it runs, told from one that has its number later.
 
 A peer that is silent may wait for a core. Where it is a process of this machine we can look: one
-that is neither stopped nor gone is given longer before it counts as hung.
+that is neither stopped nor gone is given longer before it counts as hung, and one that is stopped,
+which no core would help, less.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import msgspec
 from contracts.frames import BAD_FRAME
 
 STARVED = 4  # times the limit of silence: what a process is given that may wait for a core
+STOPPED = 1 / 3  # of it: what one is given that has been stopped
 _HALTED = b"TtZXx"  # stopped, traced, ended
+_STOPPED = b"T"  # by a signal. A profiler or debugger traces, and lets go soon
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -28,6 +31,7 @@ class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
     machine: str
     pid: int
     started: int  # in the kernel's ticks: a later process under this number has another
+    network: str  # who has another is reached over a link, which may be cut
 
 
 # Made here: where two threads make the first one of a type at once, msgspec crashes.
@@ -46,6 +50,12 @@ class Neighbour:
         """Neither stopped nor gone."""
         fields = self._fields()
         return bool(fields) and fields[0] not in _HALTED
+
+    @property
+    def is_stopped(self) -> bool:
+        """By SIGSTOP or its like."""
+        fields = self._fields()
+        return bool(fields) and fields[0] in _STOPPED
 
     @property
     def started(self) -> int:
@@ -71,7 +81,8 @@ def is_hung(silent_s: float, silence_s: float, neighbour: Neighbour | None) -> b
     """Whether a peer that has been silent for so long has no excuse. neighbour: the peer, where it
     is a process of this machine."""
     if silent_s < silence_s:
-        return False
+        stopped_s = STOPPED * silence_s
+        return silent_s >= stopped_s and neighbour is not None and neighbour.is_stopped
     return silent_s >= STARVED * silence_s or neighbour is None or not neighbour.runs
 
 
@@ -97,19 +108,28 @@ def here() -> bytes:
     """This process, for `found`."""
     me = Neighbour(os.getpid())
     try:
-        return msgspec.msgpack.encode(Whereabouts(_machine(), os.getpid(), me.started))
+        told = Whereabouts(_machine(), os.getpid(), me.started, _network())
+        return msgspec.msgpack.encode(told)
     finally:
         me.close()
 
 
 def found(whereabouts: bytes) -> Neighbour | None:
-    """The process that said it is `here()`, if it is one of this machine."""
+    """The process that said it is `here()`, if it is one of this machine and nothing is between it
+    and us: behind another network, silence may be a link's, which looking at it would not show."""
     try:
         said = _decode(whereabouts)
-        if said.machine != _machine():
+        if (said.machine, said.network) != (_machine(), _network()):
             return None
+    except BAD_FRAME:
+        return None
+    return _process(said)
+
+
+def _process(said: Whereabouts) -> Neighbour | None:
+    try:
         process = Neighbour(said.pid)
-    except (OSError, *BAD_FRAME):
+    except OSError:
         return None
     if process.started == said.started:
         return process
@@ -121,6 +141,11 @@ def found(whereabouts: bytes) -> Neighbour | None:
 def _machine() -> str:
     """Equal in processes that know each other by the same numbers."""
     return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+
+
+@functools.cache
+def _network() -> str:
+    return os.readlink("/proc/self/ns/net")
 
 
 @functools.cache
@@ -143,7 +168,7 @@ def end(whereabouts: bytes) -> bool:
     except ProcessLookupError:
         return False
     try:
-        process = found(whereabouts)  # looked at once the handle is: it is the same process
+        process = _process(said)  # looked at once the handle is: it is the same process
         if process is None:
             return False
         process.close()

@@ -4,12 +4,14 @@ Each link has a second socket that carries nothing but heartbeats. So a rank in 
 still beats, no heartbeat waits behind a payload, and a payload under way on a slow link (whose
 bytes count as life, see `Heart.heard`) accuses nobody. Silence is judged here, after the sockets
 are drained, and only over time during which this process itself was running. A silent process of
-this machine that is neither stopped nor gone gets longer: on a busy machine it waits for a core. An
-endpoint whose owner's loop is stuck sends no heartbeats: its peers then lose it as one that hangs.
+this machine that is neither stopped nor gone gets longer: on a busy machine it waits for a core;
+one that is stopped gets less. An endpoint whose owner's loop is stuck sends no heartbeats: its
+peers then lose it as one that hangs.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 from actors.channels import neighbour
 from actors.channels.loop_watch import LoopWatch
-from actors.channels.neighbour import is_hung
+from actors.channels.neighbour import STOPPED, is_hung
 from contracts.clock import Clock, monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import PeerDeadError, PeerError, PeerHungError
@@ -165,10 +167,14 @@ class Pulse(Generic[L]):
             if error is not None:
                 self.remove(link)
                 self._lost(link, error)
-            left_s = link.heart.heard_s + self._config.silence_s - now_s
-            if left_s > 0.0:
-                wait_s = min(wait_s, left_s)
+            wait_s = min(wait_s, self._until_judged_s(link, now_s))
         return max(wait_s, _MIN_WAIT_S)
+
+    def _until_judged_s(self, link: L, now_s: float) -> float:
+        silence_s, silent_s = self._config.silence_s, now_s - link.heart.heard_s
+        limits_s = (STOPPED * silence_s, silence_s)
+        left_s = (limit_s - silent_s for limit_s in limits_s if limit_s > silent_s)
+        return min(left_s, default=math.inf)
 
     def _judge(self, link: L, now_s: float) -> PeerError | None:
         peer, silence_s = link.peer, self._config.silence_s

@@ -7,6 +7,7 @@ from benchmarks.planted_bugs.bug import Bug
 _EXECUTOR = ("tests/unit/actors/engine/test_executor.py",)
 _DISPATCH = ("tests/property/test_dispatch.py", "tests/unit/actors/engine/test_executor.py")
 _HANDSHAKE = ("tests/unit/actors/channels/test_handshake.py",)
+_NEIGHBOUR = ("tests/unit/actors/channels/test_neighbour.py",)
 _TCP = "actors/channels/tcp.py"
 _LANES = ("tests/unit/actors/channels/test_tcp_lanes.py",)
 _SHAKES = "actors/channels/handshake.py"
@@ -109,5 +110,19 @@ BUGS: tuple[Bug, ...] = (
         "        if before is not None:\n",
         "        if False:\n",
         _LANES,
+    ),
+    Bug(
+        "neighbour: one that a debugger holds counts as stopped at once",
+        "actors/channels/neighbour.py",
+        "return bool(fields) and fields[0] in _STOPPED",
+        "return bool(fields) and fields[0] in _HALTED",
+        _NEIGHBOUR,
+    ),
+    Bug(
+        "neighbour: one behind a link is excused as one that waits for a core",
+        "actors/channels/neighbour.py",
+        "if (said.machine, said.network) != (_machine(), _network()):",
+        "if said.machine != _machine():",
+        _NEIGHBOUR,
     ),
 )

@@ -1,8 +1,8 @@
 """One connection to a rank, from its handshake until it is lost: frames both ways, and a watchdog.
 
 A rank says something every STATE_PERIOD_S (a `RankState` if nothing else). One that is silent for
-longer than `silence_s` counts as hung (on this machine after four times as long, unless its process
-is stopped: it may wait for a core), one whose connection closed as dead.
+longer than `silence_s` counts as hung (on this machine after four times as long, for it may wait
+for a core, and a third as long if its process is stopped), one whose connection closed as dead.
 """
 
 from __future__ import annotations

@@ -13,7 +13,16 @@ import msgspec
 import pytest
 
 from actors.channels import neighbour
-from actors.channels.neighbour import STARVED, Neighbour, Whereabouts, behind, end, found, is_hung
+from actors.channels.neighbour import (
+    STARVED,
+    STOPPED,
+    Neighbour,
+    Whereabouts,
+    behind,
+    end,
+    found,
+    is_hung,
+)
 
 SLEEP = "import time; time.sleep(60)"
 
@@ -29,8 +38,8 @@ def whereabouts_of(pid: int, *, later_ticks: int = 0) -> bytes:
     process = Neighbour(pid)
     started = process.started + later_ticks
     process.close()
-    machine = msgspec.msgpack.decode(neighbour.here(), type=Whereabouts).machine
-    return msgspec.msgpack.encode(Whereabouts(machine, pid, started))
+    me = msgspec.msgpack.decode(neighbour.here(), type=Whereabouts)
+    return msgspec.msgpack.encode(Whereabouts(me.machine, pid, started, me.network))
 
 
 def test_a_process_is_killed_by_what_it_said_of_itself(child: subprocess.Popen[bytes]) -> None:
@@ -54,10 +63,10 @@ def test_a_process_that_is_gone_and_one_elsewhere_are_nobody(
     child.wait(10)
     assert not end(there)
     assert found(there) is None
-    elsewhere = msgspec.msgpack.encode(Whereabouts("another machine", os.getpid(), 1))
+    elsewhere = msgspec.msgpack.encode(Whereabouts("another machine", os.getpid(), 1, ""))
     assert not end(elsewhere)
     assert found(elsewhere) is None
-    for nonsense in (b"", b"\xc1", b"\x93\x01\x02\x03"):
+    for nonsense in (b"", b"\xc1", b"\x94\x01\x02\x03\x04"):
         assert not end(nonsense)
         assert found(nonsense) is None
 
@@ -74,6 +83,40 @@ def test_one_that_is_stopped_does_not_run_and_one_that_was_replaced_neither(
     child.kill()
     child.wait(10)
     assert not process.runs
+    process.close()
+
+
+def test_one_behind_another_network_is_no_neighbour_and_can_be_ended(
+    child: subprocess.Popen[bytes],
+) -> None:
+    """Its silence may be a link's, and that it runs does not excuse it."""
+    there = msgspec.msgpack.decode(whereabouts_of(child.pid), type=Whereabouts)
+    there = msgspec.structs.replace(there, network="net:[1]")
+    assert found(msgspec.msgpack.encode(there)) is None
+    assert end(msgspec.msgpack.encode(there))
+
+
+def test_one_that_is_stopped_is_given_less(child: subprocess.Popen[bytes]) -> None:
+    process = found(whereabouts_of(child.pid))
+    assert process is not None
+    assert not is_hung(1.4, 1.5, process)
+    child.send_signal(signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+    assert not is_hung(STOPPED * 1.5 - 0.1, 1.5, process)
+    assert is_hung(STOPPED * 1.5, 1.5, process)
+    child.send_signal(signal.SIGCONT)
+    os.waitpid(child.pid, os.WCONTINUED)
+    assert not is_hung(1.4, 1.5, process)
+    process.close()
+
+
+def test_one_that_a_profiler_holds_for_a_moment_is_not_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Neighbour(os.getpid())
+    monkeypatch.setattr(process, "_fields", lambda: [b"t"])
+    assert not is_hung(1.4, 1.5, process)
+    assert is_hung(1.5, 1.5, process)
     process.close()
 
 

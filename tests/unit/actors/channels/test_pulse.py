@@ -16,6 +16,7 @@ import pytest
 
 from actors.channels.header_link import HeaderLink
 from actors.channels.loop_watch import LoopWatch
+from actors.channels.neighbour import STOPPED
 from actors.channels.pulse import Heart, Pulse
 from contracts.clock import ManualClock
 from contracts.config import ChannelConfig
@@ -108,7 +109,7 @@ def test_a_process_of_this_machine_that_may_wait_for_a_core_is_given_longer() ->
         assert "6.1 s" in str(ward.lost[0])
 
 
-def test_a_stopped_process_of_this_machine_is_not(tmp_path: Path) -> None:
+def test_a_stopped_process_of_this_machine_is_given_less(tmp_path: Path) -> None:
     path = str(tmp_path / "sock")
     with (
         socket.socket(socket.AF_UNIX) as server,
@@ -120,7 +121,10 @@ def test_a_stopped_process_of_this_machine_is_not(tmp_path: Path) -> None:
             peer.send_signal(signal.SIGSTOP)
             while ward.link.heart.may_starve:  # the signal is on its way
                 time.sleep(0.01)
-            ward.tick(CONFIG.silence_s)
+            ward.clock.advance(STOPPED * CONFIG.silence_s - 0.1)
+            assert ward.pulse.tick(0.0) == pytest.approx(0.1)
+            assert not ward.lost
+            ward.tick(0.1)
             assert isinstance(ward.lost[0], PeerHungError)
         peer.kill()
 
