@@ -21,28 +21,24 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from actors.ranks.local_group import LocalGroup
 from benchmarks.harness import record
+from benchmarks.quota_group import Done, Ranks, Shares, directory_of, mean_of, quota_group
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
 from cluster.files.model_folder import resolve_model_folder
-from cluster.fleet.codec import Directory
 from cluster.serving.wiring import pipelines
 from contracts import metrics
 from contracts.config import BUNDLED, TandemConfig
-from contracts.events import BUSY
 from contracts.loading import load_config
 from contracts.messages import Submit
 from contracts.requests import Priority, Sampling
 from models.spec.model import read_spec
 
-CGROUPS = Path("/sys/fs/cgroup/cpu")
-PERIOD_US = 4_000  # as short as may be: a batch that begins with a fresh quota is quicker by that
-SHARES = 65_536  # before whatever else runs on the machine
 WINDOW_S = 62.0  # of the ranks' own figures, and a little
 SHOWN_S = 16.0  # until a planner has said what was
 WARM_S = 14.0  # a planner learns meanwhile, and answers end at different times
@@ -51,9 +47,7 @@ PER_RANK = 48  # requests under way at full load, of each attention rank
 SEQUENCES = 16  # of a batch that generates: some seventy batches while it is measured
 
 Ask = Callable[[], Awaitable[None]]  # one row or request, to its end
-Ranks = tuple[int, int, int]  # attention, expert, prefill
 Between = tuple[int, ...]  # the least and the most, both as likely as what lies between
-Shares = dict[str, float]  # of the time in which a rank is busy, by name
 
 
 class Load(NamedTuple):
@@ -133,14 +127,14 @@ def _model_folder(load: Load, scratch: Path) -> Path:
 
 def _summary(load: Load, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     def full(ranks: Ranks) -> tuple[float, Shares]:
-        with _group(load, folder, ranks, options.quota) as (group, config):
+        with quota_group(_config(load, folder, ranks), options.quota) as (group, config):
             per_s, busy = asyncio.run(_full(group, config, load, folder, options.seconds))
         print(f"ranks {ranks}: {per_s:.2f} a second, busy {busy}", file=sys.stderr)
         return per_s, busy
 
     now_per_s, busy = full(load.ranks)
     light_per_s = options.light * now_per_s
-    with _group(load, folder, load.ranks, options.quota) as (group, config):
+    with quota_group(_config(load, folder, load.ranks), options.quota) as (group, config):
         said = asyncio.run(_said(group, config, load, folder, light_per_s))
     print(f"said at {light_per_s:.1f} a second: {said}", file=sys.stderr)
     more = {}
@@ -164,18 +158,11 @@ def _summary(load: Load, folder: Path, options: argparse.Namespace) -> dict[str,
     }
 
 
-@contextmanager
-def _group(
-    load: Load, folder: Path, ranks: Ranks, quota: float
-) -> Iterator[tuple[LocalGroup, TandemConfig]]:
+def _config(load: Load, folder: Path, ranks: Ranks) -> TandemConfig:
     sizes = zip(("attention", "expert", "prefill"), ranks, strict=True)
     settings = [f"groups.{kind}_ranks={count}" for kind, count in sizes]
     common = ["model.dtype=float32", "channel.spin_s=0", f"model.path={folder}"]
-    config = load_config(None, [*settings, *common, *load.settings])
-    with LocalGroup(str(folder), config, planner=load.answer is not None) as group:
-        pids = [one.pid for name, one in group.processes.items() if not name.startswith("planner")]
-        with _quotas(pids, quota):
-            yield group, config
+    return load_config(None, [*settings, *common, *load.settings])
 
 
 @asynccontextmanager
@@ -183,7 +170,7 @@ async def _asking(
     group: LocalGroup, config: TandemConfig, load: Load, folder: Path
 ) -> AsyncIterator[Ask]:
     """Of prompts that have no other's prefix."""
-    backend = pipelines(config, _directory(group, load))
+    backend = pipelines(config, directory_of(group, config))
     source = random.Random(os.getpid())
     vocabulary = read_spec(folder).vocab_size
 
@@ -222,9 +209,9 @@ async def _said(
     of = {"pipeline": load.pipeline}
     async with _asking(group, config, load, folder) as ask:
         ended = await _at_rate(ask, per_s, seconds)
-        used = _mean(group, metrics.CAPACITY_USED.name, **of)
+        used = mean_of(group, metrics.CAPACITY_USED.name, **of)
         gains = {
-            f"gain_{kind}": _mean(group, metrics.CAPACITY_GAIN.name, **of, kind=kind)
+            f"gain_{kind}": mean_of(group, metrics.CAPACITY_GAIN.name, **of, kind=kind)
             for kind in load.more
         }
         in_use = {} if load.answer is None else _in_use(group)
@@ -235,7 +222,7 @@ async def _said(
 def _in_use(group: LocalGroup) -> dict[str, float]:
     """At the knee, as the planner says."""
     return {
-        f"in_use_{resource}": _mean(group, metrics.CAPACITY_IN_USE.name, resource=resource)
+        f"in_use_{resource}": mean_of(group, metrics.CAPACITY_IN_USE.name, resource=resource)
         for resource in ("attention", "experts")
     }
 
@@ -256,65 +243,15 @@ async def _full(
         begins_s = [WARM_S / 2 * number / at_once for number in range(at_once)]
         clients = [asyncio.ensure_future(asking(begin_s)) for begin_s in begins_s]
         await asyncio.sleep(WARM_S)
-        before = _Done.of(group)
+        before = Done.of(group)
         await asyncio.sleep(seconds)
-        tokens_per_s, busy = _Done.of(group).since(before)
+        tokens_per_s, busy = Done.of(group).since(before)
         for client in clients:
             client.cancel()
         told = await asyncio.gather(*clients, return_exceptions=True)
     if failed := [one for one in told if not isinstance(one, asyncio.CancelledError)]:
         raise SystemExit(f"{len(failed)} clients failed, the first: {failed[0]}")
     return tokens_per_s / load.request_tokens, busy
-
-
-class _Done(NamedTuple):
-    """So far. busy_s: by rank."""
-
-    at_s: float
-    tokens: float
-    busy_s: Shares
-
-    @classmethod
-    def of(cls, group: LocalGroup) -> _Done:
-        told = group.status()
-        busy_s = {one.name: sum(one.sections["stage_s"].get(s, 0.0) for s in BUSY) for one in told}
-        tokens = sum(one.sections["totals"].get("computed_tokens", 0.0) for one in told)
-        return cls(time.monotonic(), tokens, busy_s)
-
-    def since(self, before: _Done) -> tuple[float, Shares]:
-        """Tokens a second, and the parts of the time in which ranks were busy."""
-        seconds = self.at_s - before.at_s
-        busy = {name: (s - before.busy_s[name]) / seconds for name, s in self.busy_s.items()}
-        return (self.tokens - before.tokens) / seconds, busy
-
-
-def _directory(group: LocalGroup, load: Load) -> Directory:
-    at = group.client_addresses
-    return Directory(
-        client_addresses={} if load.answer is None else at,
-        prefill_addresses=at if load.answer is None else {},
-        token=group.token,
-        backend="shm",
-        epoch=1,
-        ranks=group.ready,
-    )
-
-
-@contextmanager
-def _quotas(pids: list[int], quota: float) -> Iterator[None]:
-    folders = {pid: CGROUPS / f"tandem-{pid}" for pid in pids}
-    try:
-        for pid, folder in folders.items():
-            folder.mkdir()
-            (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (folder / "cpu.cfs_quota_us").write_text(str(round(quota * PERIOD_US)))
-            (folder / "cpu.shares").write_text(str(SHARES))
-            (folder / "cgroup.procs").write_text(str(pid))
-        yield
-    finally:
-        for pid, folder in folders.items():
-            (CGROUPS / "cgroup.procs").write_text(str(pid))
-            folder.rmdir()
 
 
 async def _at_rate(ask: Ask, per_s: float, seconds: float) -> Awaitable[Any]:
@@ -327,17 +264,6 @@ async def _at_rate(ask: Ask, per_s: float, seconds: float) -> Awaitable[Any]:
         asked.append(asyncio.ensure_future(ask()))
         due_s += source.expovariate(per_s)
     return asyncio.gather(*asked)
-
-
-def _mean(group: LocalGroup, name: str, **labels: str) -> float:
-    """Of the series of that name with these labels."""
-    text = "".join(group.metrics().values())
-    wanted = [f'{label}="{value}"' for label, value in labels.items()]
-    lines = [line for line in text.splitlines() if line.startswith(name)]
-    found = [float(line.rpartition(" ")[2]) for line in lines if all(one in line for one in wanted)]
-    if not found:
-        raise SystemExit(f"nobody has said {name} of {labels}")
-    return sum(found) / len(found)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,10 @@ from planner.findep.batch_plan import NewTokens, plan_batch
 from planner.findep.recurrence import makespan_ms
 from planner.findep.schedule import Piece, schedule_of_pieces
 from planner.findep.solver import PlannedBatch
+from planner.online.attention_stage import Chunks
 from planner.online.buckets import Bucket, bucket_of
 from planner.online.capacity import Group, Mix, fullest_tokens, others
-from planner.online.models import Chunks, OnlineModels, OnlineSetup
+from planner.online.models import OnlineModels, OnlineSetup
 from planner.online.trial import Trial
 
 DRIFT = 0.15  # of a stage's time at some reference size: the models are then new ones

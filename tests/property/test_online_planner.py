@@ -13,8 +13,9 @@ from contracts.plan import Plan
 from contracts.planning import Batch, MicroBatchTimes
 from planner.findep.batch_plan import NewTokens, plan_batch
 from planner.findep.fit_plan import MORE_TOKENS, fit_plan
+from planner.online.attention_stage import AttentionStage
 from planner.online.buckets import STEPS_PER_OCTAVE, bucket_of
-from planner.online.models import AttentionStage, OnlineModels
+from planner.online.models import OnlineModels
 from planner.online.planner import LEAST_GAIN, REPORTS_BETWEEN, NoPlanError, OnlinePlanner
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
 from tests.support.simulated_group import Chunks, SimulatedGroup, hardware, setup_of
