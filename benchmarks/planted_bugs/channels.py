@@ -112,14 +112,14 @@ BUGS: tuple[Bug, ...] = (
         _LANES,
     ),
     Bug(
-        "neighbour: one that a debugger holds counts as stopped at once",
+        "repair: a neighbour that a debugger holds counts as stopped at once",
         "actors/channels/neighbour.py",
         "return bool(fields) and fields[0] in _STOPPED",
         "return bool(fields) and fields[0] in _HALTED",
         _NEIGHBOUR,
     ),
     Bug(
-        "neighbour: one behind a link is excused as one that waits for a core",
+        "repair: a neighbour behind a link is excused as one that waits for a core",
         "actors/channels/neighbour.py",
         "if (said.machine, said.network) != (_machine(), _network()):",
         "if said.machine != _machine():",

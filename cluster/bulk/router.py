@@ -219,7 +219,8 @@ def router_actor(config: bytes, bulk: BulkTask, groups: Any | None) -> Any:
 
 
 def _reply(body: bytes) -> Reply:
-    return _decode_reply(body)
+    reply: Reply = _decode_reply(body)
+    return reply
 
 
 def _message(reply: Reply) -> str:
