@@ -96,7 +96,15 @@ def _ran(options: argparse.Namespace, console: TextIO) -> tuple[Report, Run, tup
     load = light_load() if options.light else full_load()
     before = segments()
     with _target(options) as target:
-        run = Run(target, faults, load, own_shm=own_shm, exact=is_exact, on_done=report.after_fault)
+        run = Run(
+            target,
+            faults,
+            load,
+            own_shm=own_shm,
+            exact=is_exact,
+            until_wrong=options.until_wrong,
+            on_done=report.after_fault,
+        )
         asyncio.run(run.go(undisturbed_s=options.undisturbed, every_s=options.every))
     return report, run, tuple(sorted(segments() - before)) if own_shm else ()
 
@@ -155,6 +163,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--every", type=float, default=0.0, help="SIGKILL alone, every so many s")
     parser.add_argument("--seconds", type=float, default=300.0, help="for so long, with --every")
     parser.add_argument("--undisturbed", type=float, default=0.0, help="s under load before faults")
+    parser.add_argument("--until-wrong", action="store_true", help="ends once something is wrong")
     parser.add_argument("--request-timeout", type=float, default=120.0, help="s")
     parser.add_argument("--log", type=Path, default=Path("chaos.log"), help="the server's output")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/chaos.json")

@@ -18,6 +18,7 @@ from benchmarks.chaos.questions import Load, Question
 DECIMALS = 3  # of probabilities: a batch changes the seventh
 LIMIT_S = 120.0
 RETRY_S = 0.1
+WRONG = ("lost", "shorter", "longer", "changed")
 
 Answer = Any
 

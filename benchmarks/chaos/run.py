@@ -9,15 +9,16 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import httpx
 
-from benchmarks.chaos.clients import Clients, Outcome
+from benchmarks.chaos.clients import WRONG, Clients, Outcome
 from benchmarks.chaos.leaks import Leaks, held, shared
 from benchmarks.chaos.links import Links
+from benchmarks.chaos.places import Places, not_adopted, not_newer
 from benchmarks.chaos.questions import Load
 from benchmarks.chaos.schedule import Fault, Kind
 from contracts.errors import TandemError
@@ -75,7 +76,8 @@ class Done(NamedTuple):
 
 class Run:
     """differed: of the undisturbed answers, those that were others the second time, by kind.
-    on_done: called after each fault. own_shm: nobody else has anything in /dev/shm."""
+    on_done: called after each fault. own_shm: nobody else has anything in /dev/shm. until_wrong: it
+    ends with the fault after which something is wrong."""
 
     def __init__(
         self,
@@ -85,10 +87,11 @@ class Run:
         *,
         own_shm: bool = False,
         exact: bool = True,
+        until_wrong: bool = False,
         on_done: Callable[[Run], None] = lambda _: None,
     ) -> None:
         self._target, self.faults, self._load = target, faults, load
-        self._own_shm, self._on_done = own_shm, on_done
+        self._own_shm, self._on_done, self._until_wrong = own_shm, on_done, until_wrong
         self._leaks = Leaks()
         self.clients = Clients(lambda: target.urls, target.ended, exact=exact)
         self.undisturbed: list[Outcome] = []  # before the first fault, under the same load
@@ -111,15 +114,22 @@ class Run:
         finally:
             self.clients.stop()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(load, DRAIN_S)
-        await self._wait_free()
+                await asyncio.wait_for(load, 0.0 if self._is_over else DRAIN_S)
+        if not self._is_over:
+            await self._wait_free()
+
+    @property
+    def _is_over(self) -> bool:
+        never = any(one.whole_s is None for one in self.done)
+        answers = any(one.how in WRONG for one in self.clients.outcomes)
+        return self._until_wrong and (bool(self.wrong) or never or answers)
 
     async def _faults_in_turn(self) -> None:
         pending: list[tuple[Fault, float]] = []
         for fault in self.faults:
             if not pending:
                 await asyncio.sleep(fault.pause_s)
-                before = await asyncio.to_thread(self._here)
+                before = await asyncio.to_thread(self._places)
             pending.append((fault, time.monotonic()))
             await self._do(fault)
             if fault.with_next:
@@ -128,11 +138,14 @@ class Run:
             await asyncio.sleep(max(0.3, longest_s))
             whole_at_s = await self._whole()
             self.done += [self._told(each, at_s, whole_at_s) for each, at_s in pending]
+            if self._is_over:
+                return
             await self._answers_come_on(time.monotonic())
             await self._count(" and ".join(sorted({each.kind_and_role for each, _ in pending})))
+            now = await asyncio.to_thread(self._places)
+            self.wrong += not_newer(before, now)
             if {one.target for one, _ in pending} == {LAUNCHER}:
-                now = await asyncio.to_thread(self._here)
-                self.wrong += not_adopted(before[0], now[0], now[1] - before[1])
+                self.wrong += not_adopted(before, now)
             pending = []
             self._on_done(self)
 
@@ -210,8 +223,12 @@ class Run:
                 return
             await asyncio.sleep(10 * POLL_S)
 
-    def _here(self) -> tuple[dict[str, int], int]:
-        return self._target.processes(), self._target.others
+    def _places(self) -> Places:
+        try:
+            epochs = {rank.name: rank.epoch for rank in self._target.status() if rank.healthy}
+        except (TandemError, httpx.HTTPError, TimeoutError):
+            epochs = {}
+        return Places(self._target.processes(), self._target.others, epochs)
 
     def _held(self) -> dict[tuple[str, int], dict[str, int]]:
         roles = self._target.processes()
@@ -244,17 +261,6 @@ class Run:
             if not any(self.used_blocks.values()) or time.monotonic() > end_s:
                 return
             await asyncio.sleep(POLL_S)
-
-
-def not_adopted(before: Mapping[str, int], now: Mapping[str, int], more: int) -> list[str]:
-    """What another launcher has not taken over, though it lives. more: processes of a name that
-    another one has."""
-    ranks = [role for role in before if not role.startswith(("ingress", "launcher", "raylet"))]
-    told = "after its launcher was killed"
-    found = [
-        f"{role} was another process {told}" for role in ranks if now.get(role) != before[role]
-    ]
-    return [*found, f"{more} more ranks of one name {told}"] if more > 0 else found
 
 
 def _signalled(pid: int, number: signal.Signals) -> bool:

@@ -21,7 +21,7 @@ from benchmarks.server import ServerProcess
 from benchmarks.soak.served import roles_of
 from cluster.api.answer_types import Status
 from contracts.config import TandemConfig
-from contracts.worker import RankStatus
+from contracts.worker import Group, RankStatus, rank_names
 
 START_S = 300.0
 ROLES = {"groups": "launcher-0", "ingress": "ingress-0", "planner": "planner-0"}
@@ -97,10 +97,18 @@ class ServedTarget:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the server says so, and every rank does."""
+        """Whether the server says so, and every rank does. (While there is no launcher to ask, the
+        server names no rank.)"""
         try:
             ranks = self.status()
             healthy = httpx.get(f"{self._server.url}/health", timeout=5.0).status_code == 200
         except (httpx.HTTPError, msgspec.DecodeError):
             return False
-        return healthy and all(rank.healthy and "lost" not in rank.sections for rank in ranks)
+        told = {rank.name for rank in ranks if rank.healthy and "lost" not in rank.sections}
+        return healthy and told == set(self._names)
+
+    @property
+    def _names(self) -> list[str]:
+        groups = self._config.groups
+        attention = rank_names(Group.ATTENTION, groups.attention_ranks)
+        return [*attention, *rank_names(Group.EXPERT, groups.expert_ranks)]

@@ -6,10 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.chaos.clients import Outcome, Stream
+from benchmarks.chaos.clients import WRONG, Outcome, Stream
 from benchmarks.chaos.run import Done, Run
 
-WRONG = ("lost", "shorter", "longer", "changed")
 ROUNDED = "rounded"  # as long, and other words: that is how bfloat16 is
 SHOWN = 5
 

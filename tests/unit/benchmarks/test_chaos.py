@@ -12,8 +12,9 @@ from benchmarks.chaos import verdict
 from benchmarks.chaos.__main__ import LINK_WEIGHTS, ROLES, WEIGHTS
 from benchmarks.chaos.clients import Outcome, Stream, compared
 from benchmarks.chaos.leaks import GROWS, Leaks
+from benchmarks.chaos.places import Places, not_adopted, not_newer
 from benchmarks.chaos.planted import BUGS, Planted
-from benchmarks.chaos.run import Done, not_adopted
+from benchmarks.chaos.run import Done
 from benchmarks.chaos.schedule import Fault, Kind, Mix, drawn, read
 from benchmarks.planted_bugs.__main__ import ROOT
 
@@ -157,10 +158,23 @@ def test_each_bug_that_chaos_is_to_find_can_be_planted(planted: Planted) -> None
 
 
 def test_a_launcher_that_does_not_take_over_what_lives_is_found() -> None:
-    before = {"attention-0": 1, "expert-0": 2, "ingress-0": 3, "launcher-0": 4}
-    adopted = before | {"ingress-0": 5, "launcher-0": 6}
-    assert not not_adopted(before, adopted, 0)
-    assert not_adopted(before, adopted | {"expert-0": 7}, 0) == [
+    pids = {"attention-0": 1, "expert-0": 2, "ingress-0": 3, "launcher-0": 4}
+    before, adopted = Places(pids, 0, {}), pids | {"ingress-0": 5, "launcher-0": 6}
+    assert not not_adopted(before, Places(adopted, 0, {}))
+    assert not_adopted(before, Places(adopted | {"expert-0": 7}, 0, {})) == [
         "expert-0 was another process after its launcher was killed"
     ]
-    assert not_adopted(before, adopted, 1)
+    assert not_adopted(before, Places(adopted, 1, {}))
+
+
+def test_whoever_takes_a_place_under_an_epoch_that_was_there_before_is_found() -> None:
+    before = Places({"attention-0": 1, "expert-0": 2}, 0, {"attention-0": 1, "expert-0": 2})
+
+    def replaced(**epochs: int) -> list[str]:
+        told = {"attention-0": 1} | {name.replace("_", "-"): e for name, e in epochs.items()}
+        return not_newer(before, Places({"attention-0": 1, "expert-0": 7}, 0, told))
+
+    assert not not_newer(before, before)
+    assert not replaced(expert_0=3)
+    assert not replaced(), "it has not said"
+    assert replaced(expert_0=2) == ["expert-0 was replaced under epoch 2, and 2 was there before"]

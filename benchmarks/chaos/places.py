@@ -1,0 +1,44 @@
+"""Who is in which place, before a fault and after it, and what must not have become of them. Pure.
+
+A launcher that takes ranks over knows them by what another one has written down. What it does not
+know shows here: a rank that lived is another process, or a second one has its name, or whoever
+takes a place has an epoch that somebody had before, so that it is not told from him.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Places(NamedTuple):
+    """pids: by role. others: processes of a name that another one has. epochs: of ranks, as they
+    say themselves, if all of them did."""
+
+    pids: Mapping[str, int]
+    others: int
+    epochs: Mapping[str, int]
+
+
+def not_adopted(before: Places, now: Places) -> list[str]:
+    """What another launcher has not taken over, though it lives."""
+    nobodys = ("ingress", "launcher", "raylet")
+    ranks = [role for role in before.pids if not role.startswith(nobodys)]
+    told = "after its launcher was killed"
+    found = [
+        f"{role} was another process {told}"
+        for role in ranks
+        if now.pids.get(role) != before.pids[role]
+    ]
+    more = now.others - before.others
+    return [*found, f"{more} more ranks of one name {told}"] if more > 0 else found
+
+
+def not_newer(before: Places, now: Places) -> list[str]:
+    """Ranks that took a place under an epoch that there was before in their group."""
+    highest = max(before.epochs.values(), default=0)
+    return [
+        f"{name} was replaced under epoch {epoch}, and {highest} was there before"
+        for name, epoch in now.epochs.items()
+        if name in before.pids and now.pids.get(name) != before.pids[name] and epoch <= highest
+    ]
