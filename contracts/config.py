@@ -90,9 +90,10 @@ class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ready_timeout_s: Seconds = 180.0
     """Seconds until ranks must be placed, loaded and joined. Also how long requests wait while no
     rank of their pipeline is left."""
-    give_up_s: Seconds = 10.0
-    """Seconds for which the process that looks after the ranks may be silent before the server ends
-    (`tandem serve`, exit status 3)."""
+    give_up_s: Seconds = 30.0
+    """Seconds for which the process that looks after the ranks (Groups) may be silent before the
+    server ends (`tandem serve`, exit status 3): so long another one has to be started by Ray, which
+    takes some ten on a busy machine."""
     drain_s: Annotated[float, Meta(ge=0, le=86400)] = 20.0
     """Seconds for which a rank that is to go (`tandem scale`, SIGTERM) goes on with the requests
     that it has, while new ones go elsewhere. What is left then goes on on another rank, from where

@@ -85,9 +85,9 @@ class RankGroup:
         return GroupHealth(names, problems, out_s, replaced)
 
     def _told_lost(self, now_s: float) -> dict[str, str]:
-        """Expert ranks that are well by their own account, and that most attention ranks have lost,
-        or half of them for TIE_S: why. Whom fewer miss, or an earlier one of the name, is
-        introduced again."""
+        """Expert ranks that are well by their own account, and that most attention ranks have lost
+        for MOST_S, or half of them for TIE_S: why. Whom fewer miss, or for less, or an earlier one
+        of the name, is introduced again."""
         told: Counter[str] = Counter()
         asked = [one for one in self.members if one.spec.group is Group.ATTENTION and one.is_up]
         lost = [one.status.sections.get("lost", {}) for one in asked if one.status]

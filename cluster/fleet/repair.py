@@ -43,6 +43,7 @@ class GiveUp(NamedTuple):
 
 Action = Replace | GiveUp
 
+MOST_S = 1.0  # for so long most of them must miss it: it is introduced again meanwhile
 TIE_S = 10.0  # for so long half of them may miss one that the others have: it may be a link's fault
 Policy = Callable[[GroupHealth], Sequence[Action]]
 
@@ -58,11 +59,12 @@ def policy_of(group: Group, config: TandemConfig) -> Policy:
 def most_missed(
     told: Mapping[str, int], asked: int, since_s: Mapping[str, float], now_s: float
 ) -> tuple[list[str], dict[str, float]]:
-    """Expert ranks that most attention ranks miss, or half of them for TIE_S; and since when half
-    of them or more have missed each, to be given back the next time. told: by how many of those
-    that were asked."""
+    """Expert ranks that most attention ranks miss for MOST_S, or half of them for TIE_S; and since
+    when half of them or more have missed each, to be given back the next time. told: by how many of
+    those that were asked."""
     half = {name: since_s.get(name, now_s) for name, count in told.items() if 2 * count >= asked}
-    most = [name for name, at_s in half.items() if 2 * told[name] > asked or now_s - at_s >= TIE_S]
+    limits_s = {name: MOST_S if 2 * told[name] > asked else TIE_S for name in half}
+    most = [name for name, at_s in half.items() if now_s - at_s >= limits_s[name]]
     return most, half
 
 

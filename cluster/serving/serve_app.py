@@ -60,6 +60,7 @@ ON_HEAD = {"node:__internal_head__": 0.001}  # a little of what Ray gives its he
 STATUS_TIMEOUT_S = 2.0
 SPANS_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
+HEALTH_PERIOD_S = 1.0  # Serve's own is ten: for so long nobody replaces what has been killed
 
 
 class Groups:
@@ -355,6 +356,7 @@ def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Applicat
         max_ongoing_requests=64,
         ray_actor_options=on_head,  # all ranks end with it: it must not end with another node
         graceful_shutdown_timeout_s=15 + drain_s,
+        health_check_period_s=HEALTH_PERIOD_S,
     )(Groups)
     ingress = serve.deployment(
         name="Ingress",
@@ -363,6 +365,7 @@ def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Applicat
         # listening itself on host:port is a promise about the head node
         ray_actor_options=on_head if config.http.front == "direct" else anywhere,
         graceful_shutdown_timeout_s=5 + drain_s,
+        health_check_period_s=HEALTH_PERIOD_S,
     )(serve.ingress()(Ingress))
     body = encode_config(config)
     return ingress.bind(body, groups.bind(body, launch_id))

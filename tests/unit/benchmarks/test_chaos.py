@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.chaos import verdict
 from benchmarks.chaos.__main__ import LINK_WEIGHTS, ROLES, WEIGHTS
-from benchmarks.chaos.clients import Outcome, Stream, compared
+from benchmarks.chaos.clients import WRONG, Outcome, Stream, compared
 from benchmarks.chaos.leaks import GROWS, Leaks
 from benchmarks.chaos.places import Places, not_adopted, not_newer
 from benchmarks.chaos.planted import BUGS, Planted
@@ -83,7 +83,7 @@ def test_a_run_fails_for_each_thing_that_must_not_be() -> None:
         return verdict.failures(run, [left] if left else [])
 
     assert not failures()
-    for how in verdict.WRONG:
+    for how in WRONG:
         assert failures(how=how)
     assert failures(whole_s=None)
     assert failures(used=1.0)

@@ -11,7 +11,7 @@ from actors.ranks.rendezvous import Formation, Seat, make_specs
 from cluster.fleet.member import Member, Place
 from cluster.fleet.nodes import Placed
 from cluster.fleet.rank_group import RankGroup
-from cluster.fleet.repair import TIE_S
+from cluster.fleet.repair import MOST_S, TIE_S
 from contracts.loading import load_config
 from contracts.worker import RankReady, RankStatus
 
@@ -86,12 +86,16 @@ def test_a_link_that_is_back_begins_anew() -> None:
     assert not rig.problems(TIE_S - 1)
 
 
-def test_whom_most_have_lost_is_replaced_at_once() -> None:
+def test_whom_most_have_lost_is_replaced_unless_it_comes_back() -> None:
+    """One that was stopped for a moment has lost its links, and is well."""
     for attention in (1, 2, 3):
         rig = Rig(attention)
         for number in range(attention // 2 + 1):
             rig.ranks[f"attention-{number}"].lost = {"expert-1": 1}
-        assert rig.problems(0.25) == {"expert-1"}
+        assert not rig.problems(0.25)
+        assert "connect" in rig.ranks["attention-0"].told, "it is introduced again first"
+        assert not rig.problems(MOST_S - 0.1)
+        assert rig.problems(0.2) == {"expert-1"}
 
 
 def test_an_earlier_one_of_the_name_is_no_reason() -> None:
