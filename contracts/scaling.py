@@ -33,9 +33,9 @@ MOST_RANKS = 1024  # of a kind
 
 
 class ScaleState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The last change of the number of ranks. number: counts them, since the launcher of the ranks
-    was started. ranks: of each kind that there are now. steps: what has been done, in words.
-    reason: why it failed. seconds: since it began, or that it took."""
+    """The last change of the number of ranks. number: counts them. ranks: of each kind that there
+    are now. steps: what has been done, in words. reason: why it failed. seconds: since it began, or
+    another launcher has gone on with it; or that it took."""
 
     state: Progress = "idle"
     number: int = 0
@@ -46,9 +46,19 @@ class ScaleState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seconds: float = 0.0
 
 
-def in_words(counts: Mapping[str, int]) -> str:
+class KeptScale(msgspec.Struct, frozen=True):
+    """What a launcher leaves to one that takes its ranks over. state: without what it can see by
+    itself. resumed: how many launchers have gone on with it so far. least_prefill: workers that
+    there are to be at least, where they follow the load; 0: as configured."""
+
+    state: ScaleState = ScaleState()
+    resumed: int = 0
+    least_prefill: int = 0
+
+
+def in_words(counts: Mapping[str, float]) -> str:
     """ "attention_ranks=3, expert_ranks=1"."""
-    return ", ".join(f"{name}={count}" for name, count in counts.items())
+    return ", ".join(f"{name}={count:g}" for name, count in counts.items())
 
 
 def check_counts(wanted: ScaleWanted) -> None:

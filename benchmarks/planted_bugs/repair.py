@@ -150,8 +150,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "adoption: a rank that was replaced is not written down",
         "cluster/fleet/ledger.py",
-        "now = [(member.name, member.ready.pid, member.spec) for member in members]",
-        "now = [(member.name, 0, 0) for member in members]",
+        "if body != self._written:",
+        "if not self._written:",
         _ADOPTION,
     ),
     Bug(

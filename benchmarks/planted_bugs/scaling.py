@@ -118,8 +118,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scaling: the launch's room is given back with one rank of it",
         _RANK_BY_RANK,
-        "if len(place.placed.requests) == 1:",
-        "if place.placed.requests:",
+        "if place.is_its_own:",
+        "if place.placed.requests or not place.is_its_own:",
         _RESIZED,
     ),
     Bug(
@@ -219,5 +219,33 @@ BUGS: tuple[Bug, ...] = (
         "token_ms = max(0.0, more) * _BOTH_WAYS * send.beta_ms",
         "token_ms = 0.0 * send.beta_ms",
         ("tests/unit/planner/online/test_micro_batches.py",),
+    ),
+    Bug(
+        "scaling: a launcher that takes over does not go on",
+        "cluster/fleet/resizing.py",
+        "            self._begin(state.wanted.counts)\n",
+        "            self._begin({})\n",
+        _RESIZED,
+    ),
+    Bug(
+        "scaling: a change that ends its launcher ends one after the other",
+        "cluster/fleet/resizing.py",
+        "if self._resumed > MOST_RESUMED:",
+        "if self._resumed < 0:",
+        _RESIZED,
+    ),
+    Bug(
+        "scaling: what another launcher had half started stays",
+        "cluster/fleet/adoption.py",
+        "            end_remnants(ledger.application, record.names)\n",
+        "",
+        ("tests/unit/cluster/fleet/test_adoption.py",),
+    ),
+    Bug(
+        "scaling: who is leaving is not written down",
+        "cluster/fleet/ledger.py",
+        "leaving = [one for one in group.leaving if one not in ranks]",
+        "leaving = list[Member]()",
+        ("tests/unit/cluster/fleet/test_adoption.py",),
     ),
 )

@@ -1,7 +1,8 @@
 """A launcher takes up the ranks of one that has ended, or ends what it has left.
 
     ledger.py ─> rooms, actors ─> each says who it is ─> a Fleet under the same token
-        no ledger, another launch or configuration, a room gone, a rank that is
+            what is in no ledger ends, a change that was under way is gone on with (resizing.py)
+    no ledger, another launch or configuration, a room gone, a rank that is
         somebody else ─> all that bears the application's name ends: launch.py starts anew
 
 A rank that is gone or says nothing is the supervisor's business, as always.
@@ -13,6 +14,7 @@ import contextlib
 import hashlib
 import logging
 import time
+from collections.abc import Collection
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
@@ -31,7 +33,7 @@ from cluster.fleet.nodes import Placed
 from cluster.fleet.rank_group import RankGroup
 from cluster.fleet.scraped import scraped_of
 from contracts.config import TandemConfig
-from contracts.errors import LaunchError, TandemError
+from contracts.errors import LaunchError, ResourceError, TandemError
 from contracts.logs import event
 
 log = logging.getLogger("tandem.fleet")
@@ -45,11 +47,11 @@ def adopt(config: TandemConfig, model_folder: str, ledger: Ledger) -> Fleet | No
     record = ledger.read()
     if record is not None:
         try:
+            end_remnants(ledger.application, record.names)
             groups = _groups(config, model_folder, record, ledger.application)
             event(log, "fleet_adopted", logging.WARNING, ranks=sum(len(g.members) for g in groups))
-            fleet = Fleet(record.token, groups, scraped_of(config), config, ledger)
-            fleet.trim()
-            return fleet
+            scraped = scraped_of(config)
+            return Fleet(record.token, groups, scraped, config, ledger, record.scale)
         except (TandemError, RayError) as error:
             event(log, "fleet_not_adopted", logging.ERROR, error=error)
     end_remnants(ledger.application)
@@ -57,16 +59,21 @@ def adopt(config: TandemConfig, model_folder: str, ledger: Ledger) -> Fleet | No
     return None
 
 
-def end_remnants(application: str) -> None:
-    """Ends every rank of an application, and gives back all room that it has taken."""
+def end_remnants(application: str, kept: Collection[str] = ()) -> None:
+    """Ends every rank of an application, and gives back all room that it has taken. kept: names of
+    those that stay."""
     prefix = f"{application}/"
+
+    def is_left(name: str) -> bool:
+        return name.startswith(prefix) and name not in kept
+
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix):
+        if actor["namespace"] == NAMESPACE and is_left(actor["name"]):
             event(log, "remnant_ended", logging.WARNING, name=actor["name"])
             with contextlib.suppress(ValueError):  # it has ended by itself meanwhile
                 ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
     for id, room in ray.util.placement_group_table().items():
-        if room["name"].startswith(prefix) and room["state"] != "REMOVED":
+        if is_left(room["name"]) and room["state"] != "REMOVED":
             event(log, "remnant_ended", logging.WARNING, name=room["name"])
             found = PlacementGroup(PlacementGroupID(bytes.fromhex(id)))
             ray.util.remove_placement_group(found)
@@ -76,13 +83,21 @@ def _groups(
     config: TandemConfig, model_folder: str, record: Record, application: str
 ) -> list[RankGroup]:
     """Raises LaunchError for a rank that is somebody else, ResourceError for room that is gone."""
-    rooms = {room.name: placed_of(room, application) for room in record.rooms}
+    used = {entry.room for group in record.groups for entry in group.ranks}
+    rooms: dict[str, Placed] = {}
+    for room in record.rooms:
+        with contextlib.suppress(*() if room.name in used else (ResourceError,)):
+            rooms[room.name] = placed_of(room, application)
     found = [[_member(entry, rooms) for entry in group.ranks] for group in record.groups]
     _check_identities([member for members in found for member in members], record.token)
-    return [
+    groups = [
         _group(config, model_folder, record, members, entry)
         for members, entry in zip(found, record.groups, strict=True)
     ]
+    for group, entry in zip(groups, record.groups, strict=True):
+        leaving = [_found(one, rooms) for one in entry.leaving if one.room in rooms]
+        group.leaving = [one for one in leaving if one is not None]
+    return groups
 
 
 def _group(
@@ -101,13 +116,21 @@ def _group(
 def _member(entry: Entry, rooms: dict[str, Placed]) -> Member:
     """In the place of one whose actor is gone: a process that knows nothing. It says so when it is
     asked for its status, and is replaced."""
+    found = _found(entry, rooms)
+    if found is not None:
+        return found
     place = Place(rooms[entry.room], entry.bundle)
+    return Member(entry.spec, place, place.start(), entry.ready)
+
+
+def _found(entry: Entry, rooms: dict[str, Placed]) -> Member | None:
+    """None: its actor is gone."""
     try:
         actor = ray.get_actor(entry.actor, namespace=NAMESPACE)
-        handle = RayRank(entry.spec.name, actor, entry.actor)
     except ValueError:
-        handle = place.start()
-    return Member(entry.spec, place, handle, entry.ready)
+        return None
+    handle = RayRank(entry.spec.name, actor, entry.actor)
+    return Member(entry.spec, Place(rooms[entry.room], entry.bundle), handle, entry.ready)
 
 
 def _check_identities(members: list[Member], token: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -27,7 +28,7 @@ from contracts.errors import RequestError
 from contracts.events import TaskSpan
 from contracts.logs import event
 from contracts.plan import Plan
-from contracts.scaling import ScaleState, ScaleWanted
+from contracts.scaling import KeptScale, ScaleState, ScaleWanted
 from contracts.traces import TraceAnswer
 from contracts.worker import Group, RankStatus
 
@@ -45,14 +46,22 @@ class Fleet:
         scraped: Scraped | None = None,
         config: TandemConfig | None = None,
         ledger: Ledger | None = None,
+        kept: KeptScale | None = None,
     ) -> None:
         """config: what they were launched with, where their number may change. ledger: where the
-        ranks are written down, now and whenever one comes, goes or is replaced."""
-        self._token = token
-        self._ledger = ledger
-        if ledger is not None:
-            ledger.write(token, groups)
-        self._all_groups = groups
+        ranks are written down, now and whenever one comes, goes or is replaced. kept: of whoever
+        had them before, which is gone on with."""
+        self._token, self._ledger, self._all_groups = token, ledger, groups
+        self._writing = threading.Lock()  # guards the ledger
+        self._resizing: Resizing | None = None
+        self._scalers: list[Scaler] = []
+        if config is not None:
+            if config.scaling.max_prefill_ranks is not None:
+                workers = [group for group in groups if group.kind is Group.PREFILL]
+                self._scalers = [Scaler(group, config) for group in workers]
+            self._resizing = Resizing(groups, config, self._scalers, self._write_down)
+        if kept is None:  # else they are written down as they are
+            self._write_down()
         self._groups = [group for group in groups if group.kind is not Group.PLANNER]
         self._telemetry = Telemetry()
         self._show()
@@ -61,13 +70,11 @@ class Fleet:
             scraped.open(self._telemetry)
         self._told_planner = ToldPlanner(groups)
         self._supervisor = Supervisor(groups, self._each_round)
+        if self._resizing is not None and kept is not None:
+            self._resizing.resume(kept)
         self._supervisor.start()
-        self._scalers: list[Scaler] = []
-        if config is not None and config.scaling.max_prefill_ranks is not None:
-            self._scalers = [Scaler(group, config) for group in self._prefill]
         for scaler in self._scalers:
             scaler.start()
-        self._resizing = None if config is None else Resizing(groups, config, self._scalers)
 
     @property
     def directory(self) -> Directory:
@@ -91,11 +98,6 @@ class Fleet:
         """Replaces the prefill workers at these client addresses, for these reasons."""
         for group in self._prefill:
             group.suspect(suspects)
-
-    def trim(self) -> None:
-        """As `Resizing.trim`."""
-        if self._resizing is not None:
-            self._resizing.trim()
 
     def scale(self, wanted: ScaleWanted) -> ScaleState:
         """Begins to make the ranks as many as wanted. Raises as `Resizing.begin`."""
@@ -188,10 +190,17 @@ class Fleet:
 
     def _each_round(self) -> None:
         self._told_planner.update()
-        if self._ledger is not None:
-            self._ledger.write(self._token, self._all_groups)
+        self._write_down()
         if self.scraped is not None:
             self.scraped.update(self._all_groups)
+
+    def _write_down(self) -> None:
+        """For a launcher that takes over. From any thread."""
+        if self._ledger is None:
+            return
+        with self._writing:
+            kept = None if self._resizing is None else self._resizing.kept
+            self._ledger.write(self._token, self._all_groups, kept)
 
     @property
     def _prefill(self) -> list[RankGroup]:

@@ -77,7 +77,8 @@ def add_member(
 
 def kept_place(group: RankGroup, kind: Group, rank: int) -> Place | None:
     """That of a rank of the launch that has gone."""
-    taken = {(id(one.place.placed), one.place.bundle) for one in group.members}
+    there = (*group.members, *group.leaving)
+    taken = {(id(one.place.placed), one.place.bundle) for one in there}
     for placed in {id(one.place.placed): one.place.placed for one in group.members}.values():
         for bundle, request in enumerate(placed.requests):
             is_its = (request.group, request.rank) == (kind, rank)
@@ -88,7 +89,7 @@ def kept_place(group: RankGroup, kind: Group, rank: int) -> Place | None:
 
 def give_back(place: Place) -> None:
     """What is its own: a place among others stays theirs."""
-    if len(place.placed.requests) == 1:
+    if place.is_its_own:
         place.placed.release()
 
 
@@ -129,6 +130,13 @@ def _started(
 def end_member(group: RankGroup, member: Member, within_s: float, closing: threading.Event) -> None:
     """It ends what it has within that time, or hands it over. closing: it ends at once."""
     group.leave(member)
+    finish_leaving(group, member, within_s, closing)
+
+
+def finish_leaving(
+    group: RankGroup, member: Member, within_s: float, closing: threading.Event
+) -> None:
+    """Of one that is out of the directory, as `end_member`."""
     started_s = time.monotonic()
     if not member.replaced_for:
         closing.wait(TOLD_S)
@@ -138,6 +146,7 @@ def end_member(group: RankGroup, member: Member, within_s: float, closing: threa
     else:
         ray.kill(member.handle.actor)
     give_back(member.place)
+    group.gone(member)
     seconds = round(time.monotonic() - started_s, 1)
     event(log, "worker_ended", name=member.name, seconds=seconds)
 

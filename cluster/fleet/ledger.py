@@ -17,6 +17,7 @@ from cluster.fleet.rank_group import RankGroup
 from contracts.config import TandemConfig
 from contracts.errors import ResourceError
 from contracts.logs import event
+from contracts.scaling import KeptScale
 from contracts.worker import RankReady, WorkerSpec
 
 log = logging.getLogger("tandem.fleet")
@@ -44,19 +45,30 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class GroupEntry(msgspec.Struct, frozen=True):
+    """leaving: those that are none any more, and have not ended."""
+
     epoch: int
     backend: str
     ranks: list[Entry]
+    leaving: list[Entry] = []
 
 
 class Record(msgspec.Struct, frozen=True):
-    """config: a digest of what the ranks were launched with."""
+    """config: a digest of what the ranks were launched with. scale: the last change of their
+    number, which may be under way."""
 
     launch_id: str
     config: bytes
     token: bytes
     rooms: list[Room]
     groups: list[GroupEntry]
+    scale: KeptScale = KeptScale()
+
+    @property
+    def names(self) -> set[str]:
+        """In Ray, of all rooms and actors."""
+        actors = {one.actor for group in self.groups for one in (*group.ranks, *group.leaving)}
+        return actors | {room.name for room in self.rooms}
 
 
 class Ledger:
@@ -66,27 +78,30 @@ class Ledger:
         self.application, self.launch_id = application, launch_id
         self.config_digest = hashlib.sha256(encode_config(config)).digest()
         self._key = f"fleet/{application}".encode()
-        self._written: list[tuple[str, int, WorkerSpec]] = []
+        self._written = b""
 
-    def write(self, token: bytes, groups: Sequence[RankGroup]) -> None:
-        """What is there now; without effect where nothing has changed since the last time."""
-        members = [member for group in groups for member in group.members]
-        now = [(member.name, member.ready.pid, member.spec) for member in members]
-        if now == self._written:
-            return
+    def write(
+        self, token: bytes, groups: Sequence[RankGroup], scale: KeptScale | None = None
+    ) -> None:
+        """What is there now; without effect where nothing has changed since the last time. scale:
+        None: nothing was ever changed."""
+        body = msgspec.msgpack.encode(self._record(token, groups, scale or KeptScale()))
+        if body != self._written:
+            _internal_kv_put(self._key, body, namespace=_NAMESPACE)
+            self._written = body
+
+    def _record(self, token: bytes, groups: Sequence[RankGroup], scale: KeptScale) -> Record:
+        entries = [_group_entry(group) for group in groups]
+        members = [one for group in groups for one in (*group.members, *group.leaving)]
         rooms = {one.place.placed.name: one.place.placed for one in members}
-        record = Record(
+        return Record(
             self.launch_id,
             self.config_digest,
             token,
             [Room(name, p.device, p.requests, p.nodes) for name, p in rooms.items()],
-            [
-                GroupEntry(group.epoch, group.backend, [_entry(one) for one in group.members])
-                for group in groups
-            ],
+            entries,
+            scale,
         )
-        _internal_kv_put(self._key, msgspec.msgpack.encode(record), namespace=_NAMESPACE)
-        self._written = now
 
     def read(self) -> Record | None:
         """What was written last, if another launcher of this launch and configuration can go on
@@ -104,6 +119,14 @@ class Ledger:
 
     def forget(self) -> None:
         _internal_kv_del(self._key, namespace=_NAMESPACE)
+
+
+def _group_entry(group: RankGroup) -> GroupEntry:
+    ranks = group.members  # before those that leave: nobody is missing then
+    leaving = [one for one in group.leaving if one not in ranks]
+    return GroupEntry(
+        group.epoch, group.backend, [_entry(one) for one in ranks], [_entry(one) for one in leaving]
+    )
 
 
 def _entry(member: Member) -> Entry:

@@ -35,6 +35,11 @@ class Place(NamedTuple):
         return self.placed.node(self.bundle)
 
     @property
+    def is_its_own(self) -> bool:
+        """Whether nobody else is placed with it: Ray takes no bundle out of a placement group."""
+        return len(self.placed.requests) == 1
+
+    @property
     def needs(self) -> dict[str, float]:
         """Ray resources."""
         return self.placed.requests[self.bundle].resources

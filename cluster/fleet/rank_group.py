@@ -33,11 +33,13 @@ INTRODUCE_PERIOD_S = 1.0  # how often ranks that miss one that is there are told
 
 
 class RankGroup:
-    """kind: of its first rank. beyond_repair: why it can serve no more; empty: it can, or may yet.
-    Any thread may ask; the supervisor's changes it."""
+    """kind: of its first rank. leaving: those that were members, and have not ended. beyond_repair:
+    why it can serve no more; empty: it can, or may yet. Any thread may ask; the supervisor's
+    changes it."""
 
     def __init__(self, members: Sequence[Member], formation: Formation) -> None:
         self.members = list(members)
+        self.leaving: list[Member] = []
         self.kind = members[0].spec.group
         self.policy = policy_of(self.kind, formation.config)
         self.backend = formation.backend
@@ -117,7 +119,12 @@ class RankGroup:
     def leave(self, member: Member) -> None:
         """Out of the directory, and nobody takes its place: not even where it is being replaced.
         What becomes of it is the caller's business."""
+        self.leaving = [*self.leaving, member]
         self.members = [one for one in self.members if one is not member]
+
+    def gone(self, member: Member) -> None:
+        """It has left."""
+        self.leaving = [one for one in self.leaving if one is not member]
 
     def of_kind(self, kind: Group) -> list[Member]:
         """In the order of their ranks."""

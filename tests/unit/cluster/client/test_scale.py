@@ -64,8 +64,9 @@ def _running(*steps: str) -> ScaleState:
 
 
 def test_its_steps_are_told_as_they_come_and_then_how_many_there_are(
-    folder: Path, capsys: Capture
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(client, "_SILENT_S", 30.0)
     asked = Launcher(_running("one"), _running("one"), NotReadyError("a moment"), DONE)
     with serve_api(folder, [_rank()], scale=asked) as api:
         assert main(["scale", "--url", api.url, "--attention-ranks", "3"]) == 0

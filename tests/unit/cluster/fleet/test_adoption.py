@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,6 +21,7 @@ from cluster.fleet.rank_group import RankGroup
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, ResourceError
 from contracts.loading import load_config
+from contracts.scaling import KeptScale
 from contracts.worker import Group, RankReady, WorkerSpec
 
 TOKEN = b"of this launch"
@@ -56,8 +58,6 @@ class FakeFleet(tuple[Any, ...]):
     def __new__(cls, *arguments: Any) -> FakeFleet:
         return super().__new__(cls, arguments)
 
-    def trim(self) -> None: ...
-
 
 class Cluster:
     """Ray's GCS, and the actors and rooms that it knows."""
@@ -73,9 +73,10 @@ class Cluster:
         monkeypatch.setattr(
             ledger, "_internal_kv_del", lambda key, namespace: self.kept.pop(key, None)
         )
-        monkeypatch.setattr(adoption, "end_remnants", self.remnants_ended.append)
+        self.kept_names: set[str] = set()
+        monkeypatch.setattr(adoption, "end_remnants", self._end_remnants)
         monkeypatch.setattr(adoption, "placed_of", self._room)
-        monkeypatch.setattr(ray, "get_actor", lambda name, namespace: self.actors[name])
+        monkeypatch.setattr(ray, "get_actor", self._actor)
         monkeypatch.setattr(adoption, "RayRank", lambda name, actor, key: actor)
         monkeypatch.setattr(adoption, "scraped_of", lambda config: None)
         monkeypatch.setattr(adoption, "Fleet", FakeFleet)
@@ -101,9 +102,20 @@ class Cluster:
     def adopted(self, launch_id: str = "one", config: TandemConfig = CONFIG) -> Any:
         return adoption.adopt(config, "folder", Ledger("tandem", launch_id, config))
 
+    def _end_remnants(self, application: str, kept: Collection[str] = ()) -> None:
+        if kept:
+            self.kept_names = set(kept)
+        else:
+            self.remnants_ended.append(application)
+
     def _put(self, key: bytes, value: bytes, namespace: bytes) -> None:
         self.writes += 1
         self.kept[key] = value
+
+    def _actor(self, name: str, namespace: str) -> FakeRank:
+        if name not in self.actors:
+            raise ValueError(name)
+        return self.actors[name]
 
     def _room(self, room: Room, application: str) -> Placed:
         if room.name not in self.rooms:
@@ -118,7 +130,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 def test_another_launcher_has_the_same_ranks_in_the_same_places(cluster: Cluster) -> None:
     before = cluster.launch()
-    token, groups, _, config, _ = cluster.adopted()
+    token, groups, _, config, *_ = cluster.adopted()
     assert (token, config) == (TOKEN, CONFIG)
     for old, new in zip(before, groups, strict=True):
         assert (new.kind, new.epoch, new.backend) == (old.kind, old.epoch, old.backend)
@@ -154,6 +166,35 @@ def test_a_group_that_was_scaled_is_taken_over_as_it_is(cluster: Cluster) -> Non
     _, (found, _), *_ = cluster.adopted()
     assert [one.name for one in found.of_kind(Group.ATTENTION)] == ["attention-0"]
     assert not cluster.remnants_ended
+
+
+@pytest.mark.parametrize("there", ["all", "room", "nothing"])
+def test_a_rank_that_was_leaving_is_taken_over_as_one_where_it_is_there(
+    cluster: Cluster, there: str
+) -> None:
+    """Nobody starts another in its place."""
+    groups = cluster.launch()
+    attention, first = groups[0], groups[0].members[0]
+    node = Node("b", "10.0.0.2", "10.0.0.2")
+    request = RankRequest(Group.ATTENTION, 1, {"CPU": 0.5})
+    own = FakePlaced([request], None, "cpu", [node], "tandem", "tandem/more")
+    spec = msgspec.structs.replace(first.spec, rank=1, epoch=4)
+    ready = RankReady(name=spec.name, pid=9, channel_address="tcp:there")
+    leaving = Member(spec, Place(own, 0), FakeRank(spec, "tandem/more/attention-1"), ready)
+    attention.join(leaving)
+    attention.leave(leaving)
+    Ledger("tandem", "one", CONFIG).write(TOKEN, groups, KeptScale(resumed=1))
+    if there != "nothing":
+        cluster.rooms.add("tandem/more")
+    if there == "all":
+        cluster.actors["tandem/more/attention-1"] = FakeRank(spec, "tandem/more/attention-1")
+    _, (found, _), _, _, _, kept = cluster.adopted()
+    assert kept == KeptScale(resumed=1)
+    assert [one.name for one in found.of_kind(Group.ATTENTION)] == ["attention-0"]
+    assert [one.name for one in found.leaving] == ["attention-1"] * (there == "all")
+    assert not cluster.remnants_ended
+    names = {"tandem/room", "tandem/more", "tandem/more/attention-1", *cluster.actors}
+    assert cluster.kept_names == names, "all else is ended"
 
 
 @pytest.mark.parametrize("other", ["launch", "configuration", "room", "garbage"])

@@ -23,7 +23,7 @@ from cluster.fleet.resizing import Resizing
 from cluster.fleet.supervisor import Supervisor
 from contracts.errors import LaunchError, NotReadyError, OverloadError, RequestError, ResourceError
 from contracts.loading import config_from
-from contracts.scaling import ScaleState, ScaleWanted
+from contracts.scaling import KeptScale, ScaleState, ScaleWanted
 from contracts.worker import LEFT, Group, RankReady, RankStatus, rank_name
 from planner.placement.contiguous import contiguous
 from tests.support.waiting import wait_until
@@ -127,7 +127,11 @@ class Rig:
         experts = {Group.EXPERT: contiguous(4, 2, num_layers=1, moe_layers=[0])}
         formation = Formation(self.config, "", b"", 1, "shm", None, experts)
         (self.group,) = launch_pipeline(formation, placed, Counter())
-        self.resizing = Resizing([self.group], self.config)
+        self.kept: list[KeptScale] = []
+        self.resizing = Resizing([self.group], self.config, keep=self.keep)
+
+    def keep(self) -> None:
+        self.kept.append(self.resizing.kept)
 
     def place(self, requests: list[RankRequest], *_: Any, **__: Any) -> Placed:
         placed = FakePlaced(requests, None, "cpu", [NODE] * len(requests))
@@ -341,13 +345,101 @@ def test_more_expert_ranks_than_experts_are_refused(rig: Rig) -> None:
         rig.resizing.begin(ScaleWanted(expert_ranks=5))
 
 
-def test_a_launcher_that_takes_over_lets_go_of_expert_ranks_that_nobody_asks(
+def taken_over(
+    rig: Rig, state: ScaleState, monkeypatch: pytest.MonkeyPatch, *, used: int = 2, resumed: int = 0
+) -> ScaleState:
+    """By another launcher, to which one that had come so far has left that. used: expert ranks that
+    attention ranks ask."""
+    monkeypatch.setattr(resizing, "expert_ranks_in_use", lambda find: used)
+    rig.kept.clear()
+    rig.resizing = Resizing([rig.group], rig.config, keep=rig.keep)
+    rig.resizing.resume(KeptScale(state, resumed))
+    return rig.ended()
+
+
+def test_what_is_begun_is_written_down_before_anything_starts_and_so_is_its_end(rig: Rig) -> None:
+    at_start: list[KeptScale] = []
+    rig.next = lambda rank: at_start.append(rig.kept[-1])
+    rig.scale(attention_ranks=3)
+    (begun,) = at_start
+    assert (begun.state.state, begun.state.wanted) == ("running", ScaleWanted(attention_ranks=3))
+    assert (rig.kept[-1].state.state, rig.kept[-1].state.number) == ("done", 1)
+    assert rig.kept[-1] == rig.resizing.kept
+
+
+def test_a_launcher_that_takes_over_goes_on_from_what_is_there(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its predecessor ended in the middle of a change."""
+    """Its predecessor had started one of two."""
+    rig.scale(attention_ranks=3)
+    half = ScaleState(
+        state="running", number=7, wanted=ScaleWanted(attention_ranks=4), steps=["attention-2 ..."]
+    )
+    state = taken_over(rig, half, monkeypatch)
+    assert (state.state, state.number) == ("done", 7)
+    assert state.steps[:2] == ["attention-2 ...", "another launcher of the ranks has taken over"]
+    assert rig.names == [f"attention-{rank}" for rank in range(4)]
+    assert [rank.name for rank in rig.started[5:]] == ["attention-3"]
+    assert rig.kept[0].resumed == 1, "before anything is done"
+    assert rig.scale(attention_ranks=4).number == 8
+    assert rig.resizing.kept.resumed == 0
+
+
+@pytest.mark.parametrize("fails", ["", "no memory"])
+def test_experts_go_on_to_ranks_that_had_come_for_them_or_these_go_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
     rig.scale(expert_ranks=3)
-    monkeypatch.setattr(resizing, "expert_ranks_in_use", lambda find: 2)
-    rig.resizing.trim()
-    wait_until(lambda: rig.resizing.state.number == 2, "it did not look", 20.0, 0.002)
-    assert rig.ended().state == "done"
+    rig.moves.clear()
+    rig.move_fails = fails
+    half = ScaleState(state="running", number=1, wanted=ScaleWanted(expert_ranks=3))
+    state = taken_over(rig, half, monkeypatch, used=2)
+    assert [count for count, _ in rig.moves] == [3]
+    assert (state.state, state.reason) == ("failed" if fails else "done", fails)
+    assert expert_ranks(rig) == ["expert-0", "expert-1", "expert-2"][: 2 if fails else 3]
+
+
+def test_a_change_that_ends_one_launcher_after_the_other_is_given_up(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expert ranks that nobody asks go; what else has come stays."""
+    rig.scale(attention_ranks=3, expert_ranks=3)
+    wanted = ScaleWanted(attention_ranks=4, expert_ranks=3)
+    half = ScaleState(state="running", number=1, wanted=wanted)
+    state = taken_over(rig, half, monkeypatch, resumed=resizing.MOST_RESUMED)
+    assert state.state == "failed"
+    assert "launchers of the ranks have ended 3 times in this change" in state.reason
     assert expert_ranks(rig) == ["expert-0", "expert-1"]
+    assert len(rig.names) == 3
+
+
+@pytest.mark.parametrize("progress", ["running", "done"])
+def test_a_rank_that_was_leaving_goes_on_leaving_and_its_room_is_free_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, progress: Any
+) -> None:
+    rig.scale(attention_ranks=3)
+    rig.group.leave(rig.group.members[-1])
+    half = ScaleState(state=progress, number=1, wanted=ScaleWanted(attention_ranks=2))
+    assert taken_over(rig, half, monkeypatch).state == "done"
+    wait_until(lambda: not rig.group.leaving, "it leaves for ever", 20.0, 0.002)
+    told = [each[0] for each in rig.rank("attention-2").told]
+    assert told.index("leave") < told.index("stop")
+    assert (rig.killed, rig.released) == (["attention-2"], [["attention-2"]])
+    assert rig.names == ["attention-0", "attention-1"]
+
+
+def test_one_that_is_over_stays_over(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = ScaleState(
+        state="failed", number=3, wanted=ScaleWanted(expert_ranks=3), reason="no room"
+    )
+    state = taken_over(rig, over, monkeypatch)
+    assert (state.state, state.number, state.reason) == ("failed", 3, "no room")
+    assert len(rig.started) == 4
+    assert rig.resizing.kept.resumed == 0
+
+
+def test_a_step_says_which_seat_is_kept(rig: Rig) -> None:
+    rig.scale(attention_ranks=3)
+    last, launched = [step for step in rig.scale(attention_ranks=1).steps if "is gone" in step]
+    assert "seat" not in last
+    assert launched.endswith("; its seat is kept (CPU=0.5)")
