@@ -14,107 +14,31 @@ import pytest
 import ray
 
 from actors.ranks.placing import Working
-from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import Formation
 from cluster.fleet import growth, resizing
 from cluster.fleet.launch import launch_pipeline
-from cluster.fleet.nodes import Node, Placed, RankRequest
+from cluster.fleet.nodes import RankRequest
 from cluster.fleet.resizing import Resizing
 from cluster.fleet.supervisor import Supervisor
-from contracts.errors import LaunchError, NotReadyError, OverloadError, RequestError, ResourceError
+from contracts.errors import NotReadyError, OverloadError, RequestError, ResourceError
 from contracts.loading import config_from
 from contracts.scaling import KeptScale, ScaleState, ScaleWanted
-from contracts.worker import LEFT, Group, RankReady, RankStatus, rank_name
+from contracts.worker import Group, RankReady
 from planner.placement.contiguous import contiguous
+from tests.support.started_ranks import StartedRanks
 from tests.support.waiting import wait_until
 
-NODE = Node("a", "10.0.0.1", "10.0.0.1")
 CPU = 0.5  # of each rank
 
 
-class FakeRank(RayRank):
-    """fails: `prepare` does. hold: `prepare` waits for it. hangs: nothing is answered, once it is
-    to leave; dies: nor then, for its actor is gone."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, self)
-        self.told: list[tuple[Any, ...]] = []
-        self.fails = self.hangs = self.dies = False
-        self.hold: Future[Any] | None = None
-        self.spec: Any = None
-
-    def started(self) -> Future[Any]:
-        return done(None)
-
-    def call(self, method: str, *arguments: Any) -> Future[Any]:
-        self.told.append((method, *arguments))
-        leaves = ("leave",) in [each[:1] for each in self.told]
-        if leaves and self.hangs:
-            return Future()
-        if (leaves and self.dies) or (method == "prepare" and self.fails):
-            failed: Future[Any] = Future()
-            failed.set_exception(LaunchError(f"{self.name}: its actor died"))
-            return failed
-        if method == "prepare":
-            self.spec = arguments[0]
-            at = f"tcp:{self.name}:{self.spec.epoch}"
-            is_asked = self.spec.group in (Group.ATTENTION, Group.PREFILL)
-            ready = RankReady(
-                name=self.name, pid=id(self), channel_address=at, client_address=at * is_asked
-            )
-            return done(ready) if self.hold is None else self.hold
-        if method == "status":
-            notes = {"leaving": LEFT} if leaves else {}
-            return done(RankStatus(name=self.name, healthy=True, notes=notes))
-        return done(None)
-
-    def has_heard(self, method: str) -> list[list[Any]]:
-        return [arguments for name, *arguments in self.told if name == method]
-
-
-def done(result: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future
-
-
-class FakePlaced(Placed):
-    rig: Rig
-
-    def start(self, bundle: int) -> FakeRank:
-        request = self.requests[bundle]
-        rank = FakeRank(rank_name(request.group, request.rank))
-        self.rig.next(rank)
-        self.rig.started.append(rank)
-        return rank
-
-    def node(self, bundle: int) -> Node:
-        return NODE
-
-    @property
-    def is_complete(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        self.rig.released.append([rank_name(one.group, one.rank) for one in self.requests])
-
-
-class Rig:
-    """Two attention ranks, two expert ranks. free: CPUs of the cluster. next: what is done to a
-    rank that starts."""
+class Rig(StartedRanks):
+    """Two attention ranks, two expert ranks. free: CPUs of the cluster."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.started: list[FakeRank] = []
-        self.ended_ranks: list[FakeRank] = []
-        self.released: list[list[str]] = []
+        super().__init__(monkeypatch)
         self.free = 10.0
-        self.next: Callable[[FakeRank], None] = lambda rank: None
-        monkeypatch.setattr(ray, "kill", self.ended_ranks.append)
         monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": self.free})
-        monkeypatch.setattr(growth, "place_ranks", self.place)
-        monkeypatch.setattr(growth, "LOOK_PERIOD_S", 0.001)
         monkeypatch.setattr(growth, "ANSWER_S", 0.01)
-        monkeypatch.setattr(growth, "TOLD_S", 0.01)
         monkeypatch.setattr(growth, "LATE_S", 0.05)
         self.config = config_from(
             {"groups": {"attention_ranks": 2, "expert_ranks": 2, "drain_s": 0.1}}, source="test"
@@ -132,11 +56,6 @@ class Rig:
 
     def keep(self) -> None:
         self.kept.append(self.resizing.kept)
-
-    def place(self, requests: list[RankRequest], *_: Any, **__: Any) -> Placed:
-        placed = FakePlaced(requests, None, "cpu", [NODE] * len(requests))
-        placed.rig = self
-        return placed
 
     def move(self, find: Callable[[], list[Working]], ranks: int, *_: Any) -> None:
         """Experts, to so many ranks of those that work."""
@@ -161,10 +80,6 @@ class Rig:
     def names(self) -> list[str]:
         """Those that take requests."""
         return list(self.group.client_addresses)
-
-    def rank(self, name: str) -> FakeRank:
-        """Whoever has come last by that name."""
-        return next(rank for rank in reversed(self.started) if rank.name == name)
 
 
 @pytest.fixture
@@ -246,11 +161,8 @@ def test_one_that_dies_while_it_starts_leaves_nothing(rig: Rig) -> None:
     assert rig.scale(attention_ranks=3).state == "done"
 
 
-def test_one_that_finds_no_room_fails_by_name(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def place(*_: Any, **__: Any) -> Placed:
-        raise ResourceError("1 ranks could not be placed within 3 s")
-
-    monkeypatch.setattr(growth, "place_ranks", place)
+def test_one_that_finds_no_room_fails_by_name(rig: Rig) -> None:
+    rig.has_no_room = True
     assert rig.scale(attention_ranks=3).reason == "1 ranks could not be placed within 3 s"
 
 
