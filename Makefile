@@ -13,8 +13,9 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 
+# Three files at a time on two cores: much of the time tests wait, most of all those with Ray.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3
 
 # What to run before every commit: lint and the quick tests, beside each other.
 check: $(VENV)/.installed
@@ -52,10 +53,12 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 # torch first: its pinned version resolves to a build without gigabytes of CUDA packages.
+# Bytecode by all cores, where pip takes one; of what is mostly never imported, when it is.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m compileall -qq -j 0 -x '/(transformers|sympy)/' $(VENV)/lib || true
 	touch $@
 
 clean:
