@@ -6,7 +6,7 @@ by class too, the next chunk of those whose prompt is under way, and waiting one
 turns between API keys and requests (planner/policies/turns.py). Beside others one request has a
 share of it (actors/batching/batch_room.py). A prompt longer than what is left is cut (chunked
 prefill).
-A sequence starts behind the longest prefix that blocks hold, to the token, computed or about to be.
+Its blocks are `forming_batch.py`'s business.
 When blocks run out, the youngest running sequence of the lowest class, of a request that holds many
 first, gives its blocks back and waits again; what it has generated stays. BE gives way to LS that
 waits as well: the sequence of which least is computed, and in the end its batch (`give_way`).
@@ -17,31 +17,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
-from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
 
 from actors.batching.batch_room import BatchRoom, InPlay, Owner, share_of
-from actors.batching.scheduled_batch import Chunk, ScheduledBatch
+from actors.batching.forming_batch import FormingBatch
+from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.sequence import Sequence, SequenceKey
 from actors.batching.upcoming import HeldPrefixes, upcoming
-from actors.kv.batch_blocks import BatchBlocks
-from actors.kv.block_contents import Head
 from actors.kv.block_manager import BlockManager
 from contracts.config import ScheduleConfig
 from contracts.errors import NotFiniteError
 from contracts.requests import Priority
-from models.decoder.batch import BlockCopy
 from planner.policies.batching import ALL, Form, Phase, Waiting
 from planner.policies.turns import Turns
-
-
-class Prefix(NamedTuple):
-    """What blocks hold of a sequence: whole blocks, then the first tokens of one more."""
-
-    blocks: list[int]
-    head: Head | None
-    tokens: int
 
 
 class Scheduler:
@@ -139,63 +127,47 @@ class Scheduler:
     def next_batch(self, form: Form = ALL) -> ScheduledBatch | None:
         """The next batch, its blocks allocated; None if nothing of that form can run."""
         number = self._batches
-        chunks: list[Chunk] = []
         room = BatchRoom(self._config, self.in_play, number, form.priorities)
-        forming = BatchBlocks()
+        batch = FormingBatch(number, room, self.blocks, whole_prompts=self._whole_prompts)
         held_back = 0
         if room.is_shared and self.waiting:
-            self._make_way(form.priorities)
+            self._make_way(batch, form.priorities)
             held_back = share_of(self._config.request_share, room.tokens)
             room.hold_back(held_back)
         if form.keys is not None:
-            self._fill_as_named(form.keys, chunks, room, forming)
+            self._fill_as_named(batch, form.keys)
         else:
-            self._fill(form, held_back, chunks, room, forming)
-        if not chunks:
+            self._fill(batch, form, held_back)
+        if not batch.chunks:
             return None
         self._batches += 1
-        highest = min(chunk.sequence.priority for chunk in chunks)
-        due_s = min(chunk.sequence.due_s for chunk in chunks)
-        return ScheduledBatch(number, highest, chunks, tuple(forming.sources), due_s, form.phase)
+        return batch.formed(form.phase)
 
-    def _fill(
-        self,
-        form: Form,
-        held_back: int,
-        chunks: list[Chunk],
-        room: BatchRoom,
-        forming: BatchBlocks,
-    ) -> None:
+    def _fill(self, batch: FormingBatch, form: Form, held_back: int) -> None:
         """held_back: tokens that those who run leave to those who wait."""
         running = list(filter(form_of(form), self._running))
-        if room.is_shared:  # where not all of a request's fit, those first that waited longest
+        if batch.room.is_shared:  # where not all fit of a request, those first that waited longest
             running = sorted(running, key=attrgetter("last_batch"))
-        goes_on = partial(self._go_on, chunks, room, forming)
         for priority in form.priorities:
-            goes_on(s for s in running if not _is_prompt(s) and s.priority is priority)
+            going_on = (s for s in running if not _is_prompt(s) and s.priority is priority)
+            self._go_on(batch, going_on)
         most = 0 if form.phase is Phase.DECODE else form.starts
         others_begun = True
         for priority in form.priorities:
-            goes_on(s for s in running if _is_prompt(s) and s.priority is priority)
-            room.hold_back(0)
+            self._go_on(batch, (s for s in running if _is_prompt(s) and s.priority is priority))
+            batch.room.hold_back(0)
             if others_begun and most != 0:
-                others_begun = self._admit(chunks, room, forming, priority, most)
-            room.hold_back(held_back)
+                others_begun = self._admit(batch, priority, most)
+            batch.room.hold_back(held_back)
 
-    def _fill_as_named(
-        self,
-        keys: tuple[Hashable, ...],
-        chunks: list[Chunk],
-        room: BatchRoom,
-        forming: BatchBlocks,
-    ) -> None:
+    def _fill_as_named(self, batch: FormingBatch, keys: tuple[Hashable, ...]) -> None:
         """By somebody who knows an order. What does not fit is left out."""
-        room.hold_back(0)
+        batch.room.hold_back(0)
         for sequence in [self._by_key[key] for key in keys if key in self._by_key]:  # type: ignore[index]
             if sequence in self._running:
-                self._go_on(chunks, room, forming, [sequence])
-            elif room.tokens_for(sequence.owner):
-                self._begin(sequence, chunks, room, forming)
+                self._go_on(batch, [sequence])
+            elif batch.room.tokens_for(sequence.owner):
+                self._begin(batch, sequence)
 
     def upcoming(self, forms: Iterable[Form] = (ALL,)) -> list[list[tuple[int, int]]]:
         """Of the batches of those forms that would come next, if there is anything of them, new
@@ -236,37 +208,21 @@ class Scheduler:
         for chunk in batch.chunks:
             chunk.sequence.in_flight = False
 
-    def _go_on(
-        self,
-        chunks: list[Chunk],
-        room: BatchRoom,
-        forming: BatchBlocks,
-        running: Iterable[Sequence],
-    ) -> None:
+    def _go_on(self, batch: FormingBatch, running: Iterable[Sequence]) -> None:
         for sequence in running:
-            if room.is_full:
+            if batch.room.is_full:
                 return
             if sequence.in_flight or not sequence.block_table:  # it has given its blocks back
                 continue
-            tokens = room.tokens_for(sequence.owner)
-            chunk = self._extend(sequence, tokens, len(chunks), forming) if tokens else None
-            if chunk is not None:
-                chunks.append(chunk)
-                room.take(sequence.owner, chunk.stop - chunk.start)
+            if batch.room.tokens_for(sequence.owner):
+                self._extend(batch, sequence)
 
-    def _admit(
-        self,
-        chunks: list[Chunk],
-        room: BatchRoom,
-        forming: BatchBlocks,
-        priority: Priority,
-        most: int | None,
-    ) -> bool:
+    def _admit(self, batch: FormingBatch, priority: Priority, most: int | None) -> bool:
         """Whether all of that class that wait have begun, so that a lower one may. most: of
         them begin now."""
         queue, started = self._waiting[priority], list[Sequence]()
-        for sequence in queue.ahead(lambda s: not room.tokens_for(s.owner)):
-            if len(started) == most or not self._starts(sequence, chunks, room, forming):
+        for sequence in queue.ahead(lambda s: not batch.room.tokens_for(s.owner)):
+            if len(started) == most or not self._starts(batch, sequence):
                 break  # nobody slips past a sequence whose turn it is
             started.append(sequence)
         for sequence in started:
@@ -274,134 +230,29 @@ class Scheduler:
         self.begun_total[priority] += len(started)
         return not len(queue)
 
-    def _begin(
-        self, sequence: Sequence, chunks: list[Chunk], room: BatchRoom, forming: BatchBlocks
-    ) -> None:
-        if self._starts(sequence, chunks, room, forming):
+    def _begin(self, batch: FormingBatch, sequence: Sequence) -> None:
+        if self._starts(batch, sequence):
             self._running.append(self._waiting[sequence.priority].take(sequence))
             self.begun_total[sequence.priority] += 1
 
-    def _starts(
-        self, sequence: Sequence, chunks: list[Chunk], room: BatchRoom, forming: BatchBlocks
-    ) -> bool:
+    def _starts(self, batch: FormingBatch, sequence: Sequence) -> bool:
         """Whether there are blocks for its first chunk, which then is in the batch."""
-        tokens = room.tokens_for(sequence.owner)
-        chunk = self._start(sequence, tokens, len(chunks), forming)
-        while (
-            chunk is None
-            and self._has_room(sequence, tokens, len(chunks))
-            and self._take_from_below(sequence.priority)
-        ):
-            chunk = self._start(sequence, tokens, len(chunks), forming)
-        if chunk is None:
-            return False
-        chunks.append(chunk)
-        room.take(sequence.owner, chunk.stop - chunk.start)
+        while not batch.start(sequence):
+            if not batch.has_room(sequence) or not self._take_from_below(sequence.priority):
+                return False
         return True
 
-    def _prefix(self, sequence: Sequence) -> Prefix:
-        """The longest prefix that blocks hold, or will when the batch being formed has run, of what
-        need not be computed in any case."""
-        block_tokens, needed = sequence.block_tokens, sequence.first_needed
-        hashes = sequence.hashes[: needed // block_tokens]
-        blocks = self.blocks.match(hashes, batch=self._batches)
-        whole = len(blocks) * block_tokens
-        rest = sequence.token_ids[whole : min(needed, whole + block_tokens)]
-        parent = sequence.before_block(len(blocks))
-        head = self.blocks.head(parent, rest, batch=self._batches)
-        return Prefix(blocks, head, whole + (head.tokens if head else 0))
-
-    def _start(
-        self, sequence: Sequence, budget: int, index: int, forming: BatchBlocks
-    ) -> Chunk | None:
-        prefix = self._prefix(sequence)
-        table = self._take(sequence, prefix, budget, index)
-        if table is None and prefix.head is not None:  # perhaps because of the block copied from
-            whole = len(prefix.blocks) * sequence.block_tokens
-            prefix = Prefix(prefix.blocks, None, whole)
-            table = self._take(sequence, prefix, budget, index)
-        if table is None:
-            return None
-        sequence.block_table = table
-        sequence.num_computed = prefix.tokens
-        if sequence.num_cached is None:
-            sequence.num_cached = prefix.tokens
-        shared = list(prefix.blocks)
-        copies: tuple[BlockCopy, ...] = ()
-        if prefix.head is not None:
-            source, tokens = prefix.head
-            copies = forming.copy(source, table[len(prefix.blocks)], tokens)
-            shared += (copied.source for copied in copies)
-        stop = self._stop(sequence, prefix.tokens, budget)
-        chunk = Chunk(sequence, prefix.tokens, stop, forming.providers(shared), copies)
-        return self._book(chunk, index, forming)
-
-    def _stop(self, sequence: Sequence, start: int, budget: int) -> int:
-        """Where the first chunk of a sequence ends."""
-        tokens = len(sequence.token_ids)
-        return tokens if self._whole_prompts else min(tokens, start + budget)
-
-    def _has_room(self, sequence: Sequence, budget: int, index: int) -> bool:
-        """Whether what is left of the batch is enough, if blocks were: else nobody need give way.
-        No: a whole prompt, longer than that, behind others."""
-        start = self._prefix(sequence).tokens
-        return index == 0 or self._stop(sequence, start, budget) <= start + budget
-
-    def _take(
-        self, sequence: Sequence, prefix: Prefix, budget: int, index: int
-    ) -> list[int] | None:
-        """The block table; None if there are too few blocks, or if a whole prompt is too long for
-        what is left of the batch. The block to copy from is referred to as well, by the batch."""
-        stop = self._stop(sequence, prefix.tokens, budget)
-        if index > 0 and stop > prefix.tokens + budget:
-            return None
-        fresh = sequence.blocks_for(stop) - len(prefix.blocks)
-        if prefix.head is None:
-            return self.blocks.take(prefix.blocks, fresh)
-        held = [*prefix.blocks, prefix.head.block]
-        table = self.blocks.take(held, fresh)
-        return None if table is None else table[: len(prefix.blocks)] + table[len(held) :]
-
-    def _extend(
-        self, sequence: Sequence, budget: int, index: int, forming: BatchBlocks
-    ) -> Chunk | None:
-        stop = min(len(sequence.token_ids), sequence.num_computed + budget)
-        fresh = sequence.blocks_for(stop) - len(sequence.block_table)
-        table = self.blocks.take([], fresh)
-        while table is None:
+    def _extend(self, batch: FormingBatch, sequence: Sequence) -> bool:
+        """Whether there are blocks for its next chunk, which then is in the batch."""
+        while not batch.extend(sequence):
             if not self._take_from_below(sequence.priority):
                 victim = self._victim(sequence.priority)
                 if victim is None:
-                    return None
+                    return False
                 self._requeue(victim)
                 if victim is sequence:
-                    return None
-            table = self.blocks.take([], fresh)
-        sequence.block_table.extend(table)
-        chunk = Chunk(sequence, sequence.num_computed, stop, frozenset())
-        return self._book(chunk, index, forming)
-
-    def _book(self, chunk: Chunk, index: int, forming: BatchBlocks) -> Chunk:
-        """Chunk `index` of the batch: says what its blocks will hold."""
-        sequence, block_tokens = chunk.sequence, chunk.sequence.block_tokens
-        hashes = sequence.hashes
-        for place in range(chunk.start // block_tokens, sequence.blocks_for(chunk.stop)):
-            first, last = place * block_tokens, (place + 1) * block_tokens
-            digest = hashes[place] if last <= chunk.stop else None
-            if digest is None and chunk.start >= sequence.prompt_tokens:
-                break  # a block that a generation is filling: found once it is full
-            self.blocks.register(
-                sequence.block_table[place],
-                digest,
-                sequence.before_block(place),
-                sequence.token_ids[first : min(last, chunk.stop)],
-                batch=self._batches,
-            )
-            forming.fill(sequence.block_table[place], index)
-        sequence.in_flight = True
-        sequence.num_computed = chunk.stop
-        sequence.last_batch = self._batches
-        return chunk
+                    return False
+        return True
 
     def _take_from_below(self, priority: Priority) -> bool:
         """Has an idle BE sequence wait again, that of which least is computed (what it gives up is
@@ -418,7 +269,7 @@ class Scheduler:
             self.give_way(batch)
         return batch is not None
 
-    def _make_way(self, priorities: tuple[Priority, ...]) -> None:
+    def _make_way(self, batch: FormingBatch, priorities: tuple[Priority, ...]) -> None:
         """Whose turn it is finds blocks, if one request holds more than its share of them: then its
         youngest sequences wait again. Not so many that the other would hold more."""
         first = next(filter(None, (self._waiting[each].peek() for each in priorities)), None)
@@ -427,7 +278,7 @@ class Scheduler:
         tokens = min(len(first.token_ids), self._config.max_batch_tokens)
         if first.blocks_for(tokens) <= self.blocks.available:
             return
-        needed = first.blocks_for(tokens) - len(self._prefix(first).blocks)
+        needed = first.blocks_for(tokens) - len(batch.prefix(first).blocks)
         holds = self._blocks_held()
         most = share_of(self._config.request_share, self.blocks.num_blocks)
         for sequence in [s for s in reversed(self._running) if s.priority >= first.priority]:

@@ -37,7 +37,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "scheduler: a block counts as full one token early",
-        "actors/batching/scheduler.py",
+        "actors/batching/forming_batch.py",
         "digest = hashes[place] if last <= chunk.stop else None",
         "digest = hashes[place] if last <= chunk.stop + 1 else None",
         (*_SCHEDULER, *_EXECUTOR),
@@ -66,8 +66,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scheduler: BE gives way where no block would help",
         "actors/batching/scheduler.py",
-        "            and self._has_room(sequence, tokens, len(chunks))\n",
-        "",
+        "if not batch.has_room(sequence) or not self._take",
+        "if not self._take",
         _MEMORY,
     ),
     Bug(

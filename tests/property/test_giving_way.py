@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from actors.batching.scheduled_batch import Chunk, ScheduledBatch
+from actors.batching.forming_batch import FormingBatch
+from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
-from actors.kv.batch_blocks import BatchBlocks
 from contracts.block_hash import chain_hashes
 from contracts.requests import Priority
 from planner.policies.batching import Form, LiveBatch, Phase, SequenceView, Waiting, by_class
@@ -28,23 +28,19 @@ class Watched(Scheduler):
 
     refused: set[Sequence]
 
-    def _start(
-        self, sequence: Sequence, budget: int, index: int, forming: BatchBlocks
-    ) -> Chunk | None:
-        return self._noted(sequence, super()._start(sequence, budget, index, forming))
+    def _starts(self, batch: FormingBatch, sequence: Sequence) -> bool:
+        return self._noted(sequence, super()._starts(batch, sequence))
 
-    def _extend(
-        self, sequence: Sequence, budget: int, index: int, forming: BatchBlocks
-    ) -> Chunk | None:
+    def _extend(self, batch: FormingBatch, sequence: Sequence) -> bool:
         of_ls = [s for s in self.sequences if s.priority is LS and s.block_table]
-        chunk = super()._extend(sequence, budget, index, forming)
+        extended = super()._extend(batch, sequence)
         if sequence.priority is BE:
             assert all(s.block_table for s in of_ls), "BE takes nothing from LS"
-        return self._noted(sequence, chunk)
+        return self._noted(sequence, extended)
 
-    def _noted(self, sequence: Sequence, chunk: Chunk | None) -> Chunk | None:
-        (self.refused.add if chunk is None else self.refused.discard)(sequence)
-        return chunk
+    def _noted(self, sequence: Sequence, runs: bool) -> bool:
+        (self.refused.discard if runs else self.refused.add)(sequence)
+        return runs
 
     def _take_from_below(self, priority: Priority) -> bool:
         held = {s: s.num_computed for s in self.sequences if s.priority is BE and s.block_table}
