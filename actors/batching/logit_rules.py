@@ -7,16 +7,15 @@ actors/batching/sampler.py.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
 
+from contracts.choice_way import ChoiceWay
 from contracts.messages import Submit
 from contracts.requests import Sampling
-from contracts.token_trie import ROOT, TokenTrie
 
 _FIRST_ROOM = 64
 
@@ -28,7 +27,7 @@ class LogitRules:
     def __init__(self, submit: Submit, sampling: Sampling) -> None:
         self._sampling = sampling
         self._submit = submit
-        self._way: _Way | None = None
+        self._way: ChoiceWay | None = None
         self._seen: SeenTokens | None = None
         self._noted = submit.prompt_tokens  # so many of the sequence's tokens are in this state
         self._masked: torch.Tensor | None = None
@@ -42,7 +41,7 @@ class LogitRules:
             prompt = self._prompt if sampling.repetition_penalty != 1 else ()
             self._seen = SeenTokens(prompt, logits_V.device)
         if sampling.choices is not None and self._way is None:  # not while it waits
-            self._way = _Way(tuple(map(tuple, sampling.choices)))
+            self._way = ChoiceWay(sampling.choices)
         self._note(token_ids)
         shaped_V = logits_V.to(torch.float32, copy=True)
         if self._way is not None:
@@ -89,36 +88,6 @@ class LogitRules:
             self._biases = ids, values.float()
         ids_B, values_B = self._biases
         shaped_V[ids_B] += values_B
-
-
-@functools.lru_cache(maxsize=64)  # requests of one job have the same choices
-def _choice_trie(choices: tuple[tuple[int, ...], ...]) -> tuple[TokenTrie, frozenset[int]]:
-    """The trie, and the nodes at which a choice ends."""
-    trie = TokenTrie(choices)
-    return trie, frozenset(trie.ends)
-
-
-class _Way:
-    """Down the trie of the choices, as far as has been generated."""
-
-    def __init__(self, choices: tuple[tuple[int, ...], ...]) -> None:
-        self._trie, self._ends = _choice_trie(choices)
-        self._node: int | None = ROOT
-
-    def step(self, token: int) -> None:
-        """An eos leads out of the trie."""
-        self._node = None if self._node is None else self._trie.step(self._node, token)
-
-    @property
-    def at_end(self) -> bool:
-        return self._node is None or not self._trie.followers(self._node)
-
-    def allowed(self, eos_token_ids: list[int]) -> list[int]:
-        """The tokens that may come next: an eos only where one choice ends and another goes on."""
-        if self._node is None:
-            return eos_token_ids
-        followers = list(self._trie.followers(self._node))
-        return followers + eos_token_ids if self._node in self._ends else followers
 
 
 class SeenTokens:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from contracts.choice_way import ChoiceWay
 from contracts.messages import Submit
 
 
@@ -14,12 +17,13 @@ def ending_of(submit: Submit) -> str | None:
     generated = submit.token_ids[submit.prompt_tokens :]
     if generated[-1] in submit.ending_ids:
         return "stop"
-    if sampling.choices is not None and not _can_grow(sampling.choices, generated):
+    if sampling.choices is not None and _has_chosen(sampling.choices, generated):
         return "stop"
     return "length" if submit.generated >= sampling.max_tokens else None
 
 
-def _can_grow(choices: list[list[int]], generated: list[int]) -> bool:
-    """Whether one of them goes on behind what has been generated."""
-    count = len(generated)
-    return any(len(choice) > count and choice[:count] == generated for choice in choices)
+def _has_chosen(choices: Sequence[Sequence[int]], generated: Sequence[int]) -> bool:
+    way = ChoiceWay(choices)
+    for token in generated:
+        way.step(token)
+    return way.at_end
