@@ -18,7 +18,8 @@ import msgspec
 
 from cluster.fleet.codec import Directory, encode_trace
 from cluster.serving.front import DirectFront
-from cluster.serving.wiring import AskGroups, build_ingress_app
+from cluster.serving.launcher import AskGroups
+from cluster.serving.wiring import build_ingress_app
 from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
 from contracts.logs import set_up_logging

@@ -111,36 +111,7 @@ def build_app(
         scale=scale,
         logs_prompts=logs_prompts,
     )
-    app = App(services)
-    app.router.redirect_slashes = False
-    app.state.open_requests = services.open_requests
-    app.access_log = AccessLog() if http.access_log else None
-    install_handlers(app)
-    for path, endpoint in (
-        ("/v1/completions", completions),
-        ("/v1/chat/completions", chat_completions),
-        ("/v1/classify", classify),
-        ("/v1/score", score),
-        ("/tokenize", tokenize),
-        ("/detokenize", detokenize),
-    ):
-        counted = app.pipelines[path] = _Counted(services, endpoint)
-        app.router.routes.append(Route(path, counted, methods=["POST"]))  # else 405
-    for path, plain in (
-        ("/health", _health),
-        ("/load", load),
-        ("/metrics", metrics_of(services)),
-        ("/status", status_of(services)),
-        ("/trace", trace),
-        ("/scale", scaled),
-        ("/openapi.json", _openapi),
-        ("/version", _version),
-        ("/v1/models", _models),
-        ("/v1/models/{name:path}", _one_model),
-    ):
-        app.add_route(path, _simple(services, plain), methods=["GET"])
-    app.add_route("/scale", _simple(services, begin_scale), methods=["POST"])
-    return app
+    return App(services)
 
 
 class App(Starlette):
@@ -153,8 +124,12 @@ class App(Starlette):
     def __init__(self, services: Services) -> None:
         super().__init__()
         self.services = services
-        self.access_log: AccessLog | None = None
+        self.access_log = AccessLog() if services.http.access_log else None
         self.pipelines: dict[str, _Counted] = {}
+        self.router.redirect_slashes = False
+        self.state.open_requests = services.open_requests
+        install_handlers(self)
+        self._add_routes()
 
     async def drain(self, limit_s: float) -> int:
         """As `Ending.drain`, of the requests under way."""
@@ -164,6 +139,32 @@ class App(Starlette):
         """Writes what is not yet in the access log."""
         if self.access_log is not None:
             self.access_log.write()
+
+    def _add_routes(self) -> None:
+        for path, endpoint in (
+            ("/v1/completions", completions),
+            ("/v1/chat/completions", chat_completions),
+            ("/v1/classify", classify),
+            ("/v1/score", score),
+            ("/tokenize", tokenize),
+            ("/detokenize", detokenize),
+        ):
+            counted = self.pipelines[path] = _Counted(self.services, endpoint)
+            self.router.routes.append(Route(path, counted, methods=["POST"]))  # else 405
+        for path, plain in (
+            ("/health", _health),
+            ("/load", load),
+            ("/metrics", metrics_of(self.services)),
+            ("/status", status_of(self.services)),
+            ("/trace", trace),
+            ("/scale", scaled),
+            ("/openapi.json", _openapi),
+            ("/version", _version),
+            ("/v1/models", _models),
+            ("/v1/models/{name:path}", _one_model),
+        ):
+            self.add_route(path, _simple(self.services, plain), methods=["GET"])
+        self.add_route("/scale", _simple(self.services, begin_scale), methods=["POST"])
 
     def build_middleware_stack(self) -> ASGIApp:
         others = super().build_middleware_stack()

@@ -43,8 +43,9 @@ from cluster.fleet.launch import launch
 from cluster.fleet.ledger import Ledger
 from cluster.fleet.tracing import OneAtATime
 from cluster.serving.front import DirectFront
+from cluster.serving.launcher import AskGroups
 from cluster.serving.serve_end import wait_idle
-from cluster.serving.wiring import AskGroups, build_ingress_app
+from cluster.serving.wiring import build_ingress_app
 from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, TandemError

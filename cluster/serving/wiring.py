@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Mapping
 
-from ray.exceptions import RayError
 from starlette.applications import Starlette
 
 from actors.channels.handshake import Identity
 from actors.planning.model_shape import shape_of
-from actors.telemetry.telemetry import Telemetry, merge_expositions
+from actors.telemetry.telemetry import Telemetry
 from cluster.api.app import App, build_app
 from cluster.api.keys_follower import KeysFollower
 from cluster.api.schemas import ServedModel
 from cluster.api.session import AskTrace
 from cluster.files.model_folder import resolve_model_folder
-from cluster.fleet.codec import Directory, decode_scale, decode_trace, encode_scale
-from cluster.fleet.tracing import ROUNDS, offset_of
+from cluster.fleet.codec import Directory
 from cluster.routing.admission import Admission
 from cluster.routing.finder import Find
 from cluster.routing.least_work import LeastWork
@@ -30,21 +26,15 @@ from cluster.routing.placer import RoutingConfig
 from cluster.routing.prefill_backlog import PrefillBacklog
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_socket import RankClientConfig
-from contracts.clock import monotonic_s
+from cluster.serving.launcher import AskGroups, Launcher
 from contracts.config import ChannelConfig, HttpConfig, TandemConfig
-from contracts.errors import NotReadyError
 from contracts.garbage import spare_what_lives_on
-from contracts.logs import event
 from contracts.messages import STATE_PERIOD_S
-from contracts.scaling import ScaleState, ScaleWanted
-from contracts.traces import ClockOffset, TraceAnswer, this_boot
-from contracts.worker import Group, RankStatus, rank_name
+from contracts.worker import Group, rank_name
 from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
 from planner.routing.request_work import work_of
 from planner.routing.saturation import saturation_of
-
-log = logging.getLogger("tandem.ingress")
 
 CONNECT_DEADLINE_S = 30.0
 PATIENCE_S = 10.0  # for the last of the ranks
@@ -118,16 +108,6 @@ def pipelines(config: TandemConfig, directory: Directory, find: Find | None = No
     return Pipelines(generating, prefilling)
 
 
-class AskGroups(NamedTuple):
-    """What the launcher of the ranks tells of them. Raises RayError."""
-
-    metrics: Callable[[], Awaitable[list[str]]]
-    status: Callable[[], Awaitable[list[RankStatus]]]
-    trace: Callable[[float], Awaitable[bytes]]
-    clock: Callable[[], Awaitable[tuple[float, str]]]
-    scale: Callable[[bytes], Awaitable[tuple[bytes, bytes]]]
-
-
 async def build_ingress_app(
     config: TandemConfig,
     directory: Directory,
@@ -143,45 +123,17 @@ async def build_ingress_app(
     async with asyncio.timeout(CONNECT_DEADLINE_S):
         await backend.wait_serving(PATIENCE_S)
     spare_what_lives_on()
-
-    async def extra() -> str:
-        try:
-            return merge_expositions(await ask.metrics())
-        except RayError as error:  # the ingress's own metrics are still worth a scrape
-            event(log, "rank_metrics_failed", logging.WARNING, error=error)
-            return ""
-
-    async def ranks() -> list[RankStatus]:
-        try:
-            return await ask.status()
-        except RayError as error:
-            event(log, "rank_status_failed", logging.WARNING, error=error)
-            raise NotReadyError("the launcher of the ranks does not answer") from None
-
-    async def trace(seconds: float) -> TraceAnswer:
-        try:
-            return decode_trace(await ask.trace(seconds))
-        except RayError as error:
-            event(log, "trace_failed", logging.WARNING, error=error)
-            raise NotReadyError("the launcher of the ranks does not answer") from None
-
-    async def scale(wanted: ScaleWanted | None) -> ScaleState:
-        try:
-            return decode_scale(*await ask.scale(b"" if wanted is None else encode_scale(wanted)))
-        except RayError as error:
-            event(log, "scale_not_asked", logging.WARNING, error=error)
-            raise NotReadyError("the launcher of the ranks does not answer") from None
-
+    launcher = Launcher(ask)
     app = build_app(
         backend,
         tokenizer,
         model,
         config.http,
         telemetry=telemetry,
-        extra=extra,
-        ranks=ranks,
-        tracing=AskTrace(trace, lambda: _clock_of(ask)),
-        scale=scale,
+        extra=launcher.metrics,
+        ranks=launcher.status,
+        tracing=AskTrace(launcher.trace, launcher.offset),
+        scale=launcher.scale,
         share_between_keys=config.kv.share_between_keys,
         limits=config.limits,
         logs_prompts=config.log.prompts,
@@ -208,17 +160,3 @@ async def _follow_keys(app: App, http: HttpConfig) -> asyncio.Future[None]:
     follower = KeysFollower(http, app.services.callers, app.services.telemetry)
     await follower.begin()
     return asyncio.create_task(follower.follow())
-
-
-async def _clock_of(ask: AskGroups) -> ClockOffset:
-    """By how much our clock is ahead of the one of whoever owns the ranks. Raises NotReadyError."""
-    rounds, boot = [], ""
-    try:
-        for _ in range(ROUNDS):
-            asked_s = monotonic_s()
-            shown_s, boot = await ask.clock()
-            rounds.append((-monotonic_s(), -shown_s, -asked_s))  # ours, as seen from there
-    except RayError as error:
-        event(log, "trace_failed", logging.WARNING, error=error)
-        raise NotReadyError("the launcher of the ranks does not answer") from None
-    return offset_of(rounds, same_boot=bool(boot) and boot == this_boot())
