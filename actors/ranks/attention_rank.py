@@ -27,11 +27,10 @@ from actors.kv.block_manager import BlockManager
 from actors.planning.rank_planning import RankPlanning
 from actors.ranks.memory import kv_pool_blocks
 from actors.ranks.priorities import Priorities
-from actors.ranks.rank import Links, Rank, recording
+from actors.ranks.rank import Links, Rank, Recording, recording
 from actors.ranks.serving_parts import ServingParts
 from actors.ranks.serving_rank import load_half, prepare_process, serving_rank, unusable
 from actors.telemetry.rank_metrics import RankMetrics, growth
-from actors.telemetry.timeline import Timeline
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import PriorityConfig
@@ -81,23 +80,12 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     recorded = recording(telemetry, spans, lambda _: watch.moved(), planning.observe)
     recorded = recorded.following(endpoint.bytes_moved)
     sample = _sample(spec, half.spec, planning)
-    following = _following(spec, half.spec, endpoint)
-    _show(following, spec.name, telemetry)
-    counts = DispatchCounts(spec.placement.ranks)
-    counts.show(telemetry, spec.name)
-    plane = _plane(spec, half, endpoint, recorded.timeline, following, sample, counts)
+    plane, following = _experts(spec, half, endpoint, recorded, sample)
     parts = ExecutorParts(
         spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s, sample
     )
-
     priorities = Priorities(config.priority, telemetry, spec.name)
-    due_times = DueTimes(config.priority, monotonic_s)
-    patience = Patience(
-        scheduler,
-        monotonic_s,
-        tbt_s=config.priority.ls_tbt_s,
-        most_sequences=config.schedule.max_batch_sequences,
-    )
+    due_times, patience = DueTimes(config.priority, monotonic_s), _patience(spec, scheduler)
     preempting = patient(patience.left_s, patience.places)
     by_default = preempting if config.priority.preempt else one_at_a_time
 
@@ -152,14 +140,44 @@ def _sample(spec: WorkerSpec, model: ModelSpec, planning: RankPlanning) -> Routi
     return RoutingSample(spec.name, placing.sample_tokens, shape, monotonic_s, send)
 
 
-def _following(spec: WorkerSpec, model: ModelSpec, endpoint: Endpoint) -> Following:
-    return Following(
+def _patience(spec: WorkerSpec, scheduler: Scheduler) -> Patience:
+    tbt_s, most = spec.config.priority.ls_tbt_s, spec.config.schedule.max_batch_sequences
+    return Patience(scheduler, monotonic_s, tbt_s=tbt_s, most_sequences=most)
+
+
+def _experts(
+    spec: WorkerSpec,
+    half: AttentionHalf,
+    endpoint: Endpoint,
+    recorded: Recording,
+    sample: RoutingSample | None,
+) -> tuple[RemotePlane, Following]:
+    """How they are reached, and where they are."""
+    model, config = half.spec, spec.config
+    following = Following(
         endpoint,
         spec.placement,
-        deadline_s=spec.config.placement.deadline_s,
+        deadline_s=config.placement.deadline_s,
         check=lambda placement: check_fits(placement, None, model.num_experts, model.moe_layers),
         clock=monotonic_s,
     )
+    _show(following, spec.name, recorded.metrics)
+    counts = DispatchCounts(spec.placement.ranks)
+    counts.show(recorded.metrics, spec.name)
+    plane = RemotePlane(
+        endpoint,
+        following.slots,
+        following.experts,
+        recorded.timeline,
+        monotonic_s,
+        reply_s=config.channel.reply_s,
+        repair_s=config.groups.repair_s,
+        foresight=foresight(spec, half) if config.experts.is_bounded else None,
+        sample=sample,
+        following=following,
+        counts=counts,
+    )
+    return plane, following
 
 
 def _show(following: Following, name: str, telemetry: RankMetrics) -> None:
@@ -167,31 +185,6 @@ def _show(following: Following, name: str, telemetry: RankMetrics) -> None:
     for kind in following.repairs:
         of = partial(following.repairs.__getitem__, kind)
         telemetry.read(metrics.REPAIRS, name, kind, of=growth(of))
-
-
-def _plane(
-    spec: WorkerSpec,
-    half: AttentionHalf,
-    endpoint: Endpoint,
-    timeline: Timeline,
-    following: Following,
-    sample: RoutingSample | None,
-    counts: DispatchCounts,
-) -> RemotePlane:
-    are_cached = spec.config.experts.is_bounded
-    return RemotePlane(
-        endpoint,
-        following.slots,
-        following.experts,
-        timeline,
-        monotonic_s,
-        reply_s=spec.config.channel.reply_s,
-        repair_s=spec.config.groups.repair_s,
-        foresight=foresight(spec, half) if are_cached else None,
-        sample=sample,
-        following=following,
-        counts=counts,
-    )
 
 
 class Joining:
