@@ -15,52 +15,38 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import torch
 
 from actors.batching.finisher import Finisher
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
-from actors.channels.base import Endpoint, PeerJoined
-from actors.channels.factory import make_endpoint
-from actors.channels.handshake import new_token
 from actors.engine.executor import Executor, ExecutorParts
 from actors.experts.dispatch_counts import DispatchCounts
-from actors.experts.expert_server import ExpertServer
-from actors.experts.rank_experts import AllThere
 from actors.experts.remote_plane import RemotePlane
 from actors.kv.block_manager import BlockManager
+from actors.planning.probe_parts import check_memory, first_layers, joined
+from actors.planning.probed_experts import ExpertTask, ProbedExperts
 from actors.telemetry.timeline import Timeline
 from actors.wire.event_frames import event_frames
 from contracts.clock import Clock, monotonic_s
-from contracts.config import ChannelConfig, ScheduleConfig
-from contracts.errors import ChannelError, ResourceError
+from contracts.config import ScheduleConfig
 from contracts.events import Stage, TaskSpan
-from contracts.machine import available_bytes
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
 from contracts.requests import Priority
 from contracts.worker import Group, rank_name
-from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
-from models.decoder.kv_pool import KvPool, kv_bytes_per_token
-from models.experts.moe import ExpertHalf
+from models.decoder.kv_pool import KvPool
 from models.spec.model import ModelSpec
-from models.weights import layout
 from models.weights.checkpoint import Checkpoint
-from models.weights.loading import total_bytes
 from planner.placement.contiguous import contiguous
 from planner.placement.slots import ExpertPlacement
 
 BLOCK_TOKENS = 16
-MOE_LAYERS = 5  # that are loaded: several, so that weights do not stay in the cache
-_ATTENTION = "attention-0"
-_MEMORY_FRACTION = 0.8
-_JOIN_S = 10.0
 
 
 class AttentionTask(NamedTuple):
@@ -70,15 +56,6 @@ class AttentionTask(NamedTuple):
     layer: int
     seconds: float
     micro_batch: int = 0
-
-
-class ExpertTask(NamedTuple):
-    """One token group in one layer: `pairs` (token, expert) pairs over `active` experts."""
-
-    layer: int
-    active: int
-    pairs: int
-    seconds: float
 
 
 class PassTimes(NamedTuple):
@@ -104,7 +81,7 @@ class StageProbe:
         """expert_ranks: that its experts are divided among, in order. Raises ResourceError if the
         weights and the pool do not fit; CheckpointError."""
         self.spec = first_layers(spec)
-        _check_memory(self.spec, dtype, pool_tokens)
+        check_memory(self.spec, dtype, pool_tokens)
         checkpoint = Checkpoint(folder)
         half = AttentionHalf.load(checkpoint, self.spec, dtype=dtype)
         in_order = contiguous(
@@ -117,7 +94,7 @@ class StageProbe:
         self._batches = 0
         clock: Clock = monotonic_s
         names = [rank_name(Group.EXPERT, rank) for rank in range(expert_ranks)]
-        attention_end, *expert_ends = _joined(names, clock)
+        attention_end, expert_ends = joined(names, clock)
         self._ends = (attention_end, *expert_ends)
         timeline = Timeline(0, self._spans.append)
         self._counts = DispatchCounts(expert_ranks)
@@ -137,16 +114,7 @@ class StageProbe:
             clock=clock,
         )
         self._executor = Executor(parts, chunk_cost=lambda start, stop: float(stop - start))
-        self._experts: list[_Watched] = []
-        self._servers: list[ExpertServer] = []
-        for rank, end in enumerate(expert_ends):
-            low, high = in_order.slot_bounds[rank]
-            loaded = ExpertHalf.load(checkpoint, self.spec, range(low, high), dtype=dtype)
-            self._experts.append(_Watched(loaded))
-            watched: Any = self._experts[-1]  # has all of an ExpertHalf that the server uses
-            self._servers.append(
-                ExpertServer(end, AllThere(watched), timeline=Timeline(0), clock=clock)
-            )
+        self._experts = ProbedExperts(expert_ends, checkpoint, self.spec, in_order, dtype, clock)
 
     def run(self, chunks: Sequence[tuple[int, int]], *, seed: int) -> PassTimes:
         """One pass of one micro-batch of (start, stop) chunks through all layers. What is cached is
@@ -226,7 +194,7 @@ class StageProbe:
                     return times, stepped_s
                 if self._executor.failure is not None:
                     raise self._executor.failure
-                self._expert_step(times)
+                times.expert.extend(self._experts.step())
 
     def _sink(
         self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor
@@ -248,15 +216,6 @@ class StageProbe:
                     AttentionTask(span.stage, span.layer, seconds, span.micro_batch)
                 )
         return done, seconds
-
-    def _expert_step(self, times: PassTimes) -> None:
-        for experts, server in zip(self._experts, self._servers, strict=True):
-            experts.calls.clear()
-            start_s = time.thread_time()
-            server.step(0.0)
-            seconds = time.thread_time() - start_s
-            for layer, active, pairs in experts.calls:
-                times.expert.append(ExpertTask(layer, active, pairs, seconds))
 
     def _sequences(self, chunks: Sequence[tuple[int, int]], seed: int) -> list[Chunk]:
         first, made = 0, []
@@ -304,64 +263,3 @@ def stage_probe(
 def pool_tokens_for(chunks: Sequence[tuple[int, int]]) -> int:
     """Tokens of pool that a pass of these chunks uses."""
     return sum(-(-stop // BLOCK_TOKENS) * BLOCK_TOKENS for _, stop in chunks)
-
-
-def first_layers(spec: ModelSpec) -> ModelSpec:
-    """`spec` cut after its first MOE_LAYERS layers with experts."""
-    moe_layers = spec.moe_layers[:MOE_LAYERS]
-    num_layers = moe_layers[-1] + 1
-    return msgspec.structs.replace(
-        spec,
-        num_layers=num_layers,
-        moe_layers=moe_layers,
-        sliding_windows=spec.sliding_windows[:num_layers],
-    )
-
-
-class _Watched:
-    """An expert half that notes (layer, active experts, pairs) of its calls."""
-
-    def __init__(self, half: ExpertHalf) -> None:
-        self._half = half
-        self.calls: list[tuple[int, int, int]] = []
-
-    def steps(
-        self,
-        layer: int,
-        x_UD: torch.Tensor,
-        rows_N: torch.Tensor,
-        weights_N: torch.Tensor,
-        counts_e: torch.Tensor,
-    ) -> Steps[torch.Tensor]:
-        self.calls.append((layer, int((counts_e > 0).sum()), rows_N.shape[0]))
-        return self._half.steps(layer, x_UD, rows_N, weights_N, counts_e)
-
-
-def _joined(experts: Sequence[str], clock: Clock) -> list[Endpoint]:
-    """The attention rank's end, and those of the expert ranks."""
-    token = new_token()
-    # One thread steps all ends, so that each is silent while another computes: never hung.
-    config = ChannelConfig(backend="shm", silence_s=600.0)
-    device = torch.device("cpu")
-    ends = [
-        make_endpoint(name=name, token=token, epoch=1, config=config, clock=clock, device=device)
-        for name in (_ATTENTION, *experts)
-    ]
-    attention_end, *expert_ends = ends
-    for end in expert_ends:
-        attention_end.connect(end.name, end.listen())
-        if not any(isinstance(happening, PeerJoined) for happening in end.poll(_JOIN_S)):
-            raise ChannelError(f"{_ATTENTION} did not join {end.name} within {_JOIN_S} s")
-    return ends
-
-
-def _check_memory(spec: ModelSpec, dtype: torch.dtype, pool_tokens: int) -> None:
-    experts = len(spec.moe_layers) * spec.num_experts * layout.expert_elements(spec)
-    needed = experts * dtype.itemsize + total_bytes(layout.attention_half_tensors(spec), dtype)
-    needed += pool_tokens * kv_bytes_per_token(spec, dtype)
-    available = available_bytes()
-    if needed > _MEMORY_FRACTION * available:
-        raise ResourceError(
-            f"model: {spec.num_layers} layers to measure need {needed / 2**30:.1f} GiB, "
-            f"{available / 2**30:.1f} GiB are free: profile on a machine with more memory"
-        )
