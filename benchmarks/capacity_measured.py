@@ -44,7 +44,6 @@ SHOWN_S = 16.0  # until a planner has said what was
 WARM_S = 14.0  # a planner learns meanwhile, and answers end at different times
 AT_ONCE = 512  # rows under way at full load
 PER_RANK = 48  # requests under way at full load, of each attention rank
-SEQUENCES = 16  # of a batch that generates: some seventy batches while it is measured
 
 Ask = Callable[[], Awaitable[None]]  # one row or request, to its end
 Between = tuple[int, ...]  # the least and the most, both as likely as what lies between
@@ -90,7 +89,7 @@ def generating(options: argparse.Namespace) -> Load:
         "generation",
         (attention, expert, 0),
         {"attention": (attention + 1, expert, 0), "expert": (attention, expert + 1, 0)},
-        [f"schedule.max_batch_sequences={SEQUENCES}", "kv.pool_tokens=32768"],
+        [f"schedule.max_batch_sequences={options.sequences}", "kv.pool_tokens=32768"],
         {**MEDIUM, **SLOW},
         tuple(options.prompt),
         tuple(options.answer),
@@ -106,6 +105,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs=2, default=[1, 1], help="attention and expert")
     parser.add_argument("--prompt", type=int, nargs=2, default=[40, 160], help="tokens, at least")
     parser.add_argument("--answer", type=int, nargs=2, default=[4, 28], help="tokens, at least")
+    parser.add_argument("--sequences", type=int, default=16, help="of a batch that generates")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if not 0 < options.light < 1:

@@ -93,13 +93,16 @@ class RowsTime(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchReport(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
-    """A batch that an attention rank has run. measured_ms: from its first task to its last."""
+    """A batch that an attention rank has run. measured_ms: from its first task to its last.
+    between_ms: the rest of the time since the batch before it ended, if some of that one's
+    sequences are in this one; else 0."""
 
     rank: str
     plan: Plan
     measured_ms: PositiveMs
     micro_batches: Annotated[list[MicroBatchTimes], Meta(min_length=1, max_length=4096)]
     e2a: Annotated[list[RowsTime], Meta(max_length=4096)] = []
+    between_ms: Ms = 0.0
     solve_ms: Ms = 0.0
     by_planner: bool = False
 

@@ -74,6 +74,7 @@ class RankPlanning(Observer):
         self._reported_s = clock()
         self._running: dict[int, _Running] = {}  # by the batch's number
         self._recorded: int | None = None  # the batch that is
+        self._ended_s: float | None = None  # when the last batch did
         self._said: str = Absence.OFF
         self._traffic = TrafficCount(spec.name, pool_tokens, clock)
 
@@ -126,7 +127,7 @@ class RankPlanning(Observer):
         self.chosen[f"{who} {reason}" if reason else str(who)] += 1
         self._telemetry.count(metrics.PLAN_BATCHES, self._spec.name, who, reason or "")
         self.batches[general_label(plan)] += 1
-        self._running[batch.number] = _Running(batch, plan, known)
+        self._running[batch.number] = _Running(batch, plan, known, self._waited_since(batch))
         self._record_if_due(batch)
         return plan
 
@@ -153,6 +154,9 @@ class RankPlanning(Observer):
     def completed(self, batch: ScheduledBatch) -> None:
         """The batch has run: what was recorded of it is told, on the link's thread."""
         running = self._running.pop(batch.number, None)
+        self._ended_s = self._clock()
+        if running is not None and running.since_s is not None:
+            running.took_ms = 1e3 * (self._ended_s - running.since_s)
         traffic = self._traffic.add(batch)
         if self._link is not None and traffic is not None:
             self._link.report(lambda: traffic)
@@ -197,6 +201,11 @@ class RankPlanning(Observer):
             level = logging.WARNING if state in (Absence.LOST, Absence.SLOW) else logging.INFO
             event(log, "planner_state", level, rank=self._spec.name, state=self.state)
 
+    def _waited_since(self, batch: ScheduledBatch) -> float | None:
+        """When the batch before it ended, if some of its sequences could go on then."""
+        goes_on = any(chunk.sequence.generated for chunk in batch.chunks)
+        return self._ended_s if goes_on and not self._running else None
+
     def _record_if_due(self, batch: ScheduledBatch) -> None:
         """Records a batch that runs alone; what a second one would do to its times is not its
         own."""
@@ -222,20 +231,26 @@ class RankPlanning(Observer):
             measured_ms=measured_ms,
             micro_batches=times,
             e2a=transfer_times(spans, Stage.E2A),
+            between_ms=max(0.0, running.took_ms - measured_ms),
             by_planner=running.known is not None,
             solve_ms=0.0 if running.known is None else running.known.answer.solve_ms,
         )
 
 
 class _Running:
-    """The batch that runs, and where its plan is from."""
+    """The batch that runs, and where its plan is from. since_s: since when its sequences waited for
+    nothing but it (None: they have not); took_ms: from then to its end (0: not known)."""
 
-    __slots__ = ("batch", "known", "plan")
+    __slots__ = ("batch", "known", "plan", "since_s", "took_ms")
 
-    def __init__(self, batch: ScheduledBatch, plan: Plan, known: KnownPlan | None) -> None:
+    def __init__(
+        self, batch: ScheduledBatch, plan: Plan, known: KnownPlan | None, since_s: float | None
+    ) -> None:
         self.batch = batch
         self.plan = plan
         self.known = known
+        self.since_s = since_s
+        self.took_ms = 0.0
 
 
 def new_tokens(batch: ScheduledBatch) -> Batch:

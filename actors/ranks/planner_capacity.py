@@ -20,6 +20,7 @@ log = logging.getLogger("tandem.planner")
 
 PERIOD_S = 15.0  # a large group is priced in a third of a second
 ALONE = 0.5  # used up to here, a batch mostly has the experts to itself
+LOOKED_AT = 6  # batches of a period, the largest: those nearest to the knee
 
 
 class PlannerCapacity:
@@ -29,6 +30,7 @@ class PlannerCapacity:
         self._spec, self._planner, self._telemetry = spec, planner, telemetry
         self._traffic = Traffic(spec.config.schedule.max_batch_sequences)
         self._used_fraction = 0.0
+        self._ran: list[BatchReport] = []
 
     def take(self, report: TrafficReport) -> None:
         self._traffic.add(report, monotonic_s())
@@ -36,6 +38,8 @@ class PlannerCapacity:
     def take_batch(self, report: BatchReport) -> None:
         if self._planner.size[0] == 1 or self._used_fraction < ALONE:
             self._planner.observe_alone(report)
+        largest = sorted([*self._ran, report], key=_tokens, reverse=True)
+        self._ran = largest[:LOOKED_AT]
 
     async def watch(self) -> None:
         """Until it is cancelled."""
@@ -50,8 +54,9 @@ class PlannerCapacity:
         if mix.is_empty:
             telemetry.set(metrics.CAPACITY_USED, Pipeline.GENERATION, self._spec.name, to=0.0)
             return
+        ran, self._ran = self._ran, []
         try:
-            found = await asyncio.to_thread(capacity, self._planner.group(mix), mix)
+            found = await asyncio.to_thread(capacity, self._planner.group(mix), mix, ran)
         except ValueError as error:  # a rank has said what cannot be
             event(log, "capacity_unknown", logging.WARNING, reason=error)
             return
@@ -67,3 +72,7 @@ class PlannerCapacity:
             telemetry.set(metrics.CAPACITY_IN_USE, resource, to=in_use)
         for group, ranks in zip((Group.ATTENTION, Group.EXPERT), found.best, strict=True):
             telemetry.set(metrics.CAPACITY_RANKS, group, to=ranks)
+
+
+def _tokens(report: BatchReport) -> int:
+    return sum(stop - start for times in report.micro_batches for start, stop in times.batch)

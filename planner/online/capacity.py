@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from contracts.planning import TrafficReport
+from contracts.planning import BatchReport, TrafficReport
 from planner.costs.stages import PlanSpec
-from planner.findep.batch_plan import ChunkTime, NewTokens, plan_batch
+from planner.findep.batch_plan import ChunkTime
 from planner.findep.solver import PlannedBatch
+from planner.online.attention_stage import Chunks, tokens_of
+from planner.online.replay import planned_batch, replayed_ms
 
 WINDOW_S = 60.0
 MAX_DEVICES = 16  # of which all splits are looked at; of more, those near the present one
@@ -99,20 +101,23 @@ def _amounts(report: TrafficReport) -> tuple[int, ...]:
 class Group(NamedTuple):
     """A running group as the planner knows it, frozen: another thread may work on it. specs: by
     (attention ranks, expert ranks), one token a sample, as far as that can be said. chunk_times: of
-    a sequence in a layer, by expert ranks. expected_ms: of a makespan by these models, what it
-    turns out to be."""
+    a sequence in a layer, by expert ranks. expected_ms: of a makespan by these models and the
+    sequences of a batch, what it takes until the next one begins."""
 
     attention_ranks: int
     expert_ranks: int
     specs: Mapping[tuple[int, int], PlanSpec]
     chunk_times: Mapping[int, ChunkTime]
-    expected_ms: Callable[[float], float]
+    expected_ms: Callable[[float, int], float]
 
 
-def capacity(group: Group, mix: Mix) -> Capacity | None:
-    """None while a stage is cold, or nothing has come. Raises ValueError for a mix that no stage
-    model can price."""
+def capacity(group: Group, mix: Mix, ran: Sequence[BatchReport] = ()) -> Capacity | None:
+    """None while a stage is cold, or nothing has come. ran: some batches of late, the larger the
+    better: how much longer than under the best plans they were under theirs, those at the knee are
+    taken to be. Raises ValueError for a mix that no stage model can price."""
     ag, eg = group.attention_ranks, group.expert_ranks
+    longer, turns_out = longer_than_best(group, ran), group.expected_ms
+    group = group._replace(expected_ms=lambda ms, sequences: turns_out(longer * ms, sequences))
     now = _knee(group, mix, ag, eg)
     if now is None:
         return None
@@ -130,12 +135,29 @@ def capacity(group: Group, mix: Mix) -> Capacity | None:
     return Capacity(1 / now.mix_s_per_s, gains, now.in_use, best)
 
 
+def longer_than_best(group: Group, ran: Sequence[BatchReport]) -> float:
+    """The makespans of batches under their plans over those under the best ones, at least 1: a plan
+    in use is for all batches of a shape, or the default while none is known."""
+    spec = group.specs.get((group.attention_ranks, group.expert_ranks))
+    if spec is None:
+        return 1.0
+    chunk_ms = group.chunk_times[group.expert_ranks]
+    best_ms = theirs_ms = 0.0
+    for report in ran:
+        parts = [times.batch for times in report.micro_batches]
+        whole = [chunk for part in parts for chunk in part]
+        if not report.plan.sequence_chunks and tokens_of(whole) <= spec.max_samples:
+            best_ms += planned_batch(spec, whole, chunk_ms).makespan_ms
+            theirs_ms += replayed_ms(spec, chunk_ms, report.plan, parts)
+    return max(1.0, theirs_ms / best_ms) if best_ms > 0 else 1.0
+
+
 class _Size(NamedTuple):
     """A group of some size."""
 
     spec: PlanSpec
     chunk_ms: ChunkTime
-    expected_ms: Callable[[float], float]
+    expected_ms: Callable[[float, int], float]
 
 
 class _Knee(NamedTuple):
@@ -207,21 +229,23 @@ class PlannedBatchTime(NamedTuple):
 
 
 def _batch(size: _Size, mix: Mix, rows: int, prompts: int) -> PlannedBatchTime | None:
-    """Under its best plan; None for an empty batch."""
+    """Under the plan that it would be given; None for an empty batch."""
     spec = size.spec
-    batch = [NewTokens(at, at + 1) for at in [_mean(mix.positions, mix.decode_tokens)] * rows]
+    at = _mean(mix.positions, mix.decode_tokens)
+    batch = [(at, at + 1)] * rows
     start, new = _mean(mix.starts, mix.prompts), max(1, _mean(mix.prompt_tokens, mix.prompts))
     room = spec.max_samples - rows
-    batch += [NewTokens(start, start + new)] * min(prompts, room // new)
+    batch += [(start, start + new)] * min(prompts, room // new)
     if prompts and room // new < prompts and room > 0:  # rounding, or a chunk as large as a batch
-        batch.append(NewTokens(start, start + max(1, min(new, room % new))))
+        batch.append((start, start + max(1, min(new, room % new))))
     if not batch:
         return None
-    planned = plan_batch(spec, batch, size.chunk_ms)
-    return PlannedBatchTime(size.expected_ms(planned.makespan_ms), _in_use(size, batch, planned))
+    planned = planned_batch(spec, batch, size.chunk_ms)
+    ms = size.expected_ms(planned.makespan_ms, len(batch))
+    return PlannedBatchTime(ms, _in_use(size, batch, planned))
 
 
-def _in_use(size: _Size, batch: list[NewTokens], planned: PlannedBatch) -> dict[str, float]:
+def _in_use(size: _Size, batch: Chunks, planned: PlannedBatch) -> dict[str, float]:
     spec = size.spec
     tokens = sum(stop - start for start, stop in batch)
     plan, stages = planned.plan, spec.stages

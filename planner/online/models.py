@@ -158,9 +158,11 @@ class OnlineModels:
         self, attention_ranks: int, expert_ranks: int, tokens: float | None = None
     ) -> PlanSpec | None:
         """The same for a group of another size; None while a stage is cold, or where there are more
-        expert ranks than experts. tokens: of a batch of one attention rank."""
-        more = attention_ranks / self._setup.attention_ranks  # tokens in a call of experts
-        spec = self.spec(None if tokens is None else tokens * more)
+        expert ranks than experts. tokens: of a batch of one attention rank. Each attention rank's
+        packets are taken to be calls of their own: they are merged where they wait for the same
+        layer, and ranks that run batches of their own seldom stand there together."""
+        of_each = None if tokens is None else tokens / self._setup.attention_ranks
+        spec = self.spec(of_each)
         shape = self._setup.shape
         if spec is None or not 1 <= expert_ranks <= shape.num_experts or attention_ranks < 1:
             return None
@@ -174,7 +176,11 @@ class OnlineModels:
         launch_ms = self.attention.launch_ms() + self._beside.launch_ms(self._more(expert_ranks))
         return msgspec.structs.replace(
             spec,
-            stages=msgspec.structs.replace(stages, attention=Linear(max(launch_ms, LEAST_MS), 0.0)),
+            stages=msgspec.structs.replace(
+                stages,
+                attention=Linear(max(launch_ms, LEAST_MS), 0.0),
+                expert=Linear(attention_ranks * stages.expert.alpha_ms, stages.expert.beta_ms),
+            ),
             tokens_per_expert_per_sample=tokens,
         )
 

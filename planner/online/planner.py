@@ -21,23 +21,21 @@ from contracts.planning import BatchReport, ExpertReport
 from planner.costs.refit import OnlineLinear
 from planner.costs.routing_shape import Spread
 from planner.costs.stages import Linear, PlanSpec
-from planner.findep.batch_plan import NewTokens, plan_batch
-from planner.findep.recurrence import makespan_ms
-from planner.findep.schedule import Piece, schedule_of_pieces
 from planner.findep.solver import PlannedBatch
-from planner.online.attention_stage import Chunks
+from planner.online.attention_stage import Chunks, tokens_of
 from planner.online.buckets import Bucket, bucket_of
 from planner.online.capacity import Group, Mix, fullest_tokens, others
 from planner.online.models import OnlineModels, OnlineSetup
+from planner.online.replay import planned_batch, replayed_ms
+from planner.online.sized_stage import SizedStage
 from planner.online.trial import Trial
 
 DRIFT = 0.15  # of a stage's time at some reference size: the models are then new ones
 REPORTS_BETWEEN = 32  # at least, from one version of the models to the next
 MAX_SHAPES = 1024
-LEAST_GAIN = 0.1  # of the makespan: below, a batch is not cut. Models are not better than that, and
-# they do not know what a message costs the cores that it wakes
 _NEGLIGIBLE = 0.05  # of all stages together: a stage this small may drift as it likes
 _REFERENCE_TOKENS = (16, 128, 1024)
+_TYPICAL_SEQUENCES = 8.0
 _EVEN = 1.0  # ms: where the line from predicted to measured makespans begins
 
 
@@ -86,6 +84,7 @@ class OnlinePlanner:
         self._reference = _reference_times(self._models)
         self._reports = 0
         self._alone = OnlineLinear(Linear(0.0, 1.0), _EVEN)
+        self._between = SizedStage(None, _TYPICAL_SEQUENCES)
 
     @property
     def believes_file(self) -> bool:
@@ -110,23 +109,19 @@ class OnlinePlanner:
 
     def plan(self, batch: Chunks) -> PlannedBatch:
         """The best plan of `batch` (tokens [start, stop) per sequence). Raises NoPlanError."""
-        tokens, most = sum(stop - start for start, stop in batch), self._models.most_tokens()
+        tokens, most = tokens_of(batch), self._models.most_tokens()
         spec = self._models.spec(tokens)
         if spec is None:
             stages = ", ".join(self._models.cold_stages)
             raise NoPlanError(f"too few measured times yet of: {stages}")
         if tokens > most:
             raise NoPlanError(f"{tokens} tokens: none above {most:g} can be predicted yet")
-        sequences = [NewTokens(start, stop) for start, stop in batch]
         try:
-            planned = plan_batch(
-                spec, sequences, self._models.chunk_time(), beyond=self._setup.beyond
+            planned = planned_batch(
+                spec, batch, self._models.chunk_time(), beyond=self._setup.beyond
             )
         except ValueError as error:
             raise NoPlanError(str(error)) from None
-        uncut_ms = _replayed_ms(self._models, Plan(), [batch])
-        if uncut_ms is not None and planned.makespan_ms > (1 - LEAST_GAIN) * uncut_ms:
-            planned = PlannedBatch(Plan(me=spec.me(tokens, 1)), uncut_ms, len(batch))
         self._known[bucket_of(batch)] = planned
         while len(self._known) > MAX_SHAPES:
             self._known.popitem(last=False)
@@ -181,18 +176,26 @@ class OnlinePlanner:
         specs = {ranks: models.spec_of(*ranks, tokens) for ranks in [(ag, eg), *others(ag, eg)]}
         known = {ranks: spec for ranks, spec in specs.items() if spec is not None}
         chunks = {expert_ranks: models.chunk_time(expert_ranks) for _, expert_ranks in known}
-        line = self._alone.model
-        return Group(ag, eg, known, chunks, lambda ms: max(0.0, line.at(ms)))
+        line, between = self._alone.model, self._between.model or Linear(0.0, 0.0)
+        return Group(
+            ag,
+            eg,
+            known,
+            chunks,
+            lambda ms, sequences: max(0.0, line.at(ms)) + between.at(sequences),
+        )
 
     def observe_alone(self, report: BatchReport) -> None:
         """Takes a batch that ran while other ranks left the experts to it: what no stage model has
-        (logits, sampling) is learned from it for `group`. Of other batches it would be learned
-        together with the others' work, which the models of a full group have already."""
+        (logits, sampling, what lies between batches) is learned from it for `group`. Of others it
+        would be learned together with the others' work, which the models of a full group have."""
         batches = [times.batch for times in report.micro_batches]
         spec = self._models.spec_of(1, self._setup.expert_ranks, _tokens(batches))
         alone_ms = _replayed_ms(self._models, report.plan, batches, spec)
         if alone_ms is not None:
             self._alone.update(alone_ms, report.measured_ms)
+        if report.between_ms > 0:
+            self._between.add(sum(map(len, batches)), report.between_ms)
 
     def _count_report(self) -> None:
         self._reports += 1
@@ -234,17 +237,11 @@ def _replayed_ms(
     spec = spec or models.spec(_tokens(micro_batches))
     if spec is None:
         return None
-    chunk_ms = models.chunk_time()
-    pieces = []
-    for batch in micro_batches:
-        tokens = sum(stop - start for start, stop in batch)
-        attention_ms = spec.stages.attention.alpha_ms + sum(chunk_ms(*c) for c in batch)
-        pieces.append(Piece(attention_ms, spec.shared.at(tokens), tokens))
-    return makespan_ms(schedule_of_pieces(spec, plan, pieces, 1))
+    return replayed_ms(spec, models.chunk_time(), plan, micro_batches)
 
 
 def _tokens(micro_batches: Sequence[Chunks]) -> int:
-    return sum(stop - start for batch in micro_batches for start, stop in batch)
+    return sum(map(tokens_of, micro_batches))
 
 
 def _reference_times(models: OnlineModels) -> list[list[float]]:

@@ -10,12 +10,13 @@ import msgspec
 import pytest
 
 from contracts.hardware import ExpertCost, Hardware
-from contracts.planning import BatchReport, ExpertReport, TrafficReport
+from contracts.plan import Plan
+from contracts.planning import BatchReport, ExpertReport, MicroBatchTimes, TrafficReport
 from planner.costs.cost_model import Deployment
 from planner.costs.resized import resized
 from planner.costs.stages import Linear, StageModels
 from planner.online import capacity as capacities
-from planner.online.capacity import Capacity, capacity
+from planner.online.capacity import Capacity, Mix, capacity, longer_than_best
 from planner.online.planner import OnlinePlanner
 from planner.online.prefill_capacity import (
     Batch,
@@ -23,6 +24,7 @@ from planner.online.prefill_capacity import (
     ReferenceCurve,
     ReferenceTime,
 )
+from planner.online.replay import planned_batch, replayed_ms
 from tests.support.model_shapes import QWEN3_235B, shape
 from tests.support.simulated_group import hardware, setup_of
 from tests.support.simulated_serving import Report, SimulatedServing, Traffic
@@ -31,6 +33,7 @@ SHAPE = shape(QWEN3_235B, hidden_size=512, num_hidden_layers=4, num_experts=16)
 MAX_SEQUENCES = 24
 WITHIN = 0.15
 LIGHT = 0.4  # of what would go
+DECODES = Mix(240.0, 240.0 * 64, 0.0, 0.0, 0.0, MAX_SEQUENCES)
 
 
 def machine(expert_slower: float) -> Hardware:
@@ -133,6 +136,62 @@ def test_a_group_of_its_own_size_is_as_it_is_and_a_larger_one_has_less_to_do_eac
     then = resized(model, SHAPE, now, more)
     assert then.expert == Linear(0.25, 2.0)
     assert then.attention == model.attention
+
+
+def test_what_lies_between_batches_is_time_in_which_nothing_more_goes() -> None:
+    used = {}
+    for between_ms in (0.0, 5.0):
+        planner = OnlinePlanner(setup_of(SHAPE, hardware()))
+        for sequences in range(1, 25):
+            parts = [MicroBatchTimes([(8, 9)] * sequences, 1.0)]
+            planner.observe_alone(
+                BatchReport(
+                    rank="a",
+                    plan=Plan(),
+                    measured_ms=20.0,
+                    micro_batches=parts,
+                    between_ms=between_ms,
+                )
+            )
+        found = capacity(planner.group(DECODES), DECODES)
+        assert found is not None
+        used[between_ms] = found.used_fraction
+    batches_per_s = DECODES.decode_tokens / MAX_SEQUENCES
+    assert used[5.0] - used[0.0] == pytest.approx(batches_per_s * 5e-3, rel=0.05)
+
+
+def test_packets_of_two_attention_ranks_are_two_calls_of_experts() -> None:
+    group = OnlinePlanner(setup_of(SHAPE, hardware(), attention_ranks=1, expert_ranks=1)).group(
+        DECODES
+    )
+    one, two = group.specs[1, 1], group.specs[2, 1]
+    alone_ms, both_ms = (each.stages.expert.at(each.me(24, 1)) for each in (one, two))
+    assert both_ms == pytest.approx(2 * alone_ms)
+
+
+def test_batches_that_were_cut_badly_say_so_of_those_to_come() -> None:
+    planner = OnlinePlanner(setup_of(SHAPE, hardware()))
+    group = planner.group(DECODES)
+    batch = [(0, 64)] * 8
+    spec = group.specs[group.attention_ranks, group.expert_ranks]
+    chunk_ms = group.chunk_times[group.expert_ranks]
+    best = planned_batch(spec, batch, chunk_ms)
+    one_each = Plan(r1=8)
+
+    def ran(plan: Plan, parts: list[list[tuple[int, int]]]) -> BatchReport:
+        times = [MicroBatchTimes(part, 1.0) for part in parts]
+        return BatchReport(rank="a", plan=plan, measured_ms=1.0, micro_batches=times)
+
+    assert longer_than_best(group, []) == 1.0
+    parts = [[chunk] for chunk in batch]
+    their_ms = replayed_ms(spec, chunk_ms, one_each, parts)
+    longer = longer_than_best(group, [ran(one_each, parts)])
+    assert longer == pytest.approx(max(1.0, their_ms / best.makespan_ms))
+    assert longer > 1
+    before, then = (capacity(group, DECODES, of) for of in ([], [ran(one_each, parts)]))
+    assert before is not None
+    assert then is not None
+    assert then.used_fraction > before.used_fraction
 
 
 def test_a_rank_that_is_idle_counts_and_what_is_over_a_minute_old_does_not() -> None:

@@ -16,7 +16,8 @@ from planner.findep.fit_plan import MORE_TOKENS, fit_plan
 from planner.online.attention_stage import AttentionStage
 from planner.online.buckets import STEPS_PER_OCTAVE, bucket_of
 from planner.online.models import OnlineModels
-from planner.online.planner import LEAST_GAIN, REPORTS_BETWEEN, NoPlanError, OnlinePlanner
+from planner.online.planner import REPORTS_BETWEEN, NoPlanError, OnlinePlanner
+from planner.online.replay import LEAST_GAIN
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
 from tests.support.simulated_group import Chunks, SimulatedGroup, hardware, setup_of
 

@@ -20,6 +20,7 @@ from planner.costs.model_shape import ModelShape, hit_fraction
 from planner.costs.routing_shape import uniform_spread
 
 UNKNOWN_MS = 0.5  # of a batch, which no stage has
+BETWEEN_MS, BETWEEN_SEQUENCE_MS = 0.3, 0.05  # from one batch to the next, and of each sequence
 MIN_SPLIT_TOKENS = 32
 POOL_TOKENS = 1 << 20
 
@@ -164,6 +165,7 @@ class _Rank:
         self._processor, self._out, self._back = _Line(world), _Line(world), _Line(world)
         self._is_busy = False
         self._told_s = 0.0
+        self._between_ms = 0.0  # what lay before the batch that runs, of one that went on
         self._counts = [0] * 5
 
     def look(self) -> None:
@@ -233,6 +235,11 @@ class _Rank:
         self.running = [one for one in stepped if one[1] > 0]
         world.ended += len(stepped) - len(self.running)
         self._report(batch, parts, world.now_ms - begun_ms)
+        between_ms = BETWEEN_MS + BETWEEN_SEQUENCE_MS * len(batch)
+        self._between_ms = between_ms if self.running else 0.0
+        world.after(between_ms, self._free)
+
+    def _free(self) -> None:
         self._is_busy = False
         self.look()
 
@@ -249,6 +256,7 @@ class _Rank:
                 measured_ms=measured_ms,
                 micro_batches=[MicroBatchTimes(p, self._attention_ms(p)) for p in parts],
                 e2a=e2a,
+                between_ms=self._between_ms,
             ),
             now_s,
         )

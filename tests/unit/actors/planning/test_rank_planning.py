@@ -19,8 +19,9 @@ from actors.kv.block_manager import BlockManager
 from actors.planning.planner_link import PlannerLink
 from actors.planning.rank_planning import RankPlanning
 from actors.telemetry.telemetry import Telemetry
-from contracts.clock import monotonic_s
+from contracts.clock import Clock, monotonic_s
 from contracts.config import ScheduleConfig
+from contracts.events import Stage, TaskSpan
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
 from contracts.planning import BatchReport, ExpertReport, PlanAnswer, PlanQuery
@@ -66,13 +67,13 @@ def spec(**planner: object) -> WorkerSpec:
 class Rank:
     """Scheduler and planning of an attention rank, without the rest: batches run in no time."""
 
-    def __init__(self, **planner: object) -> None:
+    def __init__(self, clock: Clock = monotonic_s, **planner: object) -> None:
         self.scheduler = Scheduler(ScheduleConfig(), BlockManager(1024))
         self.planning = RankPlanning(
             spec(**planner),
             chunk_cost=lambda start, stop: float(stop - start),
             upcoming=self.scheduler.upcoming,
-            clock=monotonic_s,
+            clock=clock,
             telemetry=Telemetry(),
         )
         self._requests = 0
@@ -398,6 +399,36 @@ def test_ranks_report_what_their_stages_took(tiny_checkpoint: Checkpoints) -> No
     assert all(times.shared_ms > 0 for times in batch.micro_batches)
     assert batch.measured_ms > sum(times.attention_ms for times in batch.micro_batches)
     assert experts.experts[0].rows >= 1
+
+
+def test_what_lies_between_two_batches_is_told_where_a_sequence_goes_on() -> None:
+    now_s = 10.0
+    found: list[BatchReport] = []
+    with FakePlanner(never) as planner, closing(Rank(lambda: now_s, report_s=0)) as rank:
+        rank.planning.join(planner.address)
+        until(lambda: rank.planning.state != "joining")
+
+        def run(begin_s: float, end_s: float, left_s: float) -> None:
+            """Formed now; its only task is from begin_s to end_s, and it is left at left_s."""
+            nonlocal now_s
+            batch, _ = rank.form()
+            for stage in (Stage.ATTENTION, Stage.SEND):
+                span = TaskSpan("attention-0", stage, begin_s, end_s, batch.number)
+                rank.planning.observe(span)
+            now_s = left_s
+            rank.run(batch)
+
+        rank.submit(1, max_tokens=8)
+        run(10.1, 10.9, 11.0)  # the first: nothing was before it
+        now_s = 11.2
+        run(11.3, 11.8, 12.0)
+        while len(found) < 2:
+            message = planner.received.get(timeout=DEADLINE_S)
+            if isinstance(message, BatchReport):
+                found.append(message)
+    assert found[0].between_ms == 0
+    assert found[1].measured_ms == pytest.approx(500)
+    assert found[1].between_ms == pytest.approx(500), "a second from end to end, half of it tasks"
 
 
 def test_a_planner_that_is_being_joined_is_not_told_to_be_lost(
