@@ -90,8 +90,8 @@ BUGS = (
     _bug(
         "adoption: a rank that was replaced is not written down",
         "cluster/fleet/ledger.py",
-        "now = [(member.name, member.ready.pid, member.spec) for member in members]",
-        "now = [(member.name, 0, 0) for member in members]",
+        "        if body != self._written:\n",
+        "        if not self._written:\n",
         _LAUNCHER,
     ),
     _bug(
