@@ -105,7 +105,7 @@ class Packet:
     """A received payload. `arrived_s`: when it was seen. `sent_s`: as its header says, on the
     receiver's clock too. `release()` must be called once, from any thread, in any order."""
 
-    __slots__ = ("_ready", "_release", "_tensors", "arrived_s", "header", "peer", "sent_s")
+    __slots__ = ("_release", "_tensors", "arrived_s", "header", "peer", "sent_s")
 
     def __init__(
         self,
@@ -114,13 +114,10 @@ class Packet:
         tensors: Sequence[torch.Tensor],
         arrived_s: float,
         release: Callable[[], None] | None,
-        ready: Callable[[], None] | None = None,
     ) -> None:
-        """ready: called before the tensors are looked at: makes the device wait for them."""
         self.peer = peer
         self.header = header
         self._tensors = tensors
-        self._ready = ready
         self.arrived_s = arrived_s
         self.sent_s = header.sent_s
         self._release = release
@@ -128,14 +125,11 @@ class Packet:
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
         """Views of channel memory: valid until `release()`."""
-        if self._ready is not None:
-            ready, self._ready = self._ready, None
-            ready()
         return self._tensors
 
     @property
     def rows(self) -> int:
-        """Of its first tensor: known before the tensors are there."""
+        """Of its first tensor."""
         return self._tensors[0].shape[0]
 
     def release(self) -> None:

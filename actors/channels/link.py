@@ -59,6 +59,16 @@ class Link(abc.ABC):
         """Whether `flush` should be called when the socket takes bytes again."""
         return False
 
+    @property
+    def coming(self) -> bool:
+        """Whether packets are on their way of which `poll_fd` will not tell again."""
+        return False
+
+    @property
+    def has_come(self) -> bool:
+        """Whether `receive` would return such a packet now."""
+        return False
+
     def start(self) -> None:  # noqa: B027 - most links have no threads
         """Starts the link's threads, once the owner knows of it."""
 

@@ -2,16 +2,19 @@
 
     sender                                        receiver
     header ── TCP ──────────────────────────────> poll: allocate the exact sizes
-    send on the lane's stream, behind the         receive on the lane's stream; whoever looks at
-    work that fills the tensors    ── NCCL ──>    the tensors has the current stream wait for it
+    send on the lane's stream, behind the         receive on the lane's stream; a packet is there
+    work that fills the tensors    ── NCCL ──>    when all of it has come
 
 Each (pair, direction, class) is a lane: a two-rank communicator and a stream, so that no pair
 blocks another, LS overtakes a BE packet that is under way, and nothing waits for BE before it is
 wanted. A receive is launched only when its send is under way. One that will never end (the peer
-died) is ended by `abort`; what it would have filled must not be used: `PeerLost` tells.
+died) is ended by `abort`, and is no packet: what a lost rank has half sent is sent again by whoever
+stands in for it, and its header alone would count as an answer.
 
 Creating a communicator and its first transfer block until the peer does the same. Both happen while
-the link is joined, on both sides at once: afterwards no call of ours waits for the peer.
+the link is joined, on both sides at once: afterwards no call of ours waits for the peer. Whoever
+takes a lost rank's place has communicators of its own with each other rank; theirs with each other
+stay.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -166,6 +168,30 @@ class NcclLink(FrameLink):
         self._sending: tuple[deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]], ...] = tuple(
             deque() for _ in Priority
         )
+        self._receiving: tuple[deque[tuple[torch.cuda.Event, Packet]], ...] = tuple(
+            deque() for _ in Priority
+        )
+
+    @property
+    def coming(self) -> bool:
+        return any(self._receiving)
+
+    @property
+    def has_come(self) -> bool:
+        return any(
+            under_way and under_way[0][0].query()  # type: ignore[no-untyped-call]
+            for under_way in self._receiving
+        )
+
+    def receive(self) -> list[Packet]:
+        """Those of which all has come, each class in its order."""
+        packets = super().receive()
+        for under_way in self._receiving:
+            while under_way and under_way[0][0].query():  # type: ignore[no-untyped-call]
+                packet = under_way.popleft()[1]
+                packet.arrived_s = self._clock()
+                packets.append(packet)
+        return packets
 
     def reserve(self, parts: Sequence[Part]) -> Sent:
         self._let_go()
@@ -195,8 +221,10 @@ class NcclLink(FrameLink):
         self._lanes.abort()
         for sending in self._sending:
             sending.clear()
+        for receiving in self._receiving:
+            receiving.clear()
 
-    def _take(self, message: _Frame) -> Packet:
+    def _take(self, message: _Frame) -> None:
         tensors = self._empty(message.parts)
         lane = self._lanes.incoming[message.header.priority]
         try:
@@ -206,11 +234,8 @@ class NcclLink(FrameLink):
         for tensor in tensors:
             tensor.record_stream(lane.stream)  # it may be let go of before anybody waits for it
         self.received_bytes += sum(tensor.nbytes for tensor in tensors)
-        wait = partial(self._wait, done)
-        return Packet(self.peer, message.header, tensors, self._clock(), None, wait)
-
-    def _wait(self, done: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(done)
+        packet = Packet(self.peer, message.header, tensors, self._clock(), None)
+        self._receiving[message.header.priority].append((done, packet))
 
     def _empty(self, parts: Sequence[Part]) -> list[torch.Tensor]:
         return [torch.empty(p.shape, dtype=p.torch_dtype, device=self._device) for p in parts]
@@ -225,6 +250,9 @@ class NcclEndpoint(BaseEndpoint):
     """Payload lies in memory of this rank's GPU. All calls on the owner's current stream."""
 
     backend = "nccl"
+
+    def _coming(self) -> list[Link]:
+        return [link for link in self._links.values() if link.coming]
 
     def _listen(self, host: str) -> tuple[socket.socket, str]:
         return listen_tcp(host)

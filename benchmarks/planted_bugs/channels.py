@@ -125,4 +125,11 @@ BUGS: tuple[Bug, ...] = (
         "if said.machine != _machine():",
         _NEIGHBOUR,
     ),
+    Bug(
+        "channels: a header stands for what a lost rank has half sent",
+        "actors/channels/nccl.py",
+        "while under_way and under_way[0][0].query():",
+        "while under_way:",
+        ("tests/unit/actors/channels/test_device.py",),
+    ),
 )

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from actors.channels import cuda, ipc, nccl
-from actors.channels.base import Endpoint, Packet, Part, PeerLost
+from actors.channels.base import Endpoint, Packet, Part, PeerJoined, PeerLost
 from actors.channels.endpoint import BaseEndpoint
 from actors.channels.ipc import IpcEndpoint
 from actors.channels.link import Views
@@ -39,6 +39,7 @@ from tests.support.channels_support import (
     send,
     wait_for,
 )
+from tests.support.waiting import wait_until
 
 
 class FakeStream:
@@ -172,18 +173,18 @@ class FakeCommunicator:
 
 
 def pair_of(kind: type[BaseEndpoint]) -> AbstractContextManager[tuple[Endpoint, Endpoint]]:
-    left, right = (
-        kind(
-            name=name,
-            token=TOKEN,
-            epoch=1,
-            config=ChannelConfig(segment_bytes=64 << 10),
-            clock=monotonic_s,
-            device=torch.device("cpu"),
-        )
-        for name in ("left", "right")
+    return joined(made(kind, "left"), made(kind, "right"))
+
+
+def made(kind: type[BaseEndpoint], name: str, epoch: int = 1) -> BaseEndpoint:
+    return kind(
+        name=name,
+        token=TOKEN,
+        epoch=epoch,
+        config=ChannelConfig(segment_bytes=64 << 10),
+        clock=monotonic_s,
+        device=torch.device("cpu"),
     )
-    return joined(left, right)
 
 
 @pytest.fixture
@@ -271,24 +272,79 @@ def test_nccl_packets_cross_in_exact_sizes(fake_nccl: FakeNccl) -> None:
     assert fake_nccl.aborted == 8
 
 
-def test_nothing_waits_for_a_best_effort_packet_before_it_is_looked_at(
+def test_a_packet_is_there_when_all_of_it_has_come_and_waits_for_none_of_another_class(
     fake_nccl: FakeNccl,
 ) -> None:
-    """Else the LS packet behind it would wait for it on the device."""
     with pair_of(NcclEndpoint) as (left, right):
-        STREAM.waited.clear()
-        for number, priority in enumerate((Priority.BE, Priority.LS)):
-            send(left, "right", payload(number), header(number, priority=priority))
-        be, ls = wait_for(right, Packet, 2)
-        assert (be.rows, ls.rows) == (33, 33)
-        assert not STREAM.waited
-        for packet in (ls, be):
-            waited = len(STREAM.waited)
+        FakeEvent.reached = False
+        for number in range(2):
+            send(left, "right", payload(number), header(number, priority=Priority.BE))
+        send(left, "right", payload(2), header(2))
+        link = right._links["left"]  # type: ignore[attr-defined]
+        wait_until(
+            lambda: not right.poll(0) and sum(map(len, link._receiving)) == 3,
+            "no header",
+            10.0,
+            0.002,
+        )
+        assert not link.has_come
+        assert not right.poll(0.01)
+        FakeEvent.reached = True
+        ls, *be = wait_for(right, Packet, 3)
+        assert [packet.header.batch for packet in (ls, *be)] == [2, 0, 1]
+        for packet in (ls, *be):
             sent = [raw_bytes(t) for t in payload(packet.header.batch)]
             assert [raw_bytes(t) for t in packet.tensors] == sent
-            assert [raw_bytes(t) for t in packet.tensors] == sent
-            assert len(STREAM.waited) == waited + 1
             packet.release()
+        assert not link.coming
+
+
+def test_what_a_lost_peer_has_half_sent_is_no_packet(
+    fake_nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header has come; `abort` ends the transfer, as if it had come whole."""
+    with pair_of(NcclEndpoint) as (left, right):
+        FakeEvent.reached = False
+        send(left, "right", payload(0), header(0))
+        link = right._links["left"]  # type: ignore[attr-defined]
+        wait_until(lambda: not right.poll(0) and link.coming, "no header", 10.0, 0.002)
+        left.close()
+        ends = lambda communicator: setattr(FakeEvent, "reached", True)  # noqa: E731
+        monkeypatch.setattr(FakeCommunicator, "abort", ends)
+        wait_for(right, PeerLost)
+        assert FakeEvent.reached
+        assert not right.poll(0.01)
+
+
+def test_whoever_takes_a_lost_ranks_place_has_communicators_of_its_own(
+    fake_nccl: FakeNccl,
+) -> None:
+    """Those of the ranks that stay with each other go on."""
+    left, right = made(NcclEndpoint, "left"), made(NcclEndpoint, "right")
+    other, again = made(NcclEndpoint, "other"), made(NcclEndpoint, "left", epoch=2)
+    address = right.listen()
+    with contextlib.ExitStack() as stack:
+        for end in (right, left, other, again):
+            stack.callback(end.close)
+        left.connect("right", address)
+        wait_for(right, PeerJoined)
+        other.connect("right", address)
+        wait_for(right, PeerJoined)
+        first = set(fake_nccl.queues)
+        left.close()
+        wait_for(right, PeerLost)
+        gone = fake_nccl.aborted
+        again.connect("right", address)
+        wait_for(right, PeerJoined)
+        assert len(set(fake_nccl.queues) - first) == 4
+        for number, source in enumerate((again, other)):
+            sent = payload(number)
+            send(source, "right", sent, header(number, epoch=2))
+            packet = first_packet(right)
+            assert packet.peer == source.name
+            assert [raw_bytes(t) for t in packet.tensors] == [raw_bytes(t) for t in sent]
+            packet.release()
+        assert fake_nccl.aborted == gone == 8, "of the lost one, on both sides"
 
 
 def test_each_class_has_a_communicator_and_a_stream_of_its_own(fake_nccl: FakeNccl) -> None:
@@ -305,10 +361,10 @@ def test_nccl_memory_is_kept_until_it_was_sent(fake_nccl: FakeNccl) -> None:
         FakeEvent.reached = False
         for number in range(3):
             send(left, "right", payload(number), header(number))
-        wait_for(right, Packet, 3)
         sending = left._links["right"]._sending[Priority.LS]  # type: ignore[attr-defined]
         assert len(sending) == 3
         FakeEvent.reached = True
+        wait_for(right, Packet, 3)
         left.reserve("right", [Part("int8", (1,))])
         assert not sending
 
