@@ -76,7 +76,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "capacity: another expert rank leaves the others their experts",
         "planner/costs/resized.py",
-        "stages.expert.beta_ms * pairs",
+        "stages.expert.beta_ms * by.token",
         "stages.expert.beta_ms",
         _CAPACITY,
     ),
@@ -275,5 +275,19 @@ BUGS: tuple[Bug, ...] = (
         "leaving = [one for one in group.leaving if one not in ranks]",
         "leaving = list[Member]()",
         ("tests/unit/cluster/fleet/test_adoption.py",),
+    ),
+    Bug(
+        "scaling: the planner learns a group of another size from nothing",
+        "planner/online/planner.py",
+        "        if before and setup.refit:\n",
+        "        if before and not setup.refit:\n",
+        ("tests/unit/planner/online/test_resized_models.py",),
+    ),
+    Bug(
+        "scaling: experts of fewer ranks take as long as before",
+        "planner/online/models.py",
+        "before._expert.resized(by.call, by.token)",
+        "before._expert.resized(1.0, 1.0)",
+        ("tests/unit/planner/online/test_resized_models.py",),
     ),
 )

@@ -61,11 +61,28 @@ class ExpertStage:
     first."""
 
     def __init__(self, shape: ModelShape, prior: Linear | None, typical_x: float) -> None:
+        self._shape, self._typical_x = shape, typical_x
         self._hit_per_token = shape.top_k / shape.num_experts
         self._line = None if prior is None else OnlineLinear(prior, typical_x)
         self._times: ExpertTimes | None = None
         self._samples: dict[int, deque[_Sample]] = {}
         self._added = 0
+
+    def resized(self, call: float, token: float) -> ExpertStage:
+        """Of ranks whose calls start, and whose tokens take, so many times as long: as if it had
+        learned that, until it has times of its own. Of a cold one: cold."""
+        line = None
+        if self._line is not None:
+            now = self._line.model
+            line = Linear(now.alpha_ms * call, now.beta_ms * token)
+        stage = ExpertStage(self._shape, line, self._typical_x)
+        if self._times is not None:
+            stage._times = self._times._replace(
+                call_ms=self._times.call_ms * call,
+                read_ms=self._times.read_ms * call,
+                token_ms=self._times.token_ms * token,
+            )
+        return stage
 
     @property
     def model(self) -> Linear | None:

@@ -21,6 +21,10 @@ class MicroBatchStage:
         self._finish = SizedStage(None, _TYPICAL_SEQUENCES)
         self._send = SizedStage(None, _TYPICAL_TOKENS)
 
+    def carry_over(self, before: MicroBatchStage) -> None:
+        """From a group of another size: what ends a sequence is a rank's own."""
+        self._finish = before._finish
+
     def add(self, times: MicroBatchTimes) -> None:
         if times.finish_ms > 0:
             self._finish.add(len(times.batch), times.finish_ms)

@@ -18,7 +18,7 @@ from contracts.planning import BatchReport, ExpertReport, RowsTime
 from planner.costs.cost_model import Deployment, stage_models, tokens_per_expert
 from planner.costs.model_shape import ModelShape
 from planner.costs.refit import LEAST_MS
-from planner.costs.resized import resized
+from planner.costs.resized import factors, resized
 from planner.costs.routing_shape import Spread, uniform_spread
 from planner.costs.stages import Linear, PlanSpec, StageModels
 from planner.findep.batch_plan import ChunkTime
@@ -68,6 +68,17 @@ class OnlineModels:
         self._expert = ExpertStage(shape, prior.expert if prior else None, typical_me)
         self._a2e = SizedStage(prior.a2e if prior else None, typical_me)
         self._e2a = SizedStage(prior.e2a if prior else None, typical_me)
+
+    def carry_over(self, before: OnlineModels) -> None:
+        """Takes what models of a group of another size have measured. Attention, a shared expert
+        and what ends a sequence are a rank's own: they are the same ones from now on. Experts and
+        links begin with theirs as `factors` has them, as with a hardware file's figures, and are
+        followed from there. What was cold is."""
+        self.attention, self._shared = before.attention, before._shared
+        self._beside.carry_over(before._beside)
+        by = factors(self._setup.shape, _one_token(before._setup), _one_token(self._setup))
+        self._expert = before._expert.resized(by.call, by.token)
+        self._a2e, self._e2a = before._a2e.resized(by.a2e), before._e2a.resized(by.e2a)
 
     def spread_over(self, spread: Spread) -> None:
         """Takes how tokens spread over the expert ranks from now on. Stages are learned by rows and

@@ -53,10 +53,13 @@ class OnlinePlanner:
         self._begin(setup)
 
     def resize(self, attention_ranks: int, expert_ranks: int) -> None:
-        """The group has so many ranks from now on: what was measured was of another one. Raises
-        ConfigError as above; it goes on as it was then."""
+        """The group has so many ranks from now on: of what was measured that is kept which holds
+        (`OnlineModels.carry_over`), and what is believed. Raises ConfigError as above; it goes on
+        as it was then."""
         self._begin(
-            self._setup._replace(attention_ranks=attention_ranks, expert_ranks=expert_ranks)
+            self._setup._replace(attention_ranks=attention_ranks, expert_ranks=expert_ranks),
+            self._views,
+            self._trial.believed,
         )
         self.version += 1
 
@@ -70,8 +73,11 @@ class OnlinePlanner:
         """Attention and expert ranks that it plans for."""
         return self._setup.attention_ranks, self._setup.expert_ranks
 
-    def _begin(self, setup: OnlineSetup) -> None:
+    def _begin(self, setup: OnlineSetup, before: Sequence[_View] = (), believed: int = 0) -> None:
+        """before: of a group of another size; the last of them follows what is measured."""
         following = OnlineModels(setup)
+        if before and setup.refit:
+            following.carry_over(before[-1].models)
         file = None if setup.hardware is None else OnlineModels(setup)
         self._setup, self._following = setup, following
         follower = _View(self._following, OnlineLinear(Linear(0.0, 1.0), _EVEN))
@@ -80,6 +86,12 @@ class OnlinePlanner:
             as_measured = _View(file, OnlineLinear(Linear(0.0, 1.0), _EVEN))
             self._views = [_View(file, None), as_measured, follower]
         self._trial = Trial(len(self._views))
+        if len(before) == len(self._views):
+            lines = [view.line for view in before]
+            self._views = [
+                view._replace(line=line) for view, line in zip(self._views, lines, strict=True)
+            ]
+            self._trial.believed = believed
         self._known: OrderedDict[Bucket, PlannedBatch] = OrderedDict()
         self._reference = _reference_times(self._models)
         self._reports = 0

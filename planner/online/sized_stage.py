@@ -20,6 +20,12 @@ class SizedStage:
         self._typical_x = typical_x
         self._samples: dict[int, list[tuple[float, float]]] = {}
 
+    def resized(self, per_x: float) -> SizedStage:
+        """One that begins with this one's line, so many times as steep. Of a cold one: cold."""
+        now = self.model
+        line = None if now is None else Linear(now.alpha_ms, now.beta_ms * per_x)
+        return SizedStage(line, self._typical_x)
+
     @property
     def model(self) -> Linear | None:
         return None if self._online is None else self._online.model
