@@ -45,7 +45,7 @@ def examine(config: TandemConfig, environment: Mapping[str, str]) -> list[Findin
         lambda: machine_findings.cores(config),
         machine_findings.memory,
         machine_findings.shared_memory,
-        machine_findings.gpu,
+        lambda: machine_findings.gpu(config),
         lambda: _ray_address(config, environment),
         lambda: _model(config),
         lambda: _tokenizer(config),

@@ -70,7 +70,11 @@ def shared_memory() -> Finding:
     return Finding("shared memory", "ok", found)
 
 
-def gpu() -> Finding:
+def gpu(config: TandemConfig) -> Finding:
+    if config.channel.backend == "ipc":
+        found = "channel.backend=ipc: others read what lies in a rank's memory, which ends with it"
+        advice = "a rank that is killed may spoil packets under way: use nccl or shm in earnest"
+        return Finding("gpu", "warning", found, advice)
     if not torch.cuda.is_available():
         return Finding("gpu", "ok", "none: CPU ranks, shm or tcp channels")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -199,3 +199,16 @@ def test_experts_of_a_gpu_are_counted_in_its_memory_and_in_the_hosts(tmp_path: P
     ranks = experts("experts.slots=20", "groups.expert_ranks=1", "groups.attention_ranks=1")
     assert ranks.level == "error"
     assert ranks.found.startswith("groups.expert_ranks=1: expert ranks keep all")
+
+
+def test_ranks_that_read_each_others_device_memory_are_a_warning() -> None:
+    """CUDA does not say what becomes of it when its process is killed, and repair counts on it."""
+
+    def gpu(*settings: str) -> Finding:
+        findings = examine(load_config(None, list(settings)), {})
+        return next(finding for finding in findings if finding.check == "gpu")
+
+    assert "ipc" not in gpu().found
+    finding = gpu("channel.backend=ipc")
+    assert finding.level == "warning"
+    assert "a rank that is killed may spoil packets under way" in finding.advice
