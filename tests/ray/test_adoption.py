@@ -17,7 +17,7 @@ from cluster.serving.front import free_port
 from cluster.serving.server import Served, serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
-from tests.support.ray_support import ray_of_our_own
+from tests.support.ray_support import processes_of, ray_of_our_own
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -39,18 +39,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     state = tmp_path_factory.mktemp("state")
     with ray_of_our_own(state), serving(load_config(None, settings)) as served:
         yield served
-
-
-def processes_of(title: str) -> list[psutil.Process]:
-    """Children of ours with this in their titles."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if title in " ".join(process.cmdline()[:1]):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -19,11 +19,15 @@ import pytest
 import ray
 
 from cluster.cli.main import main
+from cluster.client import scale as client
+from cluster.client.scale import begin_scale, follow_scale
+from cluster.client.status import Server
 from cluster.fleet.codec import decode_directory
 from cluster.serving.front import free_port
 from cluster.serving.server import Served, serving
 from contracts.loading import load_config
-from tests.support.ray_support import ray_of_our_own
+from contracts.scaling import ScaleWanted
+from tests.support.ray_support import processes_of, ray_of_our_own
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
@@ -34,6 +38,7 @@ TOKENS = 48
 SETTINGS = (
     *("groups.attention_ranks=2", "groups.expert_ranks=2", "groups.drain_s=4"),
     *("model.dtype=float32", "kv.pool_tokens=8192", "groups.ready_timeout_s=120"),
+    "groups.alone_s=300",  # a busy machine may take minutes to start another launcher
     *("http.api_keys=[client]", "http.operator_key=operator"),
 )
 ASKED: list[dict[str, Any]] = [
@@ -114,6 +119,12 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
+def free(served: Served) -> float:
+    """CPUs beside those of the launch."""
+    return free_cpus()
+
+
+@pytest.fixture(scope="module")
 def streams(served: Served) -> Streams:
     return Streams(served)
 
@@ -134,9 +145,9 @@ def ranks_up(served: Served) -> list[str]:
 
 
 def test_from_two_attention_ranks_to_three_and_to_one(
-    served: Served, streams: Streams, capsys: pytest.CaptureFixture[str]
+    served: Served, streams: Streams, free: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before, free = pids(served), ray.available_resources()
+    before = pids(served)
     with streams.going():
         streams.wait_more(CLIENTS)
         assert scale(served, "--attention-ranks", "3") == 0
@@ -155,8 +166,9 @@ def test_from_two_attention_ranks_to_three_and_to_one(
     wait_until(lambda: not any(map(psutil.pid_exists, gone)), "their processes are left", 20.0)
     assert len(ranks_up(served)) == 1
     assert "attention_ranks=1" in capsys.readouterr().out
-    seats = free["CPU"] - ray.available_resources()["CPU"]
-    assert seats == pytest.approx(0.0, abs=0.01), "what was taken for the third is free again"
+    assert free - free_cpus() == pytest.approx(0.0, abs=0.01), (
+        "what was taken for the third is free again, the seat of the launch's second is kept"
+    )
     assert scale(served, "--attention-ranks", "2") == 0
     assert httpx.get(f"{served.url}/health").status_code == 200
 
@@ -187,6 +199,72 @@ def test_sigterm_to_one_rank_after_the_other_costs_no_answer_a_token(
                 assert time.monotonic() < end_s
                 time.sleep(0.1)
         streams.wait_more(4 * CLIENTS)
+
+
+class Killed:
+    """`tandem scale`, whose launcher gets SIGKILL at the step that begins so."""
+
+    def __init__(self, served: Served, at: str, **wanted: int) -> None:
+        self.at, self.steps, self.killed = at, list[str](), 0
+        server = Server(served.url, "operator")
+        begun = begin_scale(server, ScaleWanted(**wanted))
+        self.state = follow_scale(server, begun, self._say, 2 * DEADLINE_S)
+
+    def _say(self, step: str) -> None:
+        self.steps.append(step)
+        if step.startswith(self.at) and not self.killed:
+            (launcher,) = processes_of("Groups")
+            self.killed = launcher.pid
+            os.kill(launcher.pid, signal.SIGKILL)
+
+
+def free_cpus() -> float:
+    return float(ray.available_resources()["CPU"])
+
+
+@pytest.mark.parametrize(
+    ("at", "wanted", "seats"),
+    [
+        ("attention-2 starts", {"attention_ranks": 3}, 1),
+        ("attention-2 leaves", {"attention_ranks": 1}, 0),
+        ("attention-1 starts", {"attention_ranks": 2}, 0),
+    ],
+)
+def test_a_launcher_that_is_killed_in_the_middle_is_followed_by_one_that_goes_on(
+    served: Served,
+    streams: Streams,
+    free: float,
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+    wanted: dict[str, int],
+    seats: int,
+) -> None:
+    """seats: that are taken then, beyond those of the launch. Nothing of what was half started is
+    left, and the command has noticed nothing."""
+    monkeypatch.setattr(client, "_SILENT_S", DEADLINE_S)
+    with streams.going():
+        streams.wait_more(CLIENTS)
+        killed = Killed(served, at, **wanted)
+        streams.wait_more(2 * CLIENTS)
+    assert killed.killed
+    assert killed.state.state == "done"
+    ((name, count),) = wanted.items()
+    assert killed.state.ranks[name] == count
+    found = pids(served)
+    kind = name.removesuffix("_ranks")
+    assert sorted(one for one in found if one.startswith(kind)) == [
+        f"{kind}-{rank}" for rank in range(count)
+    ]
+    processes = {one.pid for one in processes_of(f"ray::{kind}-")}
+    wait_until(
+        lambda: {one.pid for one in processes_of(f"ray::{kind}-")} <= set(found.values()),
+        f"processes are left beside {found}: {processes}",
+        30.0,
+    )
+    wait_until(
+        lambda: abs(free - free_cpus() - 0.25 * seats) < 0.01, f"{free}, {free_cpus()} free", 30.0
+    )
+    assert httpx.get(f"{served.url}/health").status_code == 200
 
 
 def test_what_cannot_be_is_one_line_and_changes_nothing(

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 
@@ -19,3 +20,15 @@ def ray_of_our_own(state: Path | None = None) -> Iterator[None]:
         if state is not None:
             patch.setenv("XDG_STATE_HOME", str(state))
         yield
+
+
+def processes_of(title: str) -> list[psutil.Process]:
+    """Children of ours with this in their titles."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if title in " ".join(process.cmdline()[:1]):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
