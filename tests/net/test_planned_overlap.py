@@ -1,4 +1,7 @@
-"""What benchmarks/planned_overlap.py stands on, at its smallest: plans over a limited link."""
+"""What benchmarks/planned_overlap.py stands on, at its smallest: plans over a limited link.
+
+Slow: by default tests/oracle/test_group_fidelity.py holds plans to equal logits, and
+tests/net/test_two_nodes.py a group between two nodes to the right answer."""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 
 from benchmarks.two_nodes import ENVIRONMENT, TwoNodes
 
-pytestmark = [pytest.mark.net, pytest.mark.ray]
+pytestmark = [pytest.mark.net, pytest.mark.ray, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 MEGABITS_PER_S = 200
