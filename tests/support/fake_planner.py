@@ -69,6 +69,7 @@ class FakePlanner:
         trace: TracebackType | None,
     ) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join(DEADLINE_S)  # whom it has let in by now is hung up on
         self._listener.close()
         self.hang_up()
         for thread in self._threads:
@@ -126,8 +127,8 @@ class FakePlanner:
                 while size := int.from_bytes(file.read(4), "little"):
                     message = msgspec.msgpack.decode(file.read(size), type=ToPlanner)
                     if isinstance(message, PlacementHeld):
-                        self.held[message.rank] = message
                         self._socket_of[message.rank] = sock
+                        self.held[message.rank] = message  # from here on it may be proposed to
                     self.received.put(message)
                     answer = self._answer(message) if isinstance(message, PlanQuery) else None
                     if answer is not None:
