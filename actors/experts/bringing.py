@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from actors.channels.neighbour import boot_id
-from actors.experts.moving import Brought
+from actors.experts.brought import Brought
 from actors.experts.rank_experts import AllThere
 from actors.weights.expert_exchange import gives_way
 from contracts.clock import Clock, monotonic_s

@@ -17,72 +17,23 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from actors.channels.base import Endpoint, Kind, Packet
+from actors.experts.brought import Bringer, Brought, Store
 from actors.experts.generation_packets import Speaker, attempt_of, placement_of, reason_of
-from actors.experts.generations import Action, ExpertGenerations, Free, Load, Report, Tell
+from actors.experts.generations import Action, ExpertGenerations, Free, Load, Tell
+from actors.experts.move_outcomes import MoveOutcomes
 from actors.experts.wanted import Wanted
 from contracts.clock import Clock
 from contracts.logs import event
 from contracts.placement import PlacedExperts, Placement, WantedPlacement
-from contracts.planning import Outcome, PlacementOutcome
+from contracts.planning import PlacementOutcome
 from planner.placement.stand_in import is_stand_in
 
 log = logging.getLogger("tandem.experts")
 
-_FAILURES = 8  # are remembered
-
 P = TypeVar("P")
-P_in = TypeVar("P_in", contravariant=True)
-
-
-class Brought(NamedTuple, Generic[P]):
-    """What a generation needs is there, or why not. experts: as `Store.place` takes them."""
-
-    generation: int
-    experts: P | None
-    reason: str = ""
-    loaded_bytes: int = 0
-    seconds: float = 0.0
-
-
-class Store(Protocol[P_in]):
-    """A `RankExperts` of several generations."""
-
-    @property
-    def count(self) -> int: ...
-
-    def holds(self, generation: int) -> bool: ...
-
-    def place(self, generation: int, experts: P_in) -> None: ...
-
-    def free(self, generation: int) -> None: ...
-
-
-class Bringer(Protocol[P]):
-    """Brings in what a generation has here that the present one has not. expert_bytes: of each."""
-
-    @property
-    def expert_bytes(self) -> int: ...
-
-    def room(self) -> tuple[str, int]:
-        """Where it brings them, and the free bytes there. From any thread."""
-
-    def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
-        """Why that cannot be; empty: it can. resizes: the number of ranks may change, however much
-        that brings in."""
-
-    def begin(self, placement: Placement, done: Callable[[Brought[P]], None]) -> None:
-        """`done` is called once, from any thread, unless it is stopped before."""
-
-    def stop(self) -> None:
-        """What has come is let go of."""
-
-    def settled(self, placement: Placement) -> None:
-        """That is what ranks have now, and no other."""
-
-    def close(self) -> None: ...
 
 
 class _Proposed(NamedTuple):
@@ -95,8 +46,7 @@ class _Proposed(NamedTuple):
 
 class Moving(Generic[P]):
     """A `Generations` of an expert server. placement: the newest that all attention ranks use.
-    counts, loaded_bytes, load_s: so far; stood_in: how often it has stood in for others. failures:
-    by generation, why the latest that have failed did."""
+    stood_in: how often it has stood in for others, so far."""
 
     def __init__(
         self,
@@ -121,16 +71,14 @@ class Moving(Generic[P]):
         self.stood_in = 0
         self._machine = ExpertGenerations(placement.generation, deadline_s)
         self._speaker = Speaker(endpoint, clock)
-        self._clock, self._report, self._settled = clock, report, settled
+        self._clock, self._settled = clock, settled
+        self.outcomes = MoveOutcomes(endpoint.name, report)
         self._proposed: deque[_Proposed] = deque()
         self._brought: deque[Brought[P]] = deque()
         self._coming: Placement | None = None
         self._last: Brought[P] | None = None
         self._freed: list[int] = []
         self._is_leaving, self._let_go_by = False, set[str]()
-        self.counts = dict.fromkeys(Outcome, 0)
-        self.loaded_bytes, self.load_s = 0, 0.0
-        self.failures: dict[int, str] = {}
 
     @property
     def experts(self) -> int:
@@ -162,7 +110,7 @@ class Moving(Generic[P]):
             placement=self.placement,
             newest=self.newest,
             under_way=self.under_way,
-            failures=self.failures,
+            failures=self.outcomes.failures,
             expert_bytes=self._bringer.expert_bytes,
             free_bytes=free_bytes,
             node=node,
@@ -258,8 +206,7 @@ class Moving(Generic[P]):
         generation = brought.generation
         if generation != self._wanted.loading:
             return  # nobody wants it any more
-        self.loaded_bytes += brought.loaded_bytes
-        self.load_s += brought.seconds
+        self.outcomes.brought(brought)
         event(
             log,
             "experts_taken_over" if brought.experts is not None else "experts_not_taken_over",
@@ -323,8 +270,7 @@ class Moving(Generic[P]):
         if brought.generation != self._machine.under_way:
             return  # it was given up meanwhile
         self._last = brought._replace(experts=None)  # the store has them
-        self.loaded_bytes += brought.loaded_bytes
-        self.load_s += brought.seconds
+        self.outcomes.brought(brought)
         if brought.experts is None:
             self._do(self._machine.failed(brought.generation, brought.reason))
             return
@@ -341,7 +287,7 @@ class Moving(Generic[P]):
             elif isinstance(action, Free):
                 self._free(action.generation)
             else:
-                self._tell_planner(action)
+                self.outcomes.ended(action, self._last)
 
     def _load(self, placement: Placement) -> None:
         self._coming, self._last = placement, None
@@ -362,34 +308,3 @@ class Moving(Generic[P]):
             self.placement, self._coming = self._coming, None
             self._bringer.settled(self.placement)
             self._settled()
-
-    def _tell_planner(self, report: Report) -> None:
-        brought = self._last
-        if brought is None or brought.generation != report.generation:
-            brought = Brought(report.generation, None)
-        level = logging.WARNING if report.outcome is Outcome.FAILED else logging.INFO
-        name = self._endpoint.name
-        self.counts[report.outcome] += 1
-        if report.outcome is Outcome.FAILED:
-            latest = list(self.failures.items())[1 - _FAILURES :]
-            self.failures = dict([*latest, (report.generation, report.reason)])
-        event(
-            log,
-            f"placement_{report.outcome}",
-            level,
-            rank=name,
-            generation=report.generation,
-            reason=report.reason,
-            loaded_bytes=brought.loaded_bytes,
-            seconds=round(brought.seconds, 3),
-        )
-        self._report(
-            PlacementOutcome(
-                rank=name,
-                generation=report.generation,
-                outcome=report.outcome,
-                reason=report.reason,
-                loaded_bytes=brought.loaded_bytes,
-                seconds=brought.seconds,
-            )
-        )

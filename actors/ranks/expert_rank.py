@@ -15,9 +15,10 @@ from actors.channels.base import Endpoint
 from actors.channels.factory import rank_endpoint
 from actors.channels.handshake import Identity
 from actors.experts.bringing import CachedBringer, ResidentBringer
+from actors.experts.brought import Bringer
 from actors.experts.caching import expert_cache
 from actors.experts.expert_server import ExpertServer
-from actors.experts.moving import Bringer, Moving
+from actors.experts.moving import Moving
 from actors.experts.rank_experts import AllThere, RankExperts, SomeThere
 from actors.planning.planner_link import Placing, PlannerLink
 from actors.planning.stage_report import ExpertRecorder
@@ -156,10 +157,10 @@ def _held(
 def _show(moving: Moving[Any], name: str, telemetry: RankMetrics) -> None:
     telemetry.read(metrics.PLACEMENT_GENERATION, name, of=lambda: moving.placement.generation)
     for outcome in Outcome:
-        of = partial(moving.counts.__getitem__, outcome)
+        of = partial(moving.outcomes.counts.__getitem__, outcome)
         telemetry.read(metrics.EXPERT_MOVES, name, outcome, of=growth(of))
-    telemetry.read(metrics.EXPERTS_MOVED, name, of=growth(lambda: moving.loaded_bytes))
-    telemetry.read(metrics.EXPERT_MOVE_TIME, name, of=growth(lambda: moving.load_s))
+    telemetry.read(metrics.EXPERTS_MOVED, name, of=growth(lambda: moving.outcomes.loaded_bytes))
+    telemetry.read(metrics.EXPERT_MOVE_TIME, name, of=growth(lambda: moving.outcomes.load_s))
 
 
 class ExpertReports:
@@ -279,15 +280,15 @@ class ExpertLoop:
 
     def sections(self) -> dict[str, dict[str, float]]:
         moving = self.held.moving
-        outcomes = {outcome.value: count for outcome, count in list(moving.counts.items())}
+        outcomes = {outcome.value: count for outcome, count in list(moving.outcomes.counts.items())}
         return {
             "placement": {
                 "generation": moving.placement.generation,
                 "ranks": moving.placement.ranks,
                 "experts": moving.experts,
                 **outcomes,
-                "loaded_bytes": moving.loaded_bytes,
-                "load_s": moving.load_s,
+                "loaded_bytes": moving.outcomes.loaded_bytes,
+                "load_s": moving.outcomes.load_s,
             }
         }
 

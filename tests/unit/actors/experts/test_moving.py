@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from actors.channels.base import Header, Kind, Packet, Part, PeerLost
+from actors.experts.brought import Brought
 from actors.experts.following import Following
 from actors.experts.generation_packets import Speaker
 from actors.experts.generations import Tell
-from actors.experts.moving import Brought, Moving
+from actors.experts.moving import Moving
 from actors.experts.wanted import MOST
 from contracts.errors import PeerDeadError
 from contracts.placement import Placement
