@@ -3,9 +3,57 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import httpx
 import msgspec
+
+from cluster.files.server_url import bearer, no_answer
+from contracts.errors import ConfigError
+
+
+class Server(NamedTuple):
+    url: str
+    key: str | None = None
+
+
+class Answer(NamedTuple):
+    status: int
+    body: bytes
+
+
+def ask(
+    server: Server,
+    method: str,
+    path: str,
+    *,
+    most_bytes: int,
+    timeout_s: float,
+    content: bytes | None = None,
+) -> Answer:
+    """content: JSON. timeout_s: for it to go on; in all it may take twice as long. Raises
+    ConfigError where nobody answers, or without an end."""
+    headers = bearer(server.key) | ({} if content is None else {"content-type": "application/json"})
+    end_s = time.monotonic() + 2 * timeout_s
+    try:
+        with (
+            httpx.Client(base_url=server.url, headers=headers, timeout=timeout_s) as client,
+            client.stream(method, path, content=content) as response,
+        ):
+            return Answer(response.status_code, read_answer(response, most_bytes, end_s))
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise no_answer(server.url, error) from None
+
+
+def ask_watched(server: Server, path: str, *, most_bytes: int, timeout_s: float) -> Answer:
+    """What whoever watches the server may see. Raises ConfigError, too where the key is another
+    one."""
+    answer = ask(server, "GET", path, most_bytes=most_bytes, timeout_s=timeout_s)
+    if answer.status == 401:
+        raise ConfigError(
+            f"--url {server.url}: 401: give the key of its http.metrics_key as --api-key"
+        )
+    return answer
 
 
 def read_answer(response: httpx.Response, most_bytes: int, end_s: float) -> bytes:

@@ -11,8 +11,9 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.api.answer_types import Status
+from cluster.client.answers import Server
 from cluster.client.exporters import exporters_finding
-from cluster.client.status import Server, ask_status
+from cluster.client.status import ask_status
 from cluster.client.trace import fetch_trace, note_of
 from cluster.files.findings import Finding
 from cluster.files.server_url import bearer

@@ -6,12 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-import httpx
 import msgspec
 
-from cluster.client.answers import message_of, read_answer
-from cluster.client.status import Server
-from cluster.files.server_url import bearer, no_answer
+from cluster.client.answers import Server, ask, message_of
 from contracts.errors import ConfigError, LaunchError
 from contracts.scaling import ScaleState, ScaleWanted, in_words
 
@@ -65,20 +62,14 @@ def follow_scale(
 
 def _ask(server: Server, method: str, wanted: ScaleWanted | None) -> ScaleState:
     body = None if wanted is None else msgspec.json.encode(wanted)
-    headers = bearer(server.key) | ({} if body is None else {"content-type": "application/json"})
-    try:
-        with (
-            httpx.Client(base_url=server.url, headers=headers, timeout=_ASK_S) as client,
-            client.stream(method, "/scale", content=body) as response,
-        ):
-            answer = read_answer(response, _MAX_BYTES, time.monotonic() + _ASK_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise no_answer(server.url, error) from None
-    if response.status_code == 401:
+    status, answer = ask(
+        server, method, "/scale", most_bytes=_MAX_BYTES, timeout_s=_ASK_S, content=body
+    )
+    if status == 401:
         told = message_of(answer)
         raise ConfigError(f"--url {server.url}: 401: give http.operator_key as --api-key: {told}")
-    if response.status_code != 200:
-        raise ConfigError(f"--url {server.url}: {response.status_code}: {message_of(answer)}")
+    if status != 200:
+        raise ConfigError(f"--url {server.url}: {status}: {message_of(answer)}")
     try:
         return msgspec.json.decode(answer, type=ScaleState)
     except (msgspec.DecodeError, RecursionError):

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
-import httpx
 import msgspec
 from rich.console import Group as Lines
 from rich.live import Live
@@ -14,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.api.answer_types import Status
-from cluster.client.answers import read_answer
-from cluster.files.server_url import bearer, no_answer
+from cluster.client.answers import Server, ask_watched
 from cluster.files.terminal import Terminal
 from contracts.errors import ConfigError
 from contracts.events import BUSY
@@ -26,27 +24,9 @@ _MAX_BYTES: Final = 16 << 20
 _DECODER: Final = msgspec.json.Decoder(Status)
 
 
-class Server(NamedTuple):
-    url: str
-    key: str | None = None
-
-
 def ask_status(server: Server) -> Status:
     """Raises ConfigError where nobody answers, or somebody else."""
-    headers = bearer(server.key)
-    try:
-        with (
-            httpx.Client(base_url=server.url, headers=headers, timeout=_ASK_S) as client,
-            client.stream("GET", "/status") as response,
-        ):
-            status = response.status_code
-            body = read_answer(response, _MAX_BYTES, time.monotonic() + _ASK_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise no_answer(server.url, error) from None
-    if status == 401:
-        raise ConfigError(
-            f"--url {server.url}: 401: give the key of its http.metrics_key as --api-key"
-        )
+    status, body = ask_watched(server, "/status", most_bytes=_MAX_BYTES, timeout_s=_ASK_S)
     try:
         if status == 200:
             return _DECODER.decode(body)

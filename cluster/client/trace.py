@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlencode
 
-import httpx
 import msgspec
 from rich.table import Table
 
-from cluster.client.answers import message_of, read_answer
-from cluster.client.status import Server
-from cluster.files.server_url import bearer, no_answer
+from cluster.client.answers import Server, ask_watched, message_of
 from cluster.files.terminal import Terminal
 from contracts.errors import ConfigError
 from contracts.traces import TraceNote
@@ -50,21 +47,9 @@ def ask_trace(server: Server, seconds: float, output: Path) -> TraceNote:
 
 def fetch_trace(server: Server, seconds: float) -> bytes:
     """The file as it is answered. Raises ConfigError."""
-    wait_s = seconds + EXTRA_S
-    end_s = time.monotonic() + 2 * wait_s
-    try:
-        with (
-            httpx.Client(base_url=server.url, headers=bearer(server.key), timeout=wait_s) as client,
-            client.stream("GET", "/trace", params={"seconds": f"{seconds:g}"}) as response,
-        ):
-            status = response.status_code
-            body = read_answer(response, MAX_BYTES, end_s)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise no_answer(server.url, error) from None
-    if status == 401:
-        raise ConfigError(
-            f"--url {server.url}: 401: give the key of its http.metrics_key as --api-key"
-        )
+    path = f"/trace?{urlencode({'seconds': f'{seconds:g}'})}"
+    timeout_s = seconds + EXTRA_S
+    status, body = ask_watched(server, path, most_bytes=MAX_BYTES, timeout_s=timeout_s)
     if status != 200:
         raise ConfigError(f"--url {server.url}: {status}: {message_of(body)}")
     return body

@@ -36,8 +36,8 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
     """2 if there is an error among the findings; warnings are none."""
     from cluster.capacity.doctor import examine
+    from cluster.client.answers import Server
     from cluster.client.examined import examine_server
-    from cluster.client.status import Server
     from cluster.files.keys_checked import keys_finding
     from cluster.files.targets_file import targets_path
 

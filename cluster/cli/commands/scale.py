@@ -41,8 +41,8 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
+    from cluster.client.answers import Server
     from cluster.client.scale import begin_scale, follow_scale
-    from cluster.client.status import Server
 
     check_url(options.url)
     wanted = ScaleWanted(**{name: getattr(options, name) for name in FIELDS})

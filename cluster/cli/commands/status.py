@@ -38,7 +38,8 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.client.status import Server, ask_status, print_status, watch
+    from cluster.client.answers import Server
+    from cluster.client.status import ask_status, print_status, watch
 
     check_url(options.url)
     server = Server(options.url, options.api_key or environment.get(KEY_VARIABLE))

@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.client.status import Server
+    from cluster.client.answers import Server
     from cluster.client.trace import ask_trace, print_trace
 
     check_url(options.url)

@@ -14,7 +14,8 @@ import pytest
 from cluster.api import watched
 from cluster.cli.main import main
 from cluster.client import status as client
-from cluster.client.status import Server, ask_status, watch
+from cluster.client.answers import Server
+from cluster.client.status import ask_status, watch
 from contracts.config import HttpConfig
 from contracts.errors import ConfigError, NotReadyError
 from contracts.worker import RankStatus
