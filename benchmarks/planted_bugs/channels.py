@@ -126,7 +126,7 @@ BUGS: tuple[Bug, ...] = (
         _NEIGHBOUR,
     ),
     Bug(
-        "channels: a header stands for what a lost rank has half sent",
+        "repair: a header stands for what a lost rank has half sent",
         "actors/channels/nccl.py",
         "while under_way and under_way[0][0].query():",
         "while under_way:",

@@ -20,8 +20,8 @@ import ray
 
 from cluster.cli.main import main
 from cluster.client import scale as client
+from cluster.client.answers import Server
 from cluster.client.scale import begin_scale, follow_scale
-from cluster.client.status import Server
 from cluster.fleet.codec import decode_directory
 from cluster.serving.front import free_port
 from cluster.serving.server import Served, serving
