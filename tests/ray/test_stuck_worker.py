@@ -1,4 +1,6 @@
-"""A prefill worker whose loop hangs while its heartbeats, on a thread of their own, could go on."""
+"""A rank's actor whose threads wait for what never comes: a supervisor's question is answered all
+the same; and a prefill worker whose loop hangs while its heartbeats, on a thread of their own,
+could go on."""
 
 from __future__ import annotations
 
@@ -8,13 +10,15 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import ray
 from ray import cloudpickle
 
 import cluster.fleet.nodes
 from actors.engine.stub_executor import StubExecutor
-from actors.ranks.remote import rank_class
+from actors.ranks.remote import RayRank, rank_class
 from actors.ranks.serving_loop import ServingLoop
 from actors.ranks.shell import WorkerShell
 from benchmarks.rank_stream import ask
@@ -25,6 +29,8 @@ from cluster.serving.ray_session import ray_session
 from cluster.serving.wiring import pipelines, rank_clients
 from contracts.loading import load_config
 from contracts.messages import Failed, Submit
+from contracts.worker import RankStatus
+from tests.support.ray_support import ray_of_our_own
 
 pytestmark = pytest.mark.ray
 
@@ -37,6 +43,27 @@ CONFIG = load_config(
         *("prefill.engine=stub", f"channel.stuck_s={STUCK_S}"),
     ],
 )
+
+
+class WaitingShell(WorkerShell):
+    """Its `connect` waits for a peer that never answers; `metrics` until it is asked for spans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = threading.Event()
+
+    def connect(self, addresses: dict[str, str]) -> None:
+        self._asked.wait()
+
+    def metrics(self) -> str:
+        self._asked.wait()
+        return ""
+
+    def status(self) -> RankStatus:
+        return RankStatus(name="prefill-0", healthy=True)
+
+    def stop(self) -> None:
+        self._asked.set()
 
 
 def _hang(sequence: object) -> None:
@@ -54,11 +81,16 @@ class HangingShell(WorkerShell):
         super().start()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cluster_of_this_file() -> Iterator[None]:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    with ray_of_our_own(), ray_session(CONFIG, {}, show_rank_logs=False):
+        yield
+
+
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with ray_session(CONFIG, {}, show_rank_logs=False), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         monkeypatch.setattr(
             cluster.fleet.nodes, "rank_class", lambda name, _: rank_class(name, HangingShell)
         )
@@ -71,7 +103,22 @@ def job(number: int) -> Submit:
     return Submit(request_id=0, token_ids=[number, 1, 2], sampling=None, candidates=[7])
 
 
-def test_it_is_replaced_and_what_waited_there_is_answered_elsewhere(
+def test_the_status_is_told_while_connect_and_a_scrape_wait() -> None:
+    """FINDINGS B2: it waited behind `connect`, and healthy workers were killed for it."""
+    actor: Any = rank_class("attention-0", WaitingShell).options(num_cpus=0).remote()
+    rank = RayRank("prefill-0", actor)
+    connecting = rank.call("connect", {"prefill-1": "tcp:10.0.0.1:1"})
+    scraping = rank.call("metrics")
+    try:
+        for _ in range(3):
+            assert rank.call("status").result(DEADLINE_S).healthy
+        assert not connecting.done()
+        assert not scraping.done()
+    finally:
+        ray.kill(actor)
+
+
+def test_a_hung_worker_is_replaced_and_what_waited_there_is_answered_elsewhere(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def find(suspects: dict[str, str]) -> dict[str, str]:
