@@ -1,4 +1,6 @@
-"""The bulk job on a running cluster, with its processes killed under it."""
+"""The bulk job on a running cluster of two nodes, with its processes killed under it; then a node
+dies, with a prefill worker on it: the job goes on with the other one, and the worker comes back on
+the next node that has room for it. The tests run in order."""
 
 from __future__ import annotations
 
@@ -12,29 +14,54 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+import httpx
 import psutil
 import pytest
 
-from benchmarks.bulk_kills import LABELS, TEMPLATE, kill, start_server
+from benchmarks.bulk_kills import LABELS, ON_EACH, ROOM, TEMPLATE, start_server
 from benchmarks.bulk_rows import RowsDone, check, write_rows
-from benchmarks.ray_head import ENVIRONMENT, ROOT, RayHead, ray_head
+from benchmarks.ray_head import ENVIRONMENT, ROOT, RayHead, RayNode, ray_head, ray_node
 from cluster.bulk.driver import IN_FLIGHT_ROWS
+from cluster.serving.front import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 ROWS = 4000
+ROWS_WHILE_A_NODE_DIES = 10_000
 DEADLINE_S = 150.0
+QUICK = {  # Ray itself otherwise takes 15 s to see that a node's processes are gone
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+class Cluster(NamedTuple):
+    """url: of the server. nodes: what is entered there ends after the server."""
+
+    head: RayHead
+    other: RayNode
+    url: str
+    nodes: contextlib.ExitStack
+
+    def running(self, words: str) -> list[psutil.Process]:
+        return [*self.head.running(words), *self.other.running(words)]
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
-    """With two prefill workers that need no model."""
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two nodes, each with a prefill worker that needs no model."""
     options = argparse.Namespace(workers=2, stub=True, dtype="float32")
-    with ray_head() as head:
-        server = start_server(head, options, tmp_path_factory.mktemp("server"))
+    port = free_port()
+    listen = ("--port", str(port))
+    with contextlib.ExitStack() as stack:
+        head = stack.enter_context(ray_head(resources=ROOM, environment=QUICK))
+        other = stack.enter_context(ray_node(head, 2, resources=ROOM))
+        server = start_server(head, options, tmp_path_factory.mktemp("server"), *ON_EACH, *listen)
         try:
-            yield head
+            yield Cluster(head, other, f"http://127.0.0.1:{port}", stack)
         finally:
             server.send_signal(signal.SIGINT)
             try:
@@ -74,21 +101,23 @@ def wait_rows(done: RowsDone, rows: int, process: subprocess.Popen[str]) -> None
         time.sleep(0.02)
 
 
-def test_rows_are_answered_once_each_whoever_is_killed(cluster: RayHead, tmp_path: Path) -> None:
+def test_rows_are_answered_once_each_whoever_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     source, output = tmp_path / "rows.jsonl", tmp_path / "out"
     write_rows(source, ROWS, seed=0, data=None)
     done = RowsDone(output)
     rng = random.Random(0)
-    with ended(bulk(cluster, "--output", output, "--resume", source=source)) as first:
+    with ended(bulk(cluster.head, "--output", output, "--resume", source=source)) as first:
         wait_rows(done, 500, first)
-        assert kill(cluster, "router", rng)
+        rng.choice(cluster.running("ray::BulkRouter")).kill()
         wait_rows(done, 1200, first)
-        assert kill(cluster, "worker", rng)
+        rng.choice(cluster.running("ray::prefill-")).kill()
         wait_rows(done, 2000, first)
         first.kill()
     before = done.count()
     assert before < ROWS
-    with ended(bulk(cluster, "--output", output, "--resume", "--json", source=source)) as second:
+    with ended(
+        bulk(cluster.head, "--output", output, "--resume", "--json", source=source)
+    ) as second:
         said, errors = second.communicate(timeout=DEADLINE_S)
     assert second.returncode == 0, errors
     summary = json.loads(said)
@@ -98,9 +127,51 @@ def test_rows_are_answered_once_each_whoever_is_killed(cluster: RayHead, tmp_pat
     _wait_no_routers(cluster)
 
 
-def _wait_no_routers(head: RayHead) -> None:
+def _wait_no_routers(cluster: Cluster) -> None:
     """A job leaves no process behind."""
     end_s = time.monotonic() + DEADLINE_S
-    while left := head.running("ray::BulkRouter"):
+    while left := cluster.running("ray::BulkRouter"):
         assert time.monotonic() < end_s, left
         psutil.wait_procs(left, timeout=0.2)
+
+
+def wait_line(process: subprocess.Popen[str], words: str) -> str:
+    """The next line of standard error with these words."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if words in line:
+            return line
+    raise AssertionError(f"it ended without: {words}")
+
+
+def wait_healthy(url: str) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while (answer := httpx.get(f"{url}/health", timeout=DEADLINE_S)).status_code != 200:
+        assert time.monotonic() < end_s, answer.text
+        time.sleep(0.1)
+
+
+def listens_at(process: psutil.Process) -> set[str]:
+    return {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+def test_a_job_survives_a_node_and_its_worker_comes_back_on_the_next(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    source, output = tmp_path / "rows.jsonl", tmp_path / "out"
+    write_rows(source, ROWS_WHILE_A_NODE_DIES, seed=0, data=None)
+    done = RowsDone(output)
+    wait_healthy(cluster.url)
+    with ended(bulk(cluster.head, "--output", output, source=source)) as job:
+        wait_rows(done, 1, job)
+        cluster.other.kill()
+        assert done.count() < ROWS_WHILE_A_NODE_DIES
+        assert "127.0.0.2" in wait_line(job, "goes on without: prefill-")
+        assert httpx.get(f"{cluster.url}/health", timeout=DEADLINE_S).status_code == 503
+        third = cluster.nodes.enter_context(ray_node(cluster.head, 3, resources=ROOM))
+        _, errors = job.communicate(timeout=DEADLINE_S)
+    assert job.returncode == 0, errors
+    assert check(output, ROWS_WHILE_A_NODE_DIES)["rows_ok"] == ROWS_WHILE_A_NODE_DIES
+    wait_healthy(cluster.url)
+    (worker,) = third.running("ray::prefill-")
+    assert "127.0.0.3" in listens_at(worker)
