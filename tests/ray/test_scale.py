@@ -213,6 +213,9 @@ class Killed:
     def _say(self, step: str) -> None:
         self.steps.append(step)
         if step.startswith(self.at) and not self.killed:
+            rank, what = self.at.split(maxsplit=1)
+            if what == "starts":
+                wait_until(lambda: bool(processes_of(f"ray::{rank}")), f"{rank} is not there", 90.0)
             (launcher,) = processes_of("Groups")
             self.killed = launcher.pid
             os.kill(launcher.pid, signal.SIGKILL)
@@ -228,6 +231,8 @@ def free_cpus() -> float:
         ("attention-2 starts", {"attention_ranks": 3}, 1),
         ("attention-2 leaves", {"attention_ranks": 1}, 0),
         ("attention-1 starts", {"attention_ranks": 2}, 0),
+        ("expert-2 starts", {"expert_ranks": 3}, 1),
+        ("experts move to 2", {"expert_ranks": 2}, 0),
     ],
 )
 def test_a_launcher_that_is_killed_in_the_middle_is_followed_by_one_that_goes_on(
@@ -255,10 +260,10 @@ def test_a_launcher_that_is_killed_in_the_middle_is_followed_by_one_that_goes_on
     assert sorted(one for one in found if one.startswith(kind)) == [
         f"{kind}-{rank}" for rank in range(count)
     ]
-    processes = {one.pid for one in processes_of(f"ray::{kind}-")}
+    theirs = {pid for name, pid in found.items() if name.startswith(kind)}
     wait_until(
-        lambda: {one.pid for one in processes_of(f"ray::{kind}-")} <= set(found.values()),
-        f"processes are left beside {found}: {processes}",
+        lambda: {one.pid for one in processes_of(f"ray::{kind}-")} == theirs,
+        f"other processes than {found}",
         30.0,
     )
     wait_until(
