@@ -3,34 +3,25 @@ fire when their condition is caused, and resolve after. The tests run in order; 
 
 Caused here: a scrape that is missing, a rank that is killed, an epoch that flaps, an attention rank
 that stands still until first tokens are late, latency-sensitive load that holds best effort back.
-The other alerts are held by `promtool test rules` alone (tests/unit/dashboards/test_rules.py):
-their conditions are faults of ours.
+The other alerts are caused in test_alerts_of_hours.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
-import httpx
 import pytest
 
-from benchmarks.prometheus import Prometheus, config_of, is_installed
-from cluster.fleet.codec import decode_directory
+from benchmarks.prometheus import is_installed
 from cluster.serving.front import free_port
-from cluster.serving.server import Served, serving
-from contracts.loading import load_config
 from dashboards.rules import Pace
-from tests.support.waiting import wait_until
+from tests.support.alert_world import Watched, World, again_and_again, stopped, until
 
 pytestmark = [
     pytest.mark.ray,
@@ -40,8 +31,6 @@ pytestmark = [
 ]
 
 QUICK = Pace(faster=15.0, interval_s=0.5)
-DEADLINE_S = 150.0
-LONG_PROMPT = "a long story that is told again and again and again. " * 20
 AT_ONCE = 8  # requests
 LATE_S = 1.6  # the objective has 1 s
 BE_MAX_WAIT_S = 2.0
@@ -58,59 +47,6 @@ class Quiet(BaseHTTPRequestHandler):
         """Nothing."""
 
 
-class World:
-    def __init__(self, stack: contextlib.ExitStack, folder: Path) -> None:
-        settings = [
-            "groups.prefill_ranks=2",
-            "groups.ready_timeout_s=100",
-            "priority.ls_max_wait_s=60",
-            "priority.ls_ttft_s=0",  # best effort waits while any prompt of the other class runs,
-            "priority.be_share=0",  # and has no claim
-            f"priority.be_max_wait_s={BE_MAX_WAIT_S}",
-            "channel.silence_s=10",  # a rank that stands still for LATE_S is not lost
-            f"metrics.targets={folder}",
-            f"http.port={free_port()}",
-        ]
-        self.served: Served = stack.enter_context(serving(load_config(None, settings)))
-        self.http = stack.enter_context(httpx.Client(base_url=self.served.url, timeout=DEADLINE_S))
-        self.other_port = free_port()
-        targets = [f"127.0.0.1:{self.other_port}"]
-        config = config_of(folder, targets, listed=folder, pace=QUICK)
-        self.prometheus = stack.enter_context(Prometheus(folder, config))
-        self._numbers = itertools.count()
-
-    def complete(self, priority: str) -> None:
-        """A long prompt that was not there before, so that no prefix of it is found. It may be
-        refused."""
-        body = {
-            "model": "bundled",
-            "prompt": f"{next(self._numbers)} {LONG_PROMPT}",
-            "max_tokens": 2,
-            "priority": priority,
-        }
-        self.http.post("/v1/completions", json=body)
-
-    def kill(self, name: str) -> int:
-        """The pid that it had."""
-        pid = self.pids()[name]
-        os.kill(pid, signal.SIGKILL)
-        return pid
-
-    def pids(self) -> dict[str, int]:
-        body = self.served.groups.directory.remote().result(timeout_s=DEADLINE_S)
-        return {rank.name: rank.pid for rank in decode_directory(body).ranks}
-
-    def fires(self, name: str) -> None:
-        until(lambda: name in self.prometheus.firing(), f"{name} has not fired")
-
-    def resolves(self, name: str) -> None:
-        until(lambda: name not in self.prometheus.firing(), f"{name} has not resolved")
-
-
-def until(is_so: Callable[[], bool], otherwise: str) -> None:
-    wait_until(is_so, otherwise, DEADLINE_S)
-
-
 @contextlib.contextmanager
 def quiet_process(port: int) -> Iterator[None]:
     with ThreadingHTTPServer(("127.0.0.1", port), Quiet) as server:
@@ -122,14 +58,29 @@ def quiet_process(port: int) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def other_port() -> int:
+    """That is scraped too."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, other_port: int) -> Iterator[World]:
+    settings = [
+        "groups.prefill_ranks=2",
+        "priority.ls_max_wait_s=60",
+        "priority.ls_ttft_s=0",  # best effort waits while any prompt of the other class runs,
+        "priority.be_share=0",  # and has no claim
+        f"priority.be_max_wait_s={BE_MAX_WAIT_S}",
+        "channel.silence_s=10",  # a rank that stands still for LATE_S is not lost
+    ]
+    watched = Watched(QUICK, targets=[f"127.0.0.1:{other_port}"])
     with contextlib.ExitStack() as stack:
-        yield World(stack, tmp_path_factory.mktemp("prometheus"))
+        yield World(stack, tmp_path_factory.mktemp("prometheus"), watched, settings)
 
 
-def test_a_missing_scrape_is_an_alert_until_it_is_there(world: World) -> None:
+def test_a_missing_scrape_is_an_alert_until_it_is_there(world: World, other_port: int) -> None:
     world.fires("TandemScrapeMissing")
-    with quiet_process(world.other_port):
+    with quiet_process(other_port):
         world.resolves("TandemScrapeMissing")
     world.fires("TandemScrapeMissing")
 
@@ -184,30 +135,8 @@ def test_best_effort_nears_its_bound_while_others_hold_it_back(world: World) -> 
 
 
 @contextlib.contextmanager
-def stopped(pid: int, seconds: float) -> Iterator[None]:
-    """Inside the process stands still, for so long in all."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-        time.sleep(seconds)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-@contextlib.contextmanager
 def busy(world: World, seconds: float) -> Iterator[None]:
     """Inside there are always prompts of latency-sensitive requests, for so long in all."""
-    ending = Event()
-
-    def ask() -> None:
-        while not ending.is_set():
-            world.complete("ls")
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for _ in range(AT_ONCE):
-            pool.submit(ask)
-        try:
-            yield
-            time.sleep(seconds)
-        finally:
-            ending.set()
+    with again_and_again(lambda: world.complete("ls"), AT_ONCE):
+        yield
+        time.sleep(seconds)

@@ -1,0 +1,154 @@
+"""The alerts that take hours, or a fault of ours, at a hundred and twenty times their pace: a real
+Prometheus with the committed rules scrapes a server, each condition is caused, and ends again.
+
+Caused here: attention ranks that stand still now and then, so that objectives burn slowly and
+nobody can foretell a makespan; one that hangs until its requests end with 504; a threshold of
+saturation that is set far too high while prompts wait; and blocks that are not given back, by a
+fault that is planted in the ranks: the policy that they are configured with (docs/policies.md)
+takes the block manager's `release` away while a file is there. The tests run in order; minutes in
+all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from benchmarks.prometheus import is_installed
+from dashboards.rules import Pace
+from tests.support.alert_world import Watched, World, again_and_again, stopped, until
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not is_installed(), reason="no prometheus: apt-get install prometheus"),
+]
+
+PACE = Pace(faster=120.0, interval_s=0.5)  # six hours are three minutes
+AT_ONCE = 8  # requests
+REQUEST_S = 5.0  # longer than a rank may hang: it is replaced, and its requests end before that
+STILL_S, BETWEEN_CPU_S = 0.6, 0.01  # a token is late that the objective wants in 0.25 s
+ROWS = ["It broke after two days, and nobody has answered since. " * 12] * 32
+LEAKS = """
+from pathlib import Path
+
+from actors.kv.block_manager import BlockManager
+from planner.findep.orders import by_plan
+
+FILE = Path({file!r})
+release, kept = BlockManager.release, []
+
+
+def leak(blocks, released, **of):
+    if FILE.exists():
+        kept.append((released, of))
+        return
+    while kept:
+        late, as_of = kept.pop()
+        release(blocks, late, **as_of)
+    release(blocks, released, **of)
+
+
+class Leaks:
+    def pick(self, tasks):
+        return by_plan(tasks)
+
+
+BlockManager.release = leak
+"""
+
+
+@pytest.fixture(scope="module")
+def leak_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While it is there blocks leak."""
+    return tmp_path_factory.mktemp("leak") / "now"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, leak_file: Path) -> Iterator[World]:
+    (leak_file.parent / "leaking.py").write_text(LEAKS.format(file=str(leak_file)))
+    settings = [
+        "groups.prefill_ranks=1",
+        "priority.ls_max_wait_s=60",
+        "priority.policy=leaking:Leaks",
+        "prefill.saturation=1000000000000000",
+        "planner.report_s=0",
+        f"http.request_timeout_s={REQUEST_S}",
+        "channel.silence_s=30",
+    ]
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.syspath_prepend(leak_file.parent)
+        patch.setenv("PYTHONPATH", str(leak_file.parent))  # of Ray's workers
+        folder = tmp_path_factory.mktemp("prometheus")
+        yield World(stack, folder, Watched(PACE, scrape_s=0.5), settings)
+
+
+def test_objectives_burn_slowly_where_a_rank_stands_still_now_and_then(world: World) -> None:
+    alerts = {"TandemTtftBurnsSlow", "TandemTbtBurnsSlow", "TandemTbtBurnsFast"}
+
+    def stand_still() -> None:
+        with stopped(world.compute("attention-0", BETWEEN_CPU_S), STILL_S):
+            pass
+
+    with (
+        again_and_again(lambda: world.complete("ls", tokens=3), AT_ONCE),
+        again_and_again(stand_still),
+    ):
+        until(lambda: alerts <= world.prometheus.firing(), "they have not fired")
+    with again_and_again(lambda: world.complete("ls", tokens=3)):
+        until(lambda: not alerts & world.prometheus.firing(), "they have not resolved")
+
+
+def test_nobody_foretells_makespans_of_a_rank_that_stops_as_it_likes(world: World) -> None:
+    source = random.Random(0)
+
+    def stand_still() -> None:
+        pid = world.compute("attention-0", source.expovariate(1 / STILL_S))
+        with stopped(pid, source.expovariate(1 / STILL_S)):
+            pass
+
+    with again_and_again(lambda: world.complete("ls", "and so on", tokens=24), AT_ONCE):
+        with again_and_again(stand_still):
+            world.fires("TandemPredictionsOff")
+        world.resolves("TandemPredictionsOff")
+
+
+def test_requests_that_end_with_504_burn_the_promise_of_an_answer(world: World) -> None:
+    alerts = {"TandemAnswersBurnsFast", "TandemAnswersBurnsSlow"}
+
+    def fire() -> bool:
+        with ThreadPoolExecutor(AT_ONCE) as pool, stopped(world.pids()["attention-0"], REQUEST_S):
+            for _ in range(AT_ONCE):
+                pool.submit(world.complete, "ls")
+        return alerts <= world.prometheus.firing()
+
+    until(fire, "they have not fired")
+    with again_and_again(lambda: world.complete("ls")):
+        until(lambda: not alerts & world.prometheus.firing(), "they have not resolved")
+
+
+def test_saturation_is_lost_while_prompts_wait_below_a_threshold_that_is_too_high(
+    world: World,
+) -> None:
+    body = {"model": "bundled", "input": ROWS, "labels": [" no", " yes"]}
+    with again_and_again(lambda: world.http.post("/v1/classify", json=body), AT_ONCE):
+        world.fires("TandemSaturationLost")
+    world.resolves("TandemSaturationLost")
+
+
+def test_blocks_that_are_not_given_back_are_a_leak_until_they_are(
+    world: World, leak_file: Path
+) -> None:
+    leak_file.touch()
+    world.complete("ls")
+    world.fires("TandemBlocksLeak")
+    leak_file.unlink()
+    world.complete("ls")  # with which the planted fault gives back what it has kept
+    world.resolves("TandemBlocksLeak")

@@ -1,0 +1,146 @@
+"""A server with a real Prometheus beside it, whose rules are the committed ones at a quicker pace:
+what tests that cause an alert's condition share."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import NamedTuple
+
+import httpx
+import psutil
+
+from benchmarks.prometheus import Prometheus, config_of
+from cluster.fleet.codec import decode_directory
+from cluster.serving.front import free_port
+from cluster.serving.server import Served, serving
+from contracts.loading import load_config
+from dashboards.rules import Pace
+from tests.support.waiting import wait_until
+
+DEADLINE_S = 150.0
+LONG_PROMPT = "a long story that is told again and again and again. " * 20
+
+
+class Watched(NamedTuple):
+    """pace: of the rules. targets: "host:port" that are scraped beside the server's processes."""
+
+    pace: Pace
+    scrape_s: float = 1.0
+    targets: Sequence[str] = ()
+
+
+class World:
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        folder: Path,
+        watched: Watched,
+        settings: Sequence[str],
+    ) -> None:
+        """settings: of the configuration."""
+        ours = [
+            "groups.ready_timeout_s=100",
+            f"metrics.targets={folder}",
+            f"http.port={free_port()}",
+        ]
+        self.served: Served = stack.enter_context(serving(load_config(None, [*ours, *settings])))
+        self.http = stack.enter_context(httpx.Client(base_url=self.served.url, timeout=DEADLINE_S))
+        config = config_of(
+            folder,
+            list(watched.targets),
+            listed=folder,
+            scrape_s=watched.scrape_s,
+            pace=watched.pace,
+        )
+        self.prometheus = stack.enter_context(Prometheus(folder, config))
+        self._numbers = itertools.count()
+        self._known: dict[str, int] = {}
+
+    def complete(self, priority: str, prompt: str = LONG_PROMPT, tokens: int = 2) -> None:
+        """A prompt that was not there before, so that no prefix of it is found. It may be
+        refused."""
+        body = {
+            "model": "bundled",
+            "prompt": f"{next(self._numbers)} {prompt}",
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "priority": priority,
+        }
+        self.http.post("/v1/completions", json=body)
+
+    def kill(self, name: str) -> int:
+        """The pid that it had."""
+        pid = self.pids()[name]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def pids(self) -> dict[str, int]:
+        body = self.served.groups.directory.remote().result(timeout_s=DEADLINE_S)
+        return {rank.name: rank.pid for rank in decode_directory(body).ranks}
+
+    def compute(self, name: str, cpu_s: float) -> int:
+        """Returns its pid once the rank has had so much of a processor, or another is in its place,
+        or after a second."""
+        pid, end_s = self._known.get(name, 0), time.monotonic() + 1.0
+        try:
+            process = psutil.Process(pid)
+            had_s = sum(process.cpu_times()[:2])
+            while sum(process.cpu_times()[:2]) < had_s + cpu_s and time.monotonic() < end_s:
+                time.sleep(0.002)
+        except psutil.Error:
+            self._known = self.pids()
+        return self._known[name]
+
+    def fires(self, name: str) -> None:
+        until(lambda: name in self.prometheus.firing(), f"{name} has not fired")
+
+    def resolves(self, name: str) -> None:
+        until(lambda: name not in self.prometheus.firing(), f"{name} has not resolved")
+
+
+def until(is_so: Callable[[], bool], otherwise: str) -> None:
+    wait_until(is_so, otherwise, DEADLINE_S)
+
+
+@contextlib.contextmanager
+def stopped(pid: int, seconds: float) -> Iterator[None]:
+    """Inside the process stands still, for so long in all; if it is there: a rank that stands still
+    for long is replaced."""
+    _send(pid, signal.SIGSTOP)
+    try:
+        yield
+        time.sleep(seconds)
+    finally:
+        _send(pid, signal.SIGCONT)
+
+
+def _send(pid: int, what: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, what)
+
+
+@contextlib.contextmanager
+def again_and_again(does: Callable[[], object], at_once: int = 1) -> Iterator[None]:
+    """Inside so many threads do that, one time after the other."""
+    ending = Event()
+
+    def repeat() -> None:
+        while not ending.is_set():
+            does()
+
+    with ThreadPoolExecutor(at_once) as pool:
+        repeated = [pool.submit(repeat) for _ in range(at_once)]
+        try:
+            yield
+        finally:
+            ending.set()
+    for each in repeated:
+        each.result()
