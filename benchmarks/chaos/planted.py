@@ -93,8 +93,8 @@ BUGS = (
     _bug(
         "adoption: a rank that was replaced is not written down",
         "cluster/fleet/ledger.py",
-        "        if body != self._written:\n",
-        "        if not self._written:\n",
+        "if body != self._written and",
+        "if not self._written and",
         _LAUNCHER,
     ),
     _bug(

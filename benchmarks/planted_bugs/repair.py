@@ -155,10 +155,31 @@ BUGS: tuple[Bug, ...] = (
         _ADOPTION,
     ),
     Bug(
+        "adoption: what is deployed anew ends the ranks that still answer",
+        "cluster/fleet/adoption.py",
+        "        if record.is_ending:\n",
+        "        if False:\n",
+        _ADOPTION,
+    ),
+    Bug(
+        "adoption: a launcher that ends forgets the next one's ledger",
+        "cluster/fleet/ledger.py",
+        "if record is None or record.writer == self._writer:",
+        "if True:",
+        _ADOPTION,
+    ),
+    Bug(
+        "adoption: whoever has a launcher's pid is that launcher",
+        "cluster/fleet/ledger.py",
+        "return started_s == self.started_s and status",
+        "return status",
+        _ADOPTION,
+    ),
+    Bug(
         "adoption: a rank that was replaced is not written down",
         "cluster/fleet/ledger.py",
-        "if body != self._written:",
-        "if not self._written:",
+        "if body != self._written and",
+        "if not self._written and",
         _ADOPTION,
     ),
     Bug(

@@ -4,6 +4,8 @@
             what is in no ledger ends, a change that was under way is gone on with (resizing.py)
     no ledger, another launch or configuration, a room gone, a rank that is
         somebody else ─> all that bears the application's name ends: launch.py starts anew
+        a launcher that lives and says that it ends: Serve has deployed the application anew
+                      ─> its ranks are let alone, for they still answer what they have
 
 A rank that is gone or says nothing is the supervisor's business, as always.
 """
@@ -39,11 +41,14 @@ from contracts.logs import event
 log = logging.getLogger("tandem.fleet")
 
 ANSWER_S = 5.0  # for all ranks together to say who they are
+ENDING_S = 20.0  # for a launcher that lives to say that it ends, or to be gone
+_LOOK_PERIOD_S = 0.2
 
 
 def adopt(config: TandemConfig, model_folder: str, ledger: Ledger) -> Fleet | None:
     """The fleet that another launcher of this application has left; None: there is none, and
-    nothing of it any more."""
+    nothing of it any more but what ends by itself."""
+    ending = _ending(ledger)
     record = ledger.read()
     if record is not None:
         try:
@@ -54,8 +59,20 @@ def adopt(config: TandemConfig, model_folder: str, ledger: Ledger) -> Fleet | No
             return Fleet(record.token, groups, scraped, config, ledger, record.scale)
         except (TandemError, RayError) as error:
             event(log, "fleet_not_adopted", logging.ERROR, error=error)
-    end_remnants(ledger.application)
+    end_remnants(ledger.application, set() if ending is None else ending.names)
     ledger.forget()
+    return None
+
+
+def _ending(ledger: Ledger) -> Record | None:
+    """What a launcher that lives says it ends. One that says nothing is killed, or hangs: it is
+    waited for, and then taken for gone."""
+    end_s = time.monotonic() + ENDING_S
+    while (record := ledger.other()) is not None and time.monotonic() < end_s:
+        if record.is_ending:
+            event(log, "fleet_ends_beside", ranks=sum(len(one.ranks) for one in record.groups))
+            return record
+        time.sleep(_LOOK_PERIOD_S)
     return None
 
 

@@ -150,6 +150,11 @@ class Fleet:
         for _, future in self._ask("pin_plan", self._groups, plan):
             future.result(timeout_s)
 
+    def end_alone(self) -> None:
+        """From now on no other launcher may take these ranks over."""
+        if self._ledger is not None:
+            self._ledger.end()
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends scaling and supervision, then the loops in order, then the actors; gives the
         resources back."""
@@ -171,7 +176,7 @@ class Fleet:
         for placed in {id(placed): placed for placed in places}.values():
             placed.release()
         if self._ledger is not None:
-            self._ledger.forget()
+            self._ledger.leave()
 
     def _show(self) -> None:
         """What the launcher alone knows, read at each scrape."""

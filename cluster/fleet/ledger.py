@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import threading
 from collections.abc import Sequence
 
 import msgspec
+import psutil
 import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
@@ -18,6 +21,7 @@ from contracts.config import TandemConfig
 from contracts.errors import ResourceError
 from contracts.logs import event
 from contracts.scaling import KeptScale
+from contracts.traces import this_boot
 from contracts.worker import RankReady, WorkerSpec
 
 log = logging.getLogger("tandem.fleet")
@@ -53,9 +57,34 @@ class GroupEntry(msgspec.Struct, frozen=True):
     leaving: list[Entry] = []
 
 
+class Writer(msgspec.Struct, frozen=True):
+    """A process. boot: of its node; started_s: as the kernel says."""
+
+    boot: str
+    pid: int
+    started_s: float
+
+    @classmethod
+    def this(cls) -> Writer:
+        return cls(this_boot(), os.getpid(), psutil.Process().create_time())
+
+    @property
+    def lives(self) -> bool:
+        """Whether it is there, on this node."""
+        if not self.boot or self.boot != this_boot():
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            started_s, status = process.create_time(), process.status()
+        except psutil.Error:
+            return False
+        return started_s == self.started_s and status != psutil.STATUS_ZOMBIE
+
+
 class Record(msgspec.Struct, frozen=True):
     """config: a digest of what the ranks were launched with. scale: the last change of their
-    number, which may be under way."""
+    number, which may be under way. writer: their launcher. is_ending: it ends, and they with it,
+    once they have answered what they have."""
 
     launch_id: str
     config: bytes
@@ -63,6 +92,8 @@ class Record(msgspec.Struct, frozen=True):
     rooms: list[Room]
     groups: list[GroupEntry]
     scale: KeptScale = KeptScale()
+    writer: Writer | None = None
+    is_ending: bool = False
 
     @property
     def names(self) -> set[str]:
@@ -79,16 +110,20 @@ class Ledger:
         self.config_digest = hashlib.sha256(encode_config(config)).digest()
         self._key = f"fleet/{application}".encode()
         self._written = b""
+        self._lock = threading.Lock()  # of what is written: the supervisor writes, Serve ends
+        self._is_ending = False
+        self._writer = Writer.this()
 
     def write(
         self, token: bytes, groups: Sequence[RankGroup], scale: KeptScale | None = None
     ) -> None:
-        """What is there now; without effect where nothing has changed since the last time. scale:
-        None: nothing was ever changed."""
+        """What is there now; without effect where nothing has changed since the last time, and
+        after `end`. scale: None: nothing was ever changed."""
         body = msgspec.msgpack.encode(self._record(token, groups, scale or KeptScale()))
-        if body != self._written:
-            _internal_kv_put(self._key, body, namespace=_NAMESPACE)
-            self._written = body
+        with self._lock:
+            if body != self._written and not self._is_ending:
+                _internal_kv_put(self._key, body, namespace=_NAMESPACE)
+                self._written = body
 
     def _record(self, token: bytes, groups: Sequence[RankGroup], scale: KeptScale) -> Record:
         entries = [_group_entry(group) for group in groups]
@@ -101,21 +136,51 @@ class Ledger:
             [Room(name, p.device, p.requests, p.nodes) for name, p in rooms.items()],
             entries,
             scale,
+            self._writer,
         )
+
+    def end(self) -> None:
+        """Nobody takes over what was written: its launcher ends, and what it has with it. It writes
+        nothing more."""
+        with self._lock:
+            self._is_ending = True
+        record = self.latest()
+        if record is not None and self.other() is None:
+            ending = msgspec.structs.replace(record, is_ending=True)
+            _internal_kv_put(self._key, msgspec.msgpack.encode(ending), namespace=_NAMESPACE)
+
+    def other(self) -> Record | None:
+        """Of a launcher that lives, and is not this process."""
+        record = self.latest()
+        if record is None or record.writer is None or record.writer == self._writer:
+            return None
+        return record if record.writer.lives else None
 
     def read(self) -> Record | None:
         """What was written last, if another launcher of this launch and configuration can go on
         with it."""
+        record = self.latest()
+        if record is None or record.is_ending:
+            return None
+        fits = (record.launch_id, record.config) == (self.launch_id, self.config_digest)
+        return record if fits else None
+
+    def latest(self) -> Record | None:
+        """What was written last, by whom ever."""
         body = _internal_kv_get(self._key, namespace=_NAMESPACE)
         if body is None:
             return None
         try:
-            record = msgspec.msgpack.decode(body, type=Record)
+            return msgspec.msgpack.decode(body, type=Record)
         except msgspec.DecodeError as error:
             event(log, "ledger_not_read", logging.WARNING, error=error)
             return None
-        fits = (record.launch_id, record.config) == (self.launch_id, self.config_digest)
-        return record if fits else None
+
+    def leave(self) -> None:
+        """What is written is forgotten, unless another launcher has written it."""
+        record = self.latest()
+        if record is None or record.writer == self._writer:
+            self.forget()
 
     def forget(self) -> None:
         _internal_kv_del(self._key, namespace=_NAMESPACE)

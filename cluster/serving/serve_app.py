@@ -216,6 +216,8 @@ class Groups:
         if not self._launch.done():
             await asyncio.to_thread(end_remnants, self._application)
             return
+        if self._launch.exception() is None:
+            await asyncio.to_thread(self._launch.result().end_alone)
         works = self._launch.exception() is None and not self._launch.result().beyond_repair
         if works and self._config.http.front != "direct":
             limit_s = self._config.http.drain_s
@@ -244,6 +246,7 @@ class Ingress:
         self._exported: Exported | None = None
         watch_interpreter(2 * self._config.log.stacks_after_s)
         self._token = b""  # that its ranks were launched with, once it is connected
+        self._found: dict[str, str] = {}  # where they are
 
     async def check_health(self) -> None:
         """Asked by Serve, which replaces a replica that raises. Behind Serve's proxy that is also
@@ -310,9 +313,12 @@ class Ingress:
         return serve.get_replica_context().replica_id.unique_id, left
 
     async def _addresses(self, suspects: dict[str, str]) -> dict[str, str]:
-        """Where all that take requests are now; `suspects` will be replaced."""
+        """Where all that take requests are now; `suspects` will be replaced. Where the application
+        has been deployed anew, and we answer what we have, other ranks are none of ours."""
         found = decode_directory(await self._groups.directory.remote(suspects))
-        return found.client_addresses | found.prefill_addresses
+        if self._token in (b"", found.token):
+            self._found = found.client_addresses | found.prefill_addresses
+        return self._found
 
     async def _rank_metrics(self) -> list[str]:
         texts: list[str] = await self._groups.metrics.remote()

@@ -10,8 +10,9 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pyarrow
@@ -21,6 +22,7 @@ import yaml
 
 from benchmarks.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
 from cluster.serving.front import free_port
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -46,9 +48,21 @@ class File:
 
     def without_applications(self) -> Path:
         """The same file, by which `serve deploy` takes all of them away."""
-        told = yaml.safe_load(self.path.read_text(encoding="utf-8"))
-        path = self.path.with_name("none.yaml")
-        path.write_text(yaml.safe_dump({**told, "applications": []}), encoding="utf-8")
+        return self._changed("none.yaml", {**self._told(), "applications": []})
+
+    def with_model_named(self, name: str) -> Path:
+        """The same file with another argument, by which `serve deploy` deploys it anew."""
+        told = self._told()
+        told["applications"][0]["args"]["model"]["name"] = name
+        return self._changed("anew.yaml", told)
+
+    def _told(self) -> dict[str, Any]:
+        told: dict[str, Any] = yaml.safe_load(self.path.read_text(encoding="utf-8"))
+        return told
+
+    def _changed(self, name: str, told: dict[str, Any]) -> Path:
+        path = self.path.with_name(name)
+        path.write_text(yaml.safe_dump(told), encoding="utf-8")
         return path
 
     def wait_healthy(self, process: subprocess.Popen[bytes] | None = None) -> None:
@@ -63,11 +77,33 @@ class File:
             return httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=5).status_code == 200
         return False
 
-    def answers(self) -> bool:
-        body = {"model": "bundled", "prompt": "The", "max_tokens": 4}
-        url = f"http://127.0.0.1:{self.port}/v1/completions"
-        answer = httpx.post(url, json=body, timeout=DEADLINE_S)
+    def answers(self, model: str = "bundled") -> bool:
+        body = {"model": model, "prompt": "The", "max_tokens": 4}
+        answer = httpx.post(self._url, json=body, timeout=DEADLINE_S)
         return answer.status_code == 200 and bool(answer.json()["choices"][0]["text"])
+
+    @contextlib.contextmanager
+    def long_answer(self, model: str = "bundled") -> Iterator[Iterator[str]]:
+        """The lines of one that has begun."""
+        body = {
+            "model": model,
+            "prompt": "The",
+            "max_tokens": 1500,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        with httpx.stream("POST", self._url, json=body, timeout=DEADLINE_S) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            yield lines
+
+    @property
+    def _url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1/completions"
+
+
+def until(is_so: Callable[[], bool], otherwise: str) -> None:
+    wait_until(is_so, otherwise, DEADLINE_S)
 
 
 def run(cluster: RayHead, *words: str) -> str:
@@ -116,7 +152,7 @@ def test_serve_run_and_the_jobs_entrypoint_beside_it(cluster: RayHead, tmp_path:
     assert {answer["label"] for answer in answers} <= {"negative", "positive"}
 
 
-def test_serve_deploy_and_what_is_taken_away_answers_what_it_has(
+def test_serve_deploy_and_what_is_deployed_anew_or_taken_away_answers_what_it_has(
     cluster: RayHead, tmp_path: Path
 ) -> None:
     file = File(tmp_path)
@@ -125,19 +161,22 @@ def test_serve_deploy_and_what_is_taken_away_answers_what_it_has(
     file.wait_healthy()
     assert file.answers()
     assert "RUNNING" in run(cluster, "serve", "status", "--address", cluster.dashboard)
-    body = {"model": "bundled", "prompt": "The", "max_tokens": 1500, "ignore_eos": True}
-    url = f"http://127.0.0.1:{file.port}/v1/completions"
-    with httpx.stream("POST", url, json={**body, "stream": True}, timeout=DEADLINE_S) as answer:
-        lines = answer.iter_lines()
-        next(lines)
+    with file.long_answer() as lines:
+        run(cluster, *deploy, os.fspath(file.with_model_named("anew")))
+        is_whole(lines)
+    until(lambda: file.answers("anew"), "what was deployed anew does not answer")
+    until(lambda: len(cluster.running("Groups")) == 1, "the ranks of before have not ended")
+    with file.long_answer("anew") as lines:
         run(cluster, *deploy, os.fspath(file.without_applications()))
-        assert not file.answers(), "nobody else gets in"
-        chunks = [line for line in lines if line]
+        assert not file.answers("anew"), "nobody else gets in"
+        is_whole(lines)
+    until(lambda: not cluster.running("Groups"), "it has not ended")
+
+
+def is_whole(lines: Iterator[str]) -> None:
+    """What is left of an answer: it goes to its last token."""
+    chunks = [line for line in lines if line]
     assert chunks[-1] == "data: [DONE]"
     assert not [chunk for chunk in chunks if '"error"' in chunk]
     told = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks[:-1]]
-    assert told[-1]["choices"][0]["finish_reason"] == "length", "to its last token"
-    end_s = time.monotonic() + DEADLINE_S
-    while cluster.running("Groups"):
-        assert time.monotonic() < end_s, "it has not ended"
-        time.sleep(0.5)
+    assert told[-1]["choices"][0]["finish_reason"] == "length"

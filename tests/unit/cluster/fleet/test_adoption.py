@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import ray
 
 from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import Formation, Seat, make_specs
 from cluster.fleet import adoption, ledger
-from cluster.fleet.ledger import Ledger, Record, Room
+from cluster.fleet.ledger import Ledger, Record, Room, Writer
 from cluster.fleet.member import Member, Place
 from cluster.fleet.nodes import Node, Placed, RankRequest
 from cluster.fleet.rank_group import RankGroup
@@ -98,6 +101,23 @@ class Cluster:
         groups = [RankGroup(members[:3], formation), RankGroup(members[3:], formation)]
         Ledger("tandem", launch_id, CONFIG).write(TOKEN, groups)
         return groups
+
+    def launched_by(self, pid: int) -> Ledger:
+        """The ledger of another process, which has launched."""
+        book = Ledger("tandem", "one", CONFIG)
+        started_s = psutil.Process(pid).create_time()
+        book._writer = msgspec.structs.replace(Writer.this(), pid=pid, started_s=started_s)
+        book.write(TOKEN, self.launch())
+        return book
+
+    def dies(self) -> None:
+        """Whoever has launched."""
+        for key, body in self.kept.items():
+            record = msgspec.msgpack.decode(body, type=Record)
+            assert record.writer is not None
+            gone = msgspec.structs.replace(record.writer, started_s=0.0)
+            record = msgspec.structs.replace(record, writer=gone)
+            self.kept[key] = msgspec.msgpack.encode(record)
 
     def adopted(self, launch_id: str = "one", config: TandemConfig = CONFIG) -> Any:
         return adoption.adopt(config, "folder", Ledger("tandem", launch_id, config))
@@ -248,3 +268,41 @@ def test_what_changes_is_written_down_and_nothing_else(cluster: Cluster) -> None
     assert record.groups[0].ranks[0].spec.group is Group.ATTENTION
     book.forget()
     assert book.read() is None
+
+
+def test_ranks_of_a_launcher_that_lives_and_ends_are_let_alone(cluster: Cluster) -> None:
+    """Serve has deployed the application anew: the replica before answers what it has."""
+    before = cluster.launched_by(os.getppid())
+    before.end()
+    assert cluster.adopted() is None, "although it is the same configuration"
+    assert cluster.kept_names == {*cluster.actors, *cluster.rooms}
+    groups = cluster.launch()
+    before.write(TOKEN, groups)
+    before.leave()
+    record = Ledger("tandem", "one", CONFIG).read()
+    assert record is not None, "the one before neither writes over the next one's, nor forgets it"
+    assert record.writer == Writer.this()
+
+
+def test_a_launcher_that_lives_and_does_not_end_is_waited_for_until_it_is_gone(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.launched_by(os.getppid())
+    looks: list[float] = []
+
+    def look(period_s: float) -> None:
+        looks.append(period_s)
+        cluster.dies()
+
+    monkeypatch.setattr(time, "sleep", look)
+    assert cluster.adopted() is not None
+    assert len(looks) == 1
+    assert not cluster.remnants_ended
+
+
+def test_a_launcher_whose_pid_is_another_process_now_is_gone(cluster: Cluster) -> None:
+    writer = Writer.this()
+    assert writer.lives
+    assert not msgspec.structs.replace(writer, started_s=writer.started_s - 1).lives
+    assert not msgspec.structs.replace(writer, boot="of another node").lives
+    assert not msgspec.structs.replace(writer, boot="").lives
