@@ -41,7 +41,7 @@ from contracts.logs import event
 log = logging.getLogger("tandem.fleet")
 
 ANSWER_S = 5.0  # for all ranks together to say who they are
-ENDING_S = 20.0  # for a launcher that lives to say that it ends, or to be gone
+ENDING_S = 60.0  # for a launcher that lives to say that it ends, or to be gone
 _LOOK_PERIOD_S = 0.2
 
 

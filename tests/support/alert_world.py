@@ -102,6 +102,19 @@ class World:
     def fires(self, name: str) -> None:
         until(lambda: name in self.prometheus.firing(), f"{name} has not fired")
 
+    def fire(self, names: set[str]) -> None:
+        """Each at some time."""
+        seen: set[str] = set()
+
+        def have_fired() -> bool:
+            seen.update(self.prometheus.firing())
+            return names <= seen
+
+        until(have_fired, f"of {sorted(names)} some have not fired")
+
+    def all_resolve(self, names: set[str]) -> None:
+        until(lambda: not names & self.prometheus.firing(), f"{sorted(names)} have not resolved")
+
     def resolves(self, name: str) -> None:
         until(lambda: name not in self.prometheus.firing(), f"{name} has not resolved")
 
