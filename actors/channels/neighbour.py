@@ -20,7 +20,8 @@ from contracts.frames import BAD_FRAME
 
 STARVED = 4  # times the limit of silence: what a process is given that may wait for a core
 STOPPED = 1 / 3  # of it: what one is given that has been stopped
-_HALTED = b"TtZXx"  # stopped, traced, ended
+_ENDED = b"ZXx"
+_HALTED = b"Tt" + _ENDED  # stopped, traced, ended
 _STOPPED = b"T"  # by a signal. A profiler or debugger traces, and lets go soon
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -56,6 +57,12 @@ class Neighbour:
         """By SIGSTOP or its like."""
         fields = self._fields()
         return bool(fields) and fields[0] in _STOPPED
+
+    @property
+    def has_ended(self) -> bool:
+        """Gone, or not yet waited for."""
+        fields = self._fields()
+        return not fields or fields[0] in _ENDED
 
     @property
     def started(self) -> int:
@@ -117,13 +124,29 @@ def here() -> bytes:
 def found(whereabouts: bytes) -> Neighbour | None:
     """The process that said it is `here()`, if it is one of this machine and nothing is between it
     and us: behind another network, silence may be a link's, which looking at it would not show."""
+    said = _of_this_machine(whereabouts)
+    return _process(said) if said is not None and said.network == _network() else None
+
+
+def lives(whereabouts: bytes) -> bool:
+    """Whether the process that said it is `here()` has not ended, stopped or not. False, too, for
+    one of another machine: it cannot be seen."""
+    said = _of_this_machine(whereabouts)
+    process = None if said is None else _process(said)
+    if process is None:
+        return False
     try:
-        said = _decode(whereabouts)
-        if (said.machine, said.network) != (_machine(), _network()):
-            return None
+        return not process.has_ended
+    finally:
+        process.close()
+
+
+def _of_this_machine(whereabouts: bytes) -> Whereabouts | None:
+    try:
+        said: Whereabouts = _decode(whereabouts)
     except BAD_FRAME:
         return None
-    return _process(said)
+    return said if said.machine == _machine() else None
 
 
 def _process(said: Whereabouts) -> Neighbour | None:
@@ -157,11 +180,8 @@ def boot_id() -> str:
 def end(whereabouts: bytes) -> bool:
     """Kills the process that said it is `here()`, and no other that has its number now. False: it
     is gone, or on another machine. Raises OSError."""
-    try:
-        said = _decode(whereabouts)
-    except BAD_FRAME:
-        return False
-    if said.machine != _machine():
+    said = _of_this_machine(whereabouts)
+    if said is None:
         return False
     try:
         handle = os.pidfd_open(said.pid)

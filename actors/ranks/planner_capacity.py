@@ -13,6 +13,7 @@ from contracts.logs import event
 from contracts.metrics import Pipeline
 from contracts.planning import BatchReport, TrafficReport
 from contracts.worker import Group, WorkerSpec
+from planner.online.attention_stage import tokens_of
 from planner.online.capacity import Traffic, capacity
 from planner.online.planner import OnlinePlanner
 
@@ -75,4 +76,4 @@ class PlannerCapacity:
 
 
 def _tokens(report: BatchReport) -> int:
-    return sum(stop - start for times in report.micro_batches for start, stop in times.batch)
+    return sum(tokens_of(times.batch) for times in report.micro_batches)

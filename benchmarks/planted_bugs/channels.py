@@ -121,8 +121,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "repair: a neighbour behind a link is excused as one that waits for a core",
         "actors/channels/neighbour.py",
-        "if (said.machine, said.network) != (_machine(), _network()):",
-        "if said.machine != _machine():",
+        "if said is not None and said.network == _network() else None",
+        "if said is not None else None",
         _NEIGHBOUR,
     ),
     Bug(

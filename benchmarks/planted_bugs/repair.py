@@ -170,9 +170,9 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "adoption: whoever has a launcher's pid is that launcher",
-        "cluster/fleet/ledger.py",
-        "return started_s == self.started_s and status",
-        "return status",
+        "actors/channels/neighbour.py",
+        "    if process.started == said.started:\n",
+        "    if True:\n",
         _ADOPTION,
     ),
     Bug(

@@ -153,7 +153,8 @@ class Fleet:
     def end_alone(self) -> None:
         """From now on no other launcher may take these ranks over."""
         if self._ledger is not None:
-            self._ledger.end()
+            with self._writing:
+                self._ledger.end()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends scaling and supervision, then the loops in order, then the actors; gives the

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import threading
 from collections.abc import Sequence
 
 import msgspec
-import psutil
 import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
+from actors.channels.neighbour import here, lives
 from cluster.fleet.codec import encode_config
 from cluster.fleet.member import Member
 from cluster.fleet.nodes import Node, Placed, RankRequest
@@ -21,7 +19,6 @@ from contracts.config import TandemConfig
 from contracts.errors import ResourceError
 from contracts.logs import event
 from contracts.scaling import KeptScale
-from contracts.traces import this_boot
 from contracts.worker import RankReady, WorkerSpec
 
 log = logging.getLogger("tandem.fleet")
@@ -57,34 +54,10 @@ class GroupEntry(msgspec.Struct, frozen=True):
     leaving: list[Entry] = []
 
 
-class Writer(msgspec.Struct, frozen=True):
-    """A process. boot: of its node; started_s: as the kernel says."""
-
-    boot: str
-    pid: int
-    started_s: float
-
-    @classmethod
-    def this(cls) -> Writer:
-        return cls(this_boot(), os.getpid(), psutil.Process().create_time())
-
-    @property
-    def lives(self) -> bool:
-        """Whether it is there, on this node."""
-        if not self.boot or self.boot != this_boot():
-            return False
-        try:
-            process = psutil.Process(self.pid)
-            started_s, status = process.create_time(), process.status()
-        except psutil.Error:
-            return False
-        return started_s == self.started_s and status != psutil.STATUS_ZOMBIE
-
-
 class Record(msgspec.Struct, frozen=True):
     """config: a digest of what the ranks were launched with. scale: the last change of their
-    number, which may be under way. writer: their launcher. is_ending: it ends, and they with it,
-    once they have answered what they have."""
+    number, which may be under way. writer: their launcher, as it says where it is. is_ending: it
+    ends, and they with it, once they have answered what they have."""
 
     launch_id: str
     config: bytes
@@ -92,7 +65,7 @@ class Record(msgspec.Struct, frozen=True):
     rooms: list[Room]
     groups: list[GroupEntry]
     scale: KeptScale = KeptScale()
-    writer: Writer | None = None
+    writer: bytes = b""
     is_ending: bool = False
 
     @property
@@ -103,16 +76,15 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """Of one application. launch_id: of whoever deployed it."""
+    """Of one application, for one thread at a time. launch_id: of whoever deployed it."""
 
     def __init__(self, application: str, launch_id: str, config: TandemConfig) -> None:
         self.application, self.launch_id = application, launch_id
         self.config_digest = hashlib.sha256(encode_config(config)).digest()
         self._key = f"fleet/{application}".encode()
         self._written = b""
-        self._lock = threading.Lock()  # of what is written: the supervisor writes, Serve ends
         self._is_ending = False
-        self._writer = Writer.this()
+        self._writer = here()
 
     def write(
         self, token: bytes, groups: Sequence[RankGroup], scale: KeptScale | None = None
@@ -120,10 +92,9 @@ class Ledger:
         """What is there now; without effect where nothing has changed since the last time, and
         after `end`. scale: None: nothing was ever changed."""
         body = msgspec.msgpack.encode(self._record(token, groups, scale or KeptScale()))
-        with self._lock:
-            if body != self._written and not self._is_ending:
-                _internal_kv_put(self._key, body, namespace=_NAMESPACE)
-                self._written = body
+        if body != self._written and not self._is_ending:
+            _internal_kv_put(self._key, body, namespace=_NAMESPACE)
+            self._written = body
 
     def _record(self, token: bytes, groups: Sequence[RankGroup], scale: KeptScale) -> Record:
         entries = [_group_entry(group) for group in groups]
@@ -142,19 +113,16 @@ class Ledger:
     def end(self) -> None:
         """Nobody takes over what was written: its launcher ends, and what it has with it. It writes
         nothing more."""
-        with self._lock:
-            self._is_ending = True
+        self._is_ending = True
         record = self.latest()
-        if record is not None and self.other() is None:
+        if record is not None and not self._is_others(record):
             ending = msgspec.structs.replace(record, is_ending=True)
             _internal_kv_put(self._key, msgspec.msgpack.encode(ending), namespace=_NAMESPACE)
 
     def other(self) -> Record | None:
         """Of a launcher that lives, and is not this process."""
         record = self.latest()
-        if record is None or record.writer is None or record.writer == self._writer:
-            return None
-        return record if record.writer.lives else None
+        return record if record is not None and self._is_others(record) else None
 
     def read(self) -> Record | None:
         """What was written last, if another launcher of this launch and configuration can go on
@@ -181,6 +149,9 @@ class Ledger:
         record = self.latest()
         if record is None or record.writer == self._writer:
             self.forget()
+
+    def _is_others(self, record: Record) -> bool:
+        return record.writer != self._writer and lives(record.writer)
 
     def forget(self) -> None:
         _internal_kv_del(self._key, namespace=_NAMESPACE)

@@ -247,7 +247,7 @@ def _batch(size: _Size, mix: Mix, rows: int, prompts: int) -> PlannedBatchTime |
 
 def _in_use(size: _Size, batch: Chunks, planned: PlannedBatch) -> dict[str, float]:
     spec = size.spec
-    tokens = sum(stop - start for start, stop in batch)
+    tokens = tokens_of(batch)
     plan, stages = planned.plan, spec.stages
     calls, me = plan.r1 * plan.r2, spec.me(tokens, 1)
     layer_ms = planned.makespan_ms / spec.num_layers

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from actors.channels import neighbour
 from actors.channels.neighbour import (
     STARVED,
     STOPPED,
@@ -22,7 +21,9 @@ from actors.channels.neighbour import (
     end,
     found,
     is_hung,
+    lives,
 )
+from tests.support.whereabouts import whereabouts_of
 
 SLEEP = "import time; time.sleep(60)"
 
@@ -32,14 +33,6 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen([sys.executable, "-c", SLEEP]) as process:
         yield process
         process.kill()
-
-
-def whereabouts_of(pid: int, *, later_ticks: int = 0) -> bytes:
-    process = Neighbour(pid)
-    started = process.started + later_ticks
-    process.close()
-    me = msgspec.msgpack.decode(neighbour.here(), type=Whereabouts)
-    return msgspec.msgpack.encode(Whereabouts(me.machine, pid, started, me.network))
 
 
 def test_a_process_is_killed_by_what_it_said_of_itself(child: subprocess.Popen[bytes]) -> None:
@@ -59,16 +52,32 @@ def test_a_process_that_is_gone_and_one_elsewhere_are_nobody(
     child: subprocess.Popen[bytes],
 ) -> None:
     there = whereabouts_of(child.pid)
+    assert lives(there)
     child.kill()
     child.wait(10)
     assert not end(there)
     assert found(there) is None
+    assert not lives(there)
     elsewhere = msgspec.msgpack.encode(Whereabouts("another machine", os.getpid(), 1, ""))
     assert not end(elsewhere)
     assert found(elsewhere) is None
+    assert not lives(elsewhere)
     for nonsense in (b"", b"\xc1", b"\x94\x01\x02\x03\x04"):
         assert not end(nonsense)
         assert found(nonsense) is None
+        assert not lives(nonsense)
+
+
+def test_whose_number_another_process_has_now_has_ended_and_so_has_one_that_nobody_waits_for(
+    child: subprocess.Popen[bytes],
+) -> None:
+    there = whereabouts_of(child.pid)
+    assert not lives(whereabouts_of(child.pid, later_ticks=1))
+    child.send_signal(signal.SIGSTOP)
+    assert lives(there), "stopped is not ended"
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not lives(there)
 
 
 def test_one_that_is_stopped_does_not_run_and_one_that_was_replaced_neither(

@@ -10,14 +10,14 @@ from concurrent.futures import Future
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 import ray
 
+from actors.channels.neighbour import here
 from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import Formation, Seat, make_specs
 from cluster.fleet import adoption, ledger
-from cluster.fleet.ledger import Ledger, Record, Room, Writer
+from cluster.fleet.ledger import Ledger, Record, Room
 from cluster.fleet.member import Member, Place
 from cluster.fleet.nodes import Node, Placed, RankRequest
 from cluster.fleet.rank_group import RankGroup
@@ -26,6 +26,7 @@ from contracts.errors import LaunchError, ResourceError
 from contracts.loading import load_config
 from contracts.scaling import KeptScale
 from contracts.worker import Group, RankReady, WorkerSpec
+from tests.support.whereabouts import whereabouts_of
 
 TOKEN = b"of this launch"
 CONFIG = load_config(None, ["groups.expert_ranks=2"])
@@ -105,8 +106,7 @@ class Cluster:
     def launched_by(self, pid: int) -> Ledger:
         """The ledger of another process, which has launched."""
         book = Ledger("tandem", "one", CONFIG)
-        started_s = psutil.Process(pid).create_time()
-        book._writer = msgspec.structs.replace(Writer.this(), pid=pid, started_s=started_s)
+        book._writer = whereabouts_of(pid)
         book.write(TOKEN, self.launch())
         return book
 
@@ -114,8 +114,7 @@ class Cluster:
         """Whoever has launched."""
         for key, body in self.kept.items():
             record = msgspec.msgpack.decode(body, type=Record)
-            assert record.writer is not None
-            gone = msgspec.structs.replace(record.writer, started_s=0.0)
+            gone = whereabouts_of(os.getppid(), later_ticks=1)
             record = msgspec.structs.replace(record, writer=gone)
             self.kept[key] = msgspec.msgpack.encode(record)
 
@@ -281,7 +280,16 @@ def test_ranks_of_a_launcher_that_lives_and_ends_are_let_alone(cluster: Cluster)
     before.leave()
     record = Ledger("tandem", "one", CONFIG).read()
     assert record is not None, "the one before neither writes over the next one's, nor forgets it"
-    assert record.writer == Writer.this()
+    assert record.writer == here()
+
+
+def test_a_launcher_whose_pid_is_another_process_now_is_gone(cluster: Cluster) -> None:
+    cluster.launched_by(os.getppid())
+    book = Ledger("tandem", "one", CONFIG)
+    assert book.other() is not None
+    cluster.dies()
+    assert book.other() is None
+    assert cluster.adopted() is not None
 
 
 def test_a_launcher_that_lives_and_does_not_end_is_waited_for_until_it_is_gone(
@@ -298,11 +306,3 @@ def test_a_launcher_that_lives_and_does_not_end_is_waited_for_until_it_is_gone(
     assert cluster.adopted() is not None
     assert len(looks) == 1
     assert not cluster.remnants_ended
-
-
-def test_a_launcher_whose_pid_is_another_process_now_is_gone(cluster: Cluster) -> None:
-    writer = Writer.this()
-    assert writer.lives
-    assert not msgspec.structs.replace(writer, started_s=writer.started_s - 1).lives
-    assert not msgspec.structs.replace(writer, boot="of another node").lives
-    assert not msgspec.structs.replace(writer, boot="").lives
