@@ -77,6 +77,7 @@ class BaseEndpoint(abc.ABC):
         self._lost: dict[str, PeerError] = {}
         self._inbox: deque[Packet | Link | _Loss] = deque()
         self._lock = threading.Lock()  # guards _pulse, _closed and the wake descriptor
+        self._making = threading.Lock()
         self._joiner = Joiner(
             Identity(name=name, token=token, epoch=epoch),
             self.backend,
@@ -143,7 +144,8 @@ class BaseEndpoint(abc.ABC):
     def _dialled(self, peer: str, address: str) -> Link:
         joint = self._joiner.connect(peer, address, self._offer())
         try:
-            return self._join(joint)
+            with self._making:  # NCCL: one communicator after the other
+                return self._join(joint)
         except OSError as error:
             joint.close()
             raise ChannelError(f"cannot join {peer}: {error}") from None

@@ -25,6 +25,7 @@ from actors.experts.remote_plane import RemotePlane
 from actors.experts.routing_sample import RoutingSample
 from actors.kv.block_manager import BlockManager
 from actors.planning.rank_planning import RankPlanning
+from actors.ranks.joining import Joining
 from actors.ranks.memory import kv_pool_blocks
 from actors.ranks.priorities import Priorities
 from actors.ranks.rank import Links, Rank, Recording, recording
@@ -34,7 +35,7 @@ from actors.telemetry.rank_metrics import RankMetrics, growth
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import PriorityConfig
-from contracts.errors import ChannelError, CheckpointError, NotFiniteError
+from contracts.errors import CheckpointError, NotFiniteError
 from contracts.messages import Submit
 from contracts.requests import Priority, Sampling
 from contracts.worker import WorkerSpec
@@ -49,7 +50,6 @@ from planner.policies.batching import ALL, APART, BatchingPolicy, Form, one_at_a
 WARM_UP_IDS = list(range(64))  # enough for two micro-batches, and for many experts
 WARM_UP = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
 NOBODY = -1  # no client has this number
-NEW_S = 1.0  # so long a link may be none yet to whoever asks for the peers
 
 
 def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) -> Rank:
@@ -109,7 +109,8 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
         observers=[planning, WarmUp(unusable(spec, half)), due_times, patience, Placed(following)],
         batching=batching or priorities.batching(by_default),
     )
-    links = Links(Joining(endpoint), planning.join, planning.pin)
+    joining = Joining(endpoint, config.channel.silence_s)
+    links = Links(joining, planning.join, planning.pin)
     return serving_rank(spec, served, serving, recorded, links, started_s=started_s)
 
 
@@ -185,32 +186,6 @@ def _show(following: Following, name: str, telemetry: RankMetrics) -> None:
     for kind in following.repairs:
         of = partial(following.repairs.__getitem__, kind)
         telemetry.read(metrics.REPAIRS, name, kind, of=growth(of))
-
-
-class Joining:
-    """Joins the expert ranks at those addresses, by name: all that it has no link to, or that are
-    elsewhere now. From one thread at a time, beside the loop."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self._joined: dict[str, tuple[str, float]] = {}  # where, and when
-
-    def __call__(self, addresses: dict[str, str]) -> None:
-        """Raises what keeps it from joining one, once it has joined the others."""
-        failed: ChannelError | None = None
-        for peer, address in addresses.items():
-            at, since_s = self._joined.get(peer, ("", 0.0))
-            is_new = monotonic_s() - since_s < NEW_S
-            if at == address and (is_new or peer in self._endpoint.peers()):
-                continue
-            try:
-                self._endpoint.join(peer, address)
-                self._joined[peer] = address, monotonic_s()
-            except ChannelError as error:  # says what happened, but not always to whom
-                message = f"cannot join {peer}: {error.message}"
-                failed = failed or type(error)(message, *error.args[1:])
-        if failed is not None:
-            raise failed
 
 
 class Placed(Observer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import wait
 from types import TracebackType
 from typing import NamedTuple
@@ -101,10 +101,10 @@ class LocalGroup:
     ) -> None:
         self.close()
 
-    def replace(self, *names: str, without: Collection[str] = ()) -> int:
+    def replace(self, *names: str, without: Callable[[], Collection[str]] = tuple) -> int:
         """Other processes in the places of these, which are killed, under one new epoch, which it
-        returns; the others are told of them. without: others that are lost too, and join nobody
-        now. From any thread, but for one name at a time. Raises as `form_group`; they are gone
+        returns; the others are told of them. without: others that are lost too by then, and join
+        nobody. From any thread, but for one name at a time. Raises as `form_group`; they are gone
         then."""
         with self._lock:
             self._epoch += 1
@@ -115,13 +115,18 @@ class LocalGroup:
             self.processes[name] = self._started(name)
         lost = [spec for spec in self._specs if spec.name in names]
         specs = [msgspec.structs.replace(spec, epoch=epoch) for spec in lost]
-        others = [ready for ready in self.ready if ready.name not in {*names, *without}]
         handles = [self.processes[spec.name] for spec in specs]
-        told = form_group(specs, handles, timeout_s=self._timeout_s, others=others)
+        told = form_group(
+            specs,
+            handles,
+            timeout_s=self._timeout_s,
+            others=lambda: [one for one in self.ready if one.name not in {*names, *without()}],
+            goes_without=True,
+        )
         with self._lock:
             by_name = {ready.name: ready for ready in (*self.ready, *told)}
             self.ready = [by_name[spec.name] for spec in self._specs]
-        self.introduce(without)
+        self.introduce(without())
         return epoch
 
     def introduce(self, without: Collection[str] = ()) -> None:
@@ -151,7 +156,7 @@ class LocalGroup:
         try:
             handles = [self.processes.setdefault(name, self._started(name)) for name in names]
             others = self.ready
-            ready = form_group(specs, handles, timeout_s=self._timeout_s, others=others)
+            ready = form_group(specs, handles, timeout_s=self._timeout_s, others=lambda: others)
         except BaseException:
             self._end(*names)
             raise

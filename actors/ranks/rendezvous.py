@@ -5,8 +5,9 @@ The same for Ray actors and plain processes: both are handles whose calls return
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -15,10 +16,21 @@ from typing import Any, NamedTuple, Protocol
 from contracts.config import TandemConfig
 from contracts.errors import ChannelError, LaunchError, TandemError
 from contracts.hardware import Hardware
+from contracts.logs import event
 from contracts.placement import Placement
 from contracts.worker import Group, RankReady, WorkerSpec
 from models.spec.model import read_spec
 from planner.placement.contiguous import contiguous
+
+log = logging.getLogger(f"tandem.{__name__}")
+
+REACH_S = 10.0  # for so long a rank that cannot be reached is tried again
+WITHOUT_S = 1.0  # and by one that can do without it
+RETRY_S = 0.1
+
+
+class _UnreachedError(LaunchError):
+    """One of the ranks that it was to join."""
 
 
 class WorkerHandle(Protocol):
@@ -110,10 +122,12 @@ def form_group(
     handles: Sequence[WorkerHandle],
     *,
     timeout_s: float,
-    others: Sequence[RankReady] = (),
+    others: Callable[[], Sequence[RankReady]] = tuple,
+    goes_without: bool = False,
 ) -> list[RankReady]:
     """Brings a group up; what each rank told, in the order of `specs`. others: ranks that run and
-    are joined too.
+    are joined too, as far as is known when it is asked: they may be lost, and replaced, meanwhile.
+    goes_without: whom it cannot reach, it is introduced to later.
 
     Raises the first error of any rank, with the rank's name, or LaunchError at the deadline.
     """
@@ -124,7 +138,47 @@ def form_group(
         "load its weights",
         deadline_s,
     )
-    known = [*others, *ready]
+    try:
+        _join(pairs, ready, others, deadline_s, WITHOUT_S if goes_without else REACH_S)
+    except _UnreachedError as error:
+        if not goes_without:
+            raise
+        event(log, "rank_goes_without", logging.WARNING, reason=error.message)
+    for spec, answer in zip(specs, ready, strict=True):
+        if spec.group is Group.PLANNER:
+            address = answer.channel_address
+            joining = [(s.name, handle.call("join_planner", address)) for s, handle in pairs]
+            gather(joining, "be told where the planner is", deadline_s)
+    starting = [(spec.name, handle.call("start")) for spec, handle in pairs]
+    gather(starting, "start its loop", deadline_s)
+    return ready
+
+
+def _join(
+    pairs: Sequence[tuple[WorkerSpec, WorkerHandle]],
+    ready: Sequence[RankReady],
+    others: Callable[[], Sequence[RankReady]],
+    deadline_s: float,
+    reach_s: float,
+) -> None:
+    """As `_connect`, and again for reach_s while one cannot be reached: it may be lost, and others
+    are told of then."""
+    until_s = min(deadline_s, time.monotonic() + reach_s)
+    while True:
+        try:
+            return _connect(pairs, [*others(), *ready], deadline_s)
+        except _UnreachedError:
+            if time.monotonic() > until_s:
+                raise
+        time.sleep(RETRY_S)
+
+
+def _connect(
+    pairs: Sequence[tuple[WorkerSpec, WorkerHandle]],
+    known: Sequence[RankReady],
+    deadline_s: float,
+) -> None:
+    """Joins each with its peers among `known`. Raises as `gather`."""
     for group, who in (
         (Group.ATTENTION, "the expert ranks"),
         (Group.PREFILL, "the other prefill workers"),
@@ -136,14 +190,6 @@ def form_group(
         members = [(spec.name, h) for spec, h in pairs if spec.group is group]
         connecting = [(name, handle.call("connect", addresses)) for name, handle in members]
         gather(connecting, f"connect to {who}", deadline_s)
-    for spec, answer in zip(specs, ready, strict=True):
-        if spec.group is Group.PLANNER:
-            address = answer.channel_address
-            joining = [(s.name, handle.call("join_planner", address)) for s, handle in pairs]
-            gather(joining, "be told where the planner is", deadline_s)
-    starting = [(spec.name, handle.call("start")) for spec, handle in pairs]
-    gather(starting, "start its loop", deadline_s)
-    return ready
 
 
 def peer_addresses(ready: Sequence[RankReady], group: Group) -> dict[str, str]:
@@ -187,7 +233,7 @@ def gather(futures: Sequence[tuple[str, Future[Any]]], what: str, deadline_s: fl
                 f"{name} did not {what} in time; see its log, or raise groups.ready_timeout_s"
             ) from None
         except ChannelError as error:
-            raise LaunchError(f"{name} could not {what}: {error.message}") from None
+            raise _UnreachedError(f"{name} could not {what}: {error.message}") from None
         except TandemError as error:
             if name in error.message:
                 raise

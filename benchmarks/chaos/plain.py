@@ -232,9 +232,10 @@ class PlainTarget:
         """Another in its place, until one is there. Each on a thread of its own: one that does not
         come holds up no other."""
         while not self._closing.is_set():
-            others = [other for other in list(self._replacing) if other != name]
             try:
-                self._epochs[name] = self._group.replace(name, without=others)
+                self._epochs[name] = self._group.replace(
+                    name, without=lambda: [one for one in list(self._replacing) if one != name]
+                )
                 break
             except Exception as error:  # noqa: BLE001 - whatever it is, it is tried again
                 event(log, "worker_not_replaced", logging.ERROR, name=name, error=error)

@@ -116,9 +116,13 @@ def _started(
             host=place.node.listen_host,
             ranks_on_node=share,
         )
-        others = [member.ready for member in group.members if not member.replaced_for]
         alone = spec.group is Group.PREFILL  # it has all experts by itself
-        (ready,) = form_group([spec], [handle], timeout_s=timeout_s, others=() if alone else others)
+        (ready,) = form_group(
+            [spec],
+            [handle],
+            timeout_s=timeout_s,
+            others=lambda: [] if alone else [one.ready for one in group.working],
+        )
     except BaseException as error:
         kill_all([handle])
         if isinstance(error, FutureTimeoutError):

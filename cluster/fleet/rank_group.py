@@ -58,6 +58,11 @@ class RankGroup:
         return [member.ready for member in self.members]
 
     @property
+    def working(self) -> list[Member]:
+        """Those that are not being replaced."""
+        return [member for member in self.members if not member.replaced_for]
+
+    @property
     def client_addresses(self) -> dict[str, str]:
         """Name -> where each rank that takes requests takes them now."""
         return {ready.name: ready.client_address for ready in self.ready if ready.client_address}
@@ -72,8 +77,8 @@ class RankGroup:
         """Checks all that are not being replaced. stalled_s: as `Member.check` takes it."""
         problems = {
             member.name: reason
-            for member in self.members
-            if not member.replaced_for and (reason := self._check(member, now_s, stalled_s))
+            for member in self.working
+            if (reason := self._check(member, now_s, stalled_s))
         }
         problems = self._told_lost(now_s) | problems
         replaced = {one.name: one.replaced_for for one in self.members if one.replaced_for}
@@ -146,8 +151,13 @@ class RankGroup:
                 for member, handle in zip(lost, handles, strict=True)
             ]
             specs = self._specs(lost, found, epoch)
-            others = [member.ready for member in self.members if not member.replaced_for]
-            ready = form_group(specs, handles, timeout_s=timeout_s, others=others)
+            ready = form_group(
+                specs,
+                handles,
+                timeout_s=timeout_s,
+                others=lambda: [one.ready for one in self.working],
+                goes_without=True,
+            )
         except BaseException as error:
             kill_all(handles)
             if isinstance(error, TimeoutError):
@@ -188,7 +198,7 @@ class RankGroup:
         """Tells all that work of each other. Lost ones are left out: whoever dials them waits for
         nothing, and they are told of, and tell, when they are back."""
         with self._lock:
-            working = [member for member in self.members if not member.replaced_for]
+            working = self.working
             handles = {member.name: member.handle for member in working}
             introduce([member.ready for member in working], handles)
 

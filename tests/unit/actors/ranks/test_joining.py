@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from typing import cast
 
 import pytest
 
 from actors.channels.base import Endpoint
-from actors.ranks import attention_rank
-from actors.ranks.attention_rank import NEW_S, Joining
-from contracts.errors import HandshakeError
+from actors.ranks import joining
+from actors.ranks.joining import NEW_S, Joining
+from contracts.errors import ChannelError, HandshakeError
+from tests.support.group_harness import until
+
+PATIENCE_S = 20.0
 
 
 class Links:
@@ -18,11 +22,14 @@ class Links:
     def __init__(self) -> None:
         self.dialled: list[str] = []
         self.linked: list[str] = []
+        self.mended = threading.Event()
 
     def peers(self) -> list[str]:
         return self.linked
 
     def join(self, peer: str, address: str) -> None:
+        if address == "silent":
+            self.mended.wait(PATIENCE_S)
         if address in self.dialled:
             raise HandshakeError(f"attention-0 is linked to {peer} already")
         self.dialled.append(address)
@@ -32,9 +39,9 @@ def test_a_link_that_is_about_to_be_one_is_not_dialled_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 100.0
-    monkeypatch.setattr(attention_rank, "monotonic_s", lambda: now_s)
+    monkeypatch.setattr(joining, "monotonic_s", lambda: now_s)
     links = Links()
-    join = Joining(cast(Endpoint, links))
+    join = Joining(cast(Endpoint, links), PATIENCE_S)
     join({"expert-0": "tcp:a"})
     join({"expert-0": "tcp:a", "expert-1": "tcp:b"})
     assert links.dialled == ["tcp:a", "tcp:b"]
@@ -44,3 +51,15 @@ def test_a_link_that_is_about_to_be_one_is_not_dialled_again(
         join({"expert-0": "tcp:a", "expert-1": "tcp:b"})
     join({"expert-1": "tcp:elsewhere"})
     assert links.dialled == ["tcp:a", "tcp:b", "tcp:elsewhere"]
+
+
+def test_one_that_is_silent_holds_up_no_other_and_is_dialled_once() -> None:
+    links = Links()
+    join = Joining(cast(Endpoint, links), 0.05)
+    for _ in range(2):
+        with pytest.raises(ChannelError, match="cannot join expert-0: it has not answered"):
+            join({"expert-0": "silent", "expert-1": "tcp:b"})
+        assert links.dialled == ["tcp:b"]
+    links.mended.set()
+    until(lambda: links.dialled == ["tcp:b", "silent"])
+    join({"expert-0": "silent", "expert-1": "tcp:b"})

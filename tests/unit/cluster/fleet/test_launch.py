@@ -200,3 +200,59 @@ def test_a_failure_is_told_though_an_earlier_rank_is_still_busy() -> None:
     specs, ranks, _ = group_of({"attention-0": {"prepare": "never"}, "expert-1": broken})
     with pytest.raises(CheckpointError, match=r"expert-1: a\.safetensors: truncated"):
         form_group(specs, ranks, timeout_s=60.0)
+
+
+def loaded(specs: Sequence[WorkerSpec], *names: str) -> list[RankReady]:
+    wanted = [spec.name for spec in specs if spec.name in names]
+    return [RankReady(name=name, pid=1, channel_address=f"addr-{name}") for name in wanted]
+
+
+class Unreached(FakeRank):
+    """Cannot join expert-1, as long as it is told to."""
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        self._answers = {}
+        if method == "connect" and "expert-1" in arguments[0]:
+            self._answers = {"connect": ChannelError("cannot join expert-1: nobody is there")}
+        return super().call(method, *arguments)
+
+
+def test_what_has_been_loaded_is_kept_though_another_rank_is_lost_meanwhile() -> None:
+    specs, _, log = group_of({})
+    known = [loaded(specs, "expert-0", "expert-1"), loaded(specs, "expert-0")]
+    asked = iter(known)
+    rank = Unreached(specs[0], log, {})
+    (ready,) = form_group(specs[:1], [rank], timeout_s=60.0, others=lambda: next(asked))
+    assert ready.name == "attention-0"
+    assert [line for line in log if line] == [
+        f"attention-0 connect { ({each.name: each.channel_address for each in some}) }"
+        for some in known
+    ]
+
+
+@pytest.mark.parametrize("goes_without", [False, True])
+def test_one_that_stays_out_of_reach_is_gone_without_or_named(
+    goes_without: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.ranks.rendezvous.REACH_S", 0.2)
+    monkeypatch.setattr("actors.ranks.rendezvous.WITHOUT_S", 0.2)
+    specs, _, log = group_of({})
+    rank, there = Unreached(specs[0], log, {}), loaded(specs, "expert-0", "expert-1")
+    if goes_without:
+        (ready,) = form_group(
+            specs[:1], [rank], timeout_s=60.0, others=lambda: there, goes_without=True
+        )
+        assert ready.name == "attention-0"
+        return
+    with pytest.raises(LaunchError, match=r"attention-0 could not connect .* expert-1: nobody"):
+        form_group(specs[:1], [rank], timeout_s=60.0, others=lambda: there)
+    assert len([line for line in log if line]) > 1
+
+
+def test_a_rank_that_is_gone_itself_is_told_of_at_once() -> None:
+    specs, _, log = group_of({})
+    rank = FakeRank(specs[0], log, {"connect": LaunchError("attention-0: its process ended")})
+    there = loaded(specs, "expert-0")
+    with pytest.raises(LaunchError, match="its process ended"):
+        form_group(specs[:1], [rank], timeout_s=60.0, others=lambda: there)
+    assert len([line for line in log if line]) == 1
