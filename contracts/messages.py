@@ -138,7 +138,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 class RankState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     """What an ingress must know of a rank; sent on connecting, when it changes, and every
     STATE_PERIOD_S. stuck: its loop hangs, so that nothing that waits there will be answered.
-    leaving: it takes nothing new, and hands over what it has not ended in time."""
+    leaving: it takes nothing new, and hands over what it has not ended in time. waits: expert ranks
+    are lost, and nobody stands in: nothing goes on there until they are back."""
 
     rank: str
     healthy: bool
@@ -146,6 +147,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     total_blocks: int = 0
     stuck: bool = False
     leaving: bool = False
+    waits: bool = False
 
 
 SequenceEvent = Tokens | Finished | Scored | Failed

@@ -28,6 +28,9 @@ class Serving(Protocol):
     def say_leaving(self) -> None:
         """Nothing new is to be sent here."""
 
+    def say_waits(self, waits: bool) -> None:
+        """Whether nothing goes on here for now."""
+
     def hand_over(self) -> None:
         """Every request goes on elsewhere."""
 

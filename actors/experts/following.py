@@ -83,6 +83,11 @@ class Following:
         """Whether others do the work of those. From any thread."""
         return is_stand_in(self._used.generation)
 
+    @property
+    def waits(self) -> bool:
+        """Whether what needs the experts of those can only wait. From any thread."""
+        return bool(self._attendance.absent) and not self.stands_in
+
     def can(self, expert: str) -> bool:
         """Whether it can be sent what `slots` says."""
         return self._attendance.can(expert, self._used.generation)

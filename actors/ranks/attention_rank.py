@@ -190,10 +190,19 @@ def _show(following: Following, name: str, telemetry: RankMetrics) -> None:
 
 class Placed(Observer):
     """Says in the rank's status where experts are thought to be, and which expert ranks it has
-    lost."""
+    lost; and to the ingress, whether requests wait for them."""
 
     def __init__(self, following: Following) -> None:
         self._following = following
+        self._waits = False
+
+    def begin(self, loop: Serving) -> None:
+        self._loop = loop
+
+    def stepped(self) -> None:
+        if self._following.waits != self._waits:
+            self._waits = self._following.waits
+            self._loop.say_waits(self._waits)
 
     def sections(self) -> dict[str, dict[str, float]]:
         following = self._following

@@ -55,7 +55,7 @@ class ServingLoop:
         self.scheduler = parts.scheduler
         self.scheduler.drop_best_effort = self._drop_best_effort
         self.reason = ""  # why this rank cannot serve; empty: it can
-        self._is_leaving = False
+        self._is_leaving = self._waits = False
         self._busy_s: float | None = None  # when there was last a request, unless checked since
         self._computed_tokens = 0
         self._nothing_to_form = -1  # at that many changes
@@ -164,11 +164,16 @@ class ServingLoop:
             reason=self.reason,
             total_blocks=self.scheduler.blocks.num_blocks,
             leaving=self._is_leaving,
+            waits=self._waits,
         )
         self._clients.publish(state)
 
     def say_leaving(self) -> None:
         self._is_leaving = True
+        self.tell_state()
+
+    def say_waits(self, waits: bool) -> None:
+        self._waits = waits
         self.tell_state()
 
     def hand_over(self) -> None:

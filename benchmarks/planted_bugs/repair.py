@@ -211,6 +211,27 @@ BUGS: tuple[Bug, ...] = (
         _WANTING,
     ),
     Bug(
+        "repair: what has been loaded is thrown away where another is lost",
+        "actors/ranks/rendezvous.py",
+        "            if time.monotonic() > until_s:\n                raise\n",
+        "            raise\n",
+        ("tests/unit/cluster/fleet/test_launch.py",),
+    ),
+    Bug(
+        "repair: an expert rank that is silent holds up those that are there",
+        "actors/ranks/joining.py",
+        "done, _ = wait(dials.values(), self._patience_s)",
+        "done, _ = wait(dials.values())",
+        ("tests/unit/actors/ranks/test_joining.py",),
+    ),
+    Bug(
+        "repair: a request is blamed for a rank that had no expert ranks",
+        "cluster/routing/admission.py",
+        "return is_gone and ticket.client is not None and ticket.client.waits",
+        "return False",
+        ("tests/unit/cluster/routing/test_placed_again.py",),
+    ),
+    Bug(
         "repair: what waits to be read is read again for the next that wants it",
         _WANTED,
         "if generation != self.loading and generation not in self._waiting:",

@@ -146,7 +146,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scaling: what is handed over costs an attempt",
         "cluster/routing/admission.py",
-        "counts = not is_handed_over and (is_new or not has_others)",
+        "counts = is_its_own and (is_new or not has_others)",
         "counts = is_new or not has_others",
         _HANDED,
     ),

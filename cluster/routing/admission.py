@@ -21,7 +21,13 @@ from cluster.routing.placer import Placer, problems, ready
 from cluster.routing.rank_client import RankClient, smallest_pool_tokens
 from cluster.routing.ticket import Ticket, failure_of
 from contracts.clock import Clock, monotonic_s
-from contracts.errors import HandedOverError, NotReadyError, TandemError
+from contracts.errors import (
+    HandedOverError,
+    NotReadyError,
+    PeerDeadError,
+    PeerHungError,
+    TandemError,
+)
 from contracts.logs import event
 from contracts.messages import Failed, Finished, Scored, Submit, Tokens
 
@@ -150,9 +156,9 @@ class Admission:
         """Its rank is lost, or says that it cannot work: another one runs it, or goes on with it,
         once there is one."""
         self._placer.remove(ticket)
-        is_handed_over = _is_handed_over(ticket, cause)
+        is_its_own = not _is_handed_over(ticket, cause) and not _waited(ticket, cause)
         is_new, has_others = ticket.note_failure(cause), self._has_others(ticket)
-        counts = not is_handed_over and (is_new or not has_others)  # once while there are others
+        counts = is_its_own and (is_new or not has_others)  # once while there are others
         ticket.count_failure(counts=counts, forgiving_tokens=self._config.forgiving_tokens)
         if not ticket.go_on():
             return
@@ -204,3 +210,10 @@ def _is_handed_over(ticket: Ticket, cause: Failed) -> bool:
     """Whether its rank leaves, and has not failed: one that hands over and stays has."""
     client = ticket.client
     return cause.code == HandedOverError.code and client is not None and client.is_leaving
+
+
+def _waited(ticket: Ticket, cause: Failed) -> bool:
+    """Whether its rank was lost without expert ranks: nothing was computed that might have ended
+    it."""
+    is_gone = cause.code in (PeerDeadError.code, PeerHungError.code)
+    return is_gone and ticket.client is not None and ticket.client.waits

@@ -251,12 +251,13 @@ class LeastWork:
         rank.client.flush()
 
     def _chosen(self, ticket: Ticket) -> _Rank | None:
-        """The rank for this request; None: none has room. One that has failed it is taken only
-        where there is no other."""
+        """The rank for this request; None: none has room. One that waits for expert ranks, or that
+        has failed it, is taken only where there is no other."""
         tried, present = ticket.tried(), [rank for rank in self.peers if rank.present]
-        others = [rank for rank in present if rank.client not in tried]
+        able = [rank for rank in present if not rank.client.waits] or present
+        others = [rank for rank in able if rank.client not in tried]
         priority, most = ticket.submit.priority, self.config.max_waiting
-        free = [rank for rank in others or present if rank.waiting(priority) < most]
+        free = [rank for rank in others or able if rank.waiting(priority) < most]
         if len(self.peers) == 1 or not free:
             return free[0] if free else None
         block_tokens = self.config.block_tokens

@@ -68,6 +68,7 @@ class RankClient:
         self.name = name
         self.address = address
         self.state: RankState | None = None
+        self.waits = False  # what it said last, before it was lost too: nothing goes on there
         self.connections = 0  # how many there have been
         self._me = me
         self._config = config
@@ -217,7 +218,7 @@ class RankClient:
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, RankState):
-            self.state = event
+            self.state, self.waits = event, event.waits
             if self._listener is not None:
                 self._listener.on_state(event)
             if event.stuck:

@@ -174,7 +174,9 @@ def test_every_request_fails_by_name_when_nobody_takes_a_lost_expert_ranks_place
             assert status.healthy
             assert "expert-0 lost, requests wait" in status.notes["experts"]
             assert status.sections["kv_blocks"]["used"] == 0
+        first.read_until(lambda: first.state is not None and first.state.waits)
         group.replace("expert-0")
+        first.read_until(lambda: first.state is not None and not first.state.waits)
         expected = LocalModel.load(deep, dtype="float32").greedy(tokens(3, 9), 4)
         again = [(c, c.submit(tokens(3, 9), sampling=greedy(4))) for c in (first, second)]
         assert [client.generated(request)[0] for client, request in again] == [expected] * 2

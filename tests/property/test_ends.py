@@ -25,7 +25,7 @@ ENDLESS = 10_000
 class Client:
     """Of a rank that comes again whenever it is lost."""
 
-    name, connections = "attention-0", 0
+    name, connections, waits = "attention-0", 0, False
 
     def post(self, *_: Any) -> int:
         self.connections += 1

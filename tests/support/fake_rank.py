@@ -52,7 +52,7 @@ class FakeRank:
         self.silent = False
         self.whereabouts = b""  # as actors/channels/neighbour.py says it
         self.healthy = True
-        self.stuck = self.leaving = False
+        self.stuck = self.leaving = self.waits = False
         self.total_blocks = 0
         self.submits: SimpleQueue[Submit] = SimpleQueue()
         self.cancels: SimpleQueue[int] = SimpleQueue()
@@ -135,6 +135,7 @@ class FakeRank:
             reason=reason,
             stuck=self.stuck,
             leaving=self.leaving,
+            waits=self.waits,
             total_blocks=self.total_blocks,
         )
 

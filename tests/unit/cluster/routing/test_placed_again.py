@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,13 @@ def counted_on(submit: Submit) -> list[int]:
     return list(range(len(submit.token_ids), len(submit.token_ids) + 100))
 
 
-def run(body: Body, ranks: int = 2, **limits: int) -> None:
+def run(body: Body, ranks: int = 2, waiting: int = 0, **limits: int) -> None:
+    """waiting: so many of the ranks have no expert ranks."""
+
     async def main() -> None:
         fakes = [FakeRank(f"attention-{i}", counted_on) for i in range(ranks)]
+        for fake in fakes[:waiting]:
+            fake.waits = True
         clients = [RankClient(fake.name, await fake.listen(), ME, QUICK) for fake in fakes]
         admission = Admission(LeastWork(clients, RoutingConfig(**limits)))
         admission.start()
@@ -233,6 +238,37 @@ def test_a_request_that_has_ended_three_ranks_is_given_up_by_name() -> None:
         assert not admission.waiting()["generation", "ls"]
 
     run(body)
+
+
+def test_ranks_that_are_lost_while_they_wait_for_expert_ranks_do_not_count() -> None:
+    ends = [None] * 5
+
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
+        def lost(rank: FakeRank) -> None:
+            ends.pop()
+            for each in ranks:
+                each.hold_after = each.hold_after if ends else None
+                each.on_submit = each.on_submit if ends else None
+            rank.drop_connections()
+
+        for rank in ranks:
+            rank.hold_after, rank.on_submit = 1, partial(lost, rank)
+        asked = Asked(admission, min_tokens=WANTED, ignore_eos=True)
+        await asked.task
+        assert asked.tokens == list(range(40, 40 + WANTED))
+        assert not ends
+
+    run(body, waiting=2)
+
+
+def test_a_rank_that_waits_for_expert_ranks_is_taken_where_there_is_no_other() -> None:
+    async def body(admission: Admission, ranks: list[FakeRank]) -> None:
+        await asyncio.gather(*(Asked(admission).task for _ in range(4)))
+        counts = [rank.submits.qsize() for rank in ranks]
+        assert counts == ([0, 4] if len(ranks) == 2 else [4])
+
+    run(body, waiting=1)
+    run(body, ranks=1, waiting=1)
 
 
 def test_a_stream_waits_for_the_rank_that_takes_the_lost_ones_place() -> None:
