@@ -37,7 +37,7 @@ from planner.routing.request_work import work_of
 from planner.routing.saturation import saturation_of
 
 CONNECT_DEADLINE_S = 30.0
-PATIENCE_S = 10.0  # for the last of the ranks
+PATIENCE_S = 1.0  # for the last of the ranks: it may be being replaced, which takes longer
 LEAST_SILENCE_S = 4 * STATE_PERIOD_S
 
 
