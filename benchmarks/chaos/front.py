@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import BinaryIO
 
 import msgspec
@@ -35,19 +37,26 @@ class Orders(msgspec.Struct, frozen=True):
     directory: Directory
 
 
-class Place:
-    """Where the ranks are, as whoever looks after them says."""
+_decode_directory = msgspec.json.Decoder(Directory).decode
+_decode_orders = msgspec.json.Decoder(Orders).decode
 
-    def __init__(self, directory: Directory) -> None:
+
+class Place:
+    """Where the ranks are, as whoever looks after them says; it listens from the beginning on, for
+    ranks come and go while this process starts, too. `over`: nothing more is said."""
+
+    def __init__(self, directory: Directory, lines: BinaryIO) -> None:
         self.directory = directory
+        self.over: Future[None] = Future()
+        threading.Thread(target=self._listen, args=[lines], name="place", daemon=True).start()
 
     async def find(self, _: dict[str, str]) -> Mapping[str, str]:
         return self.directory.client_addresses | self.directory.prefill_addresses
 
-    async def listen(self, lines: BinaryIO) -> None:
-        """Until nothing more is said."""
-        while line := await asyncio.to_thread(lines.readline):
-            self.directory = msgspec.json.decode(line, type=Directory)
+    def _listen(self, lines: BinaryIO) -> None:
+        while line := lines.readline():
+            self.directory = _decode_directory(line)
+        self.over.set_result(None)
 
 
 async def _no_metrics() -> list[str]:
@@ -71,16 +80,16 @@ async def _no_scale(_: bytes) -> tuple[bytes, bytes]:
 
 
 async def serve(lines: BinaryIO, answers: BinaryIO) -> None:
-    orders = msgspec.json.decode(lines.readline(), type=Orders)
+    orders = _decode_orders(lines.readline())
     set_up_logging(orders.name, orders.config.log)
-    place = Place(orders.directory)
+    place = Place(orders.directory, lines)
     ask = AskGroups(_no_metrics, _no_status, _no_trace, _clock, _no_scale)
     app = await build_ingress_app(orders.config, orders.directory, ask, place.find)
     front = DirectFront(app, orders.config.http)
     await front.start()
     answers.write(f"{front.port}\n".encode())
     answers.flush()
-    await place.listen(lines)
+    await asyncio.wrap_future(place.over)
     await front.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -174,6 +175,12 @@ class Run:
         )
         counts = Counter(places)
         return [counts[place] for place in range(whole)]
+
+    def longest_silence_s(self) -> float:
+        """Without a piece of any stream, since the first fault was due."""
+        arrived = (came_s for stream in self.clients.streams for came_s in stream.arrived_s)
+        came = [self.began_s, *sorted(s for s in arrived if s > self.began_s)]
+        return max((after - before for before, after in itertools.pairwise(came)), default=0.0)
 
     async def _do(self, fault: Fault) -> None:
         loop = asyncio.get_running_loop()

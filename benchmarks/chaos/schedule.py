@@ -59,12 +59,15 @@ class Mix(NamedTuple):
 
 
 def read(schedule: str) -> list[Fault]:
-    """As "kill expert-0,stop attention-1 2.5,cut_link 3". Raises ValueError for another kind."""
+    """As "kill expert-0,stop attention-1 2.5,cut_link 3+kill expert-1": with a plus, both at the
+    same moment. Raises ValueError for another kind."""
     found = []
-    for told in schedule.split(","):
-        kind, *rest = told.split()
-        seconds = float(rest.pop()) if rest and rest[-1][0].isdigit() else 0.0
-        found.append(Fault(Kind(kind), rest[0] if rest else "", seconds, 0.5))
+    for moment in schedule.split(","):
+        for told in (together := moment.split("+")):
+            kind, *rest = told.split()
+            seconds = float(rest.pop()) if rest and rest[-1][0].isdigit() else 0.0
+            with_next = told is not together[-1]
+            found.append(Fault(Kind(kind), rest[0] if rest else "", seconds, 0.5, with_next))
     return found
 
 

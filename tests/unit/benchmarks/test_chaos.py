@@ -125,6 +125,11 @@ def test_a_schedule_may_be_written_down() -> None:
     assert (kill.kind, kill.target, kill.stopped_s) == (Kind.KILL, "expert-0", 0.0)
     assert (stop.kind, stop.target, stop.stopped_s) == (Kind.STOP, "attention-1", 2.5)
     assert (cut.kind, cut.target, cut.stopped_s) == (Kind.CUT, "", 3.0)
+    assert not any(one.with_next for one in (kill, stop, cut))
+    both = read("cut_link 3+kill expert-1,kill expert-0")
+    assert [(one.kind.value, one.with_next) for one in both] == [
+        ("cut_link", True), ("kill", False), ("kill", False),
+    ]  # fmt: skip
     with pytest.raises(ValueError, match="burn"):
         read("burn expert-0")
 
