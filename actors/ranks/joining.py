@@ -62,6 +62,9 @@ class Joining:
         except ChannelError as error:  # says what happened, but not always to whom
             message = f"cannot join {peer}: {error.message}"
             dial.set_exception(type(error)(message, *error.args[1:]))
-            return
-        self._joined[peer] = address, monotonic_s()
-        dial.set_result(None)
+        else:
+            self._joined[peer] = address, monotonic_s()
+            dial.set_result(None)
+        finally:
+            if not dial.done():  # an error that nobody has foreseen
+                dial.set_exception(ChannelError(f"cannot join {peer}: see this rank's log"))

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from contracts.config import TandemConfig
-from contracts.errors import ChannelError, LaunchError, TandemError
+from contracts.errors import (
+    ChannelError,
+    HandshakeBrokenError,
+    HandshakeError,
+    LaunchError,
+    TandemError,
+)
 from contracts.hardware import Hardware
 from contracts.logs import event
 from contracts.placement import Placement
@@ -30,7 +36,7 @@ RETRY_S = 0.1
 
 
 class _UnreachedError(LaunchError):
-    """One of the ranks that it was to join."""
+    """One of the ranks that it was to join: it may be there the next time."""
 
 
 class WorkerHandle(Protocol):
@@ -233,9 +239,15 @@ def gather(futures: Sequence[tuple[str, Future[Any]]], what: str, deadline_s: fl
                 f"{name} did not {what} in time; see its log, or raise groups.ready_timeout_s"
             ) from None
         except ChannelError as error:
-            raise _UnreachedError(f"{name} could not {what}: {error.message}") from None
+            kind = LaunchError if _is_refusal(error) else _UnreachedError
+            raise kind(f"{name} could not {what}: {error.message}") from None
         except TandemError as error:
             if name in error.message:
                 raise
             raise type(error)(f"{name}: {error.message}", *error.args[1:]) from None
     return answers
+
+
+def _is_refusal(error: ChannelError) -> bool:
+    """By a rank that is there, and that will not have it the next time either."""
+    return isinstance(error, HandshakeError) and not isinstance(error, HandshakeBrokenError)

@@ -140,6 +140,9 @@ class RankGroup:
         """Whether they all are of the group still."""
         return all(member in self.members for member in members)
 
+    def _is_all(self, members: Sequence[Member]) -> bool:
+        return len(members) == len(self.members)
+
     def start_again(self, lost: Sequence[Member], closing: threading.Event) -> None:
         """All under one new epoch, unless the fleet is closed meanwhile. Raises what keeps them
         from starting; their actors are gone then."""
@@ -156,7 +159,7 @@ class RankGroup:
                 handles,
                 timeout_s=timeout_s,
                 others=lambda: [one.ready for one in self.working],
-                goes_without=True,
+                goes_without=not self._is_all(lost),
             )
         except BaseException as error:
             kill_all(handles)
@@ -170,7 +173,7 @@ class RankGroup:
         for member, spec, handle, told in zip(lost, specs, handles, ready, strict=True):
             member.settle(spec, handle, told)
             self._count(member)
-        if len(lost) < len(self.members):  # else they have been joined as a whole
+        if not self._is_all(lost):  # else they have been joined as a whole
             self._introduce()
 
     def _check(self, member: Member, now_s: float, stalled_s: float) -> str:
@@ -184,7 +187,7 @@ class RankGroup:
     def _specs(self, lost: Sequence[Member], found: list[Node], epoch: int) -> list[WorkerSpec]:
         """With the backend that fits where they are now, if that is for them alone to say. (Workers
         that gather from each other serve those of other nodes too.)"""
-        if len(lost) == len(self.members):
+        if self._is_all(lost):
             hosts = [node.host for node in found]
             self.backend = resolve_backend(self._config, lost[0].place.placed.device, hosts)
         return [

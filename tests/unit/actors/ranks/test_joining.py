@@ -63,3 +63,17 @@ def test_one_that_is_silent_holds_up_no_other_and_is_dialled_once() -> None:
     links.mended.set()
     until(lambda: links.dialled == ["tcp:b", "silent"])
     join({"expert-0": "silent", "expert-1": "tcp:b"})
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_that_nobody_has_foreseen_leaves_no_rank_undialled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    links = Links()
+    join = Joining(cast(Endpoint, links), PATIENCE_S)
+    with monkeypatch.context() as planted:
+        planted.setattr(links, "join", lambda *_: 1 / 0)
+        with pytest.raises(ChannelError, match="cannot join expert-0: see this rank's log"):
+            join({"expert-0": "tcp:a"})
+    join({"expert-0": "tcp:a"})
+    assert links.dialled == ["tcp:a"]

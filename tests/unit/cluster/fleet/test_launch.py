@@ -23,6 +23,7 @@ from contracts.config import TandemConfig
 from contracts.errors import (
     ChannelError,
     CheckpointError,
+    HandshakeError,
     LaunchError,
     ResourceError,
     TandemError,
@@ -249,10 +250,17 @@ def test_one_that_stays_out_of_reach_is_gone_without_or_named(
     assert len([line for line in log if line]) > 1
 
 
-def test_a_rank_that_is_gone_itself_is_told_of_at_once() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        LaunchError("attention-0: its process ended"),
+        HandshakeError("expert-0 refused attention-0: wrong token"),
+    ],
+)
+def test_a_rank_that_is_gone_or_refused_is_told_of_at_once(error: TandemError) -> None:
     specs, _, log = group_of({})
-    rank = FakeRank(specs[0], log, {"connect": LaunchError("attention-0: its process ended")})
+    rank = FakeRank(specs[0], log, {"connect": error})
     there = loaded(specs, "expert-0")
-    with pytest.raises(LaunchError, match="its process ended"):
-        form_group(specs[:1], [rank], timeout_s=60.0, others=lambda: there)
+    with pytest.raises(LaunchError, match=error.message):
+        form_group(specs[:1], [rank], timeout_s=60.0, others=lambda: there, goes_without=True)
     assert len([line for line in log if line]) == 1

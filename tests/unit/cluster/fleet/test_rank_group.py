@@ -17,7 +17,7 @@ from actors.ranks.rendezvous import Formation
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.launch import launch_pipeline
 from cluster.fleet.nodes import Node, Placed, RankRequest
-from contracts.errors import LaunchError
+from contracts.errors import ChannelError, LaunchError
 from contracts.loading import config_from
 from contracts.worker import Group, RankReady, RankStatus
 
@@ -29,6 +29,7 @@ class FakeRank(RayRank):
         super().__init__(name, self)
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.dead = False
+        self.unreached = ""
         self.hold: Future[Any] | None = None  # of its `prepare`
 
     def started(self) -> Future[Any]:
@@ -38,6 +39,8 @@ class FakeRank(RayRank):
         self.calls.append((method, arguments))
         if method == "status":
             return done(RankStatus(name=self.name, healthy=not self.dead, reason="it broke"))
+        if method == "connect" and self.unreached:
+            return failed(ChannelError(f"cannot join {self.unreached}"))
         if method != "prepare":
             return done(None)
         (spec,) = arguments
@@ -52,6 +55,12 @@ class FakeRank(RayRank):
 def done(result: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(result)
+    return future
+
+
+def failed(error: Exception) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
     return future
 
 
@@ -90,11 +99,12 @@ class FakePlaced(Placed):
 
 class Rig:
     """A group of three, without Ray. started, killed: all that have been, in order. hold: `prepare`
-    of the next one of a name waits for it."""
+    of the next one of a name waits for it. unreached: whom the next one of a name cannot join."""
 
     def __init__(self, experts: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started: list[FakeRank] = []
         self.hold: dict[str, Future[Any]] = {}
+        self.unreached: dict[str, str] = {}
         self.killed: list[Any] = []
         monkeypatch.setattr(ray, "kill", self.killed.append)
         monkeypatch.setattr(cluster.fleet.supervisor, "RETRY_S", 0.01)
@@ -114,6 +124,7 @@ class Rig:
     def start(self, name: str) -> FakeRank:
         rank = FakeRank(name)
         rank.hold = self.hold.pop(rank.name, None)
+        rank.unreached = self.unreached.pop(rank.name, "")
         self.started.append(rank)
         return rank
 
@@ -161,6 +172,18 @@ def test_workers_in_lockstep_are_replaced_together_under_one_epoch(rig: Rig) -> 
     for rank in fresh:
         assert rank.told("connect") == [{f"prefill-{i}": f"tcp:prefill-{i}:2" for i in range(3)}]
     assert rig.group.epoch == 2
+
+
+@pytest.mark.parametrize(("rig", "count"), [("gathered", 1), ("all_to_all", 6)], indirect=["rig"])
+def test_one_that_cannot_reach_another_goes_without_it_but_in_lockstep(
+    rig: Rig, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.ranks.rendezvous.REACH_S", 0.0)
+    monkeypatch.setattr("actors.ranks.rendezvous.WITHOUT_S", 0.0)
+    rig.unreached["prefill-1"] = "prefill-2"
+    rig.started[1].dead = True
+    rig.wait(lambda: rig.group.restarts > 0)
+    assert len(rig.started[3:]) == count
 
 
 @pytest.mark.parametrize("rig", ["gathered"], indirect=True)
