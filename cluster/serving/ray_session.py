@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -27,6 +28,7 @@ OBJECT_STORE_BYTES = 256 << 20  # nothing large goes through it
 PROBE_TIMEOUT_S = 3.0
 START_ATTEMPTS = 3
 KILL_DEADLINE_S = 10.0
+EXEC_DEADLINE_S = 1.0
 _HTTP2_SETTINGS = b"\x04"  # the type of the frame that either side sends first
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0" * 5
 LOCAL_ENVIRONMENT = {
@@ -163,7 +165,15 @@ def _kill_started(folder: str) -> None:
     left = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if any(folder in word for word in process.cmdline()):
+            if any(folder in word for word in _command_line(process)):
                 process.kill()
                 left.append(process)
     psutil.wait_procs(left, timeout=KILL_DEADLINE_S)
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    """Its words; Linux shows none for a moment after `Popen` has returned, within execve."""
+    deadline = time.monotonic() + EXEC_DEADLINE_S
+    while not (words := process.cmdline()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return words
