@@ -24,6 +24,7 @@ _ROUNDS = 40
 _SETTLED = 1e-4
 MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _LEAST_SIGMA = 1e-6  # of relative errors: below, everything is exact
+_ROUNDING = 1e-20  # of a sum of their squares: what differs by less differs by how a machine rounds
 
 
 class NonNegativeFit(NamedTuple):
@@ -95,7 +96,7 @@ def _nonnegative(scaled_NF: Floats, weights_N: Floats) -> Floats:
             if part_F.min() < 0:
                 continue
             error = float(np.square(a_NF[:, support] @ part_F - b_N).sum())
-            if error < best * (1 - 1e-12):
+            if error < best * (1 - 1e-12) - _ROUNDING:
                 best_F, best = np.zeros(scaled_NF.shape[1]), error
                 best_F[list(support)] = part_F
     return best_F
