@@ -24,7 +24,7 @@ from actors.experts.generations import is_taken
 from actors.ranks.rendezvous import WorkerHandle, channel_addresses, gather, peer_addresses
 from contracts.clock import monotonic_s
 from contracts.config import PlacementConfig, TandemConfig
-from contracts.errors import LaunchError, ResourceError
+from contracts.errors import LaunchError, ResourceError, TandemError
 from contracts.logs import event
 from contracts.placement import PlacedExperts, Placement, WantedPlacement
 from contracts.worker import Group, RankReady, rank_names
@@ -94,8 +94,10 @@ class _Placing:
         most_bytes = _check_room(before, wanted, said)
         within_s = self._config.deadline_s + 2 * most_bytes / self._config.bytes_per_s
         event(log, "experts_resize", ranks=expert_ranks, generation=generation)
-        self._tell(needed, WantedPlacement(placement=wanted, present=before, within_s=within_s))
-        return self._follow(wanted, monotonic_s() + 2 * within_s + SETTLE_S)
+        failure = self._tell(
+            needed, WantedPlacement(placement=wanted, present=before, within_s=within_s)
+        )
+        return self._follow(wanted, failure, monotonic_s() + 2 * within_s + SETTLE_S)
 
     def answers(self, wait_s: float) -> dict[str, PlacedExperts]:
         """What expert ranks say, by name: of those that answer by then, and have not been lost."""
@@ -126,14 +128,24 @@ class _Placing:
                     f"generation {coming[0]} of the placement is under way: try again later"
                 )
 
-    def _tell(self, names: Sequence[str], wanted: WantedPlacement) -> None:
+    def _tell(self, names: Sequence[str], wanted: WantedPlacement) -> str:
+        """What kept one of them from being told; the others have it, and have to end it then."""
         ranks = {one.ready.name: one for one in self._of(Group.EXPERT)}
-        telling = [(name, ranks[name].handle.call("place", wanted)) for name in names]
-        gather(telling, "be told of its experts", monotonic_s() + ANSWER_S)
+        there = [name for name in names if name in ranks]
+        telling = [(name, ranks[name].handle.call("place", wanted)) for name in there]
+        wait([told for _, told in telling], ANSWER_S)
+        for name in names:
+            if name not in ranks:
+                return f"{name}: it is lost"
+        try:
+            gather(telling, "be told of its experts", monotonic_s())
+        except TandemError as error:
+            return error.message
+        return ""
 
-    def _follow(self, wanted: Placement, end_s: float) -> Placement | None:
-        """Until it is used, or has failed everywhere."""
-        generation, failure = wanted.generation, ""
+    def _follow(self, wanted: Placement, failure: str, end_s: float) -> Placement | None:
+        """Until it is used, or has failed everywhere. failure: what is known of it already."""
+        generation = wanted.generation
         while not self._closing.wait(LOOK_S):
             self._introduce(wait_s=0.0)
             said = self.answers(wait_s=LOOK_S)
