@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,18 +30,21 @@ _LIGHT = ("--light", "--until-wrong")
 _QUICK = (*_LIGHT, "--request-timeout", "30")
 _ATTENTION = ("--schedule", "kill attention-0,kill attention-1,kill attention-0", *_LIGHT)
 _EXPERT = ("--schedule", "kill expert-0,kill expert-1,kill expert-0", *_QUICK)
-_KILLS = ",".join(["kill expert-0,kill expert-1"] * 4)
-# Wrong only where both expert ranks have not answered yet at the kill: many, under full load.
-_EXPERTS = ("--schedule", _KILLS, "--until-wrong", "--request-timeout", "30")
+# The other expert rank is stopped for a moment: neither has answered at the kill.
+_BOTH = "stop expert-1 0.2+kill expert-0,stop expert-0 0.2+kill expert-1"
+_EXPERTS = ("--schedule", f"{_BOTH},{_BOTH}", "--until-wrong", "--request-timeout", "30")
+SURVIVED_S = 1.0  # the next token after an expert rank's kill at the median, where others survive
 _WAKES = ("--schedule", "wake attention-0,wake attention-1", *_LIGHT)
 _LAUNCHER = ("--served", "--schedule", "kill expert-0,kill launcher-0,kill expert-0", *_LIGHT)
 
 
 class Planted(NamedTuple):
-    """arguments: of chaos, which find it."""
+    """arguments: of chaos, which find it. within_s: the next token after an expert rank's kill, at
+    the median."""
 
     bug: Bug
     arguments: Sequence[str]
+    within_s: float = math.inf
 
 
 class Found(NamedTuple):
@@ -50,8 +55,15 @@ class Found(NamedTuple):
     without: list[str]
 
 
-def _bug(name: str, file: str, old: str, new: str, arguments: Sequence[str]) -> Planted:
-    return Planted(Bug(name, file, old, new, ()), arguments)
+def _bug(
+    name: str,
+    file: str,
+    old: str,
+    new: str,
+    arguments: Sequence[str],
+    within_s: float = math.inf,
+) -> Planted:
+    return Planted(Bug(name, file, old, new, ()), arguments, within_s)
 
 
 BUGS = (
@@ -75,6 +87,7 @@ BUGS = (
         "first_group + len(slices),",
         "piece.token_group,",
         _EXPERTS,
+        SURVIVED_S,
     ),
     _bug(
         "sampler state: draws begin anew on the rank that goes on",
@@ -145,19 +158,19 @@ def _found(tree: Path, one: Planted, place: int, bugs: int) -> Found:
     path = tree / one.bug.file
     whole = path.read_text()
     assert whole.count(one.bug.old) == 1, f"{one.bug.file} has changed, change the list"
-    without = failures(tree, one.arguments)
+    without = failures(tree, one)
     path.write_text(whole.replace(one.bug.old, one.bug.new))
     try:
-        return Found(one, failures(tree, one.arguments), without)
+        return Found(one, failures(tree, one), without)
     finally:
         path.write_text(whole)
 
 
-def failures(tree: Path, arguments: Sequence[str]) -> list[str]:
-    """What a chaos run in that tree says."""
+def failures(tree: Path, one: Planted) -> list[str]:
+    """What a chaos run in that tree says, and how late tokens came if that was too late."""
     output, log = tree.parent / "chaos.json", tree.parent / "chaos.log"
     output.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.chaos", *arguments]
+    command = [sys.executable, "-m", "benchmarks.chaos", *one.arguments]
     files = ["--output", str(output), "--log", str(log)]
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     with subprocess.Popen(
@@ -167,15 +180,25 @@ def failures(tree: Path, arguments: Sequence[str]) -> list[str]:
             status = chaos.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             os.killpg(chaos.pid, 9)
-            return [NO_END, *_written(output)]
-    return _written(output) or ([] if status == 0 else [f"it ended with {status}"])
+            return [NO_END, *_written(output, one.within_s)]
+    return _written(output, one.within_s) or ([] if status == 0 else [f"it ended with {status}"])
 
 
-def _written(output: Path) -> list[str]:
+def _written(output: Path, within_s: float) -> list[str]:
     if not output.exists():
         return []
-    told: dict[str, Any] = json.loads(output.read_text())["summary"]
-    return [str(line)[:300] for line in told["failures"]]
+    report: dict[str, Any] = json.loads(output.read_text())
+    told = [str(line)[:300] for line in report["summary"]["failures"]]
+    return told + late(report["samples"], within_s)
+
+
+def late(samples: dict[str, dict[str, list[float]]], within_s: float) -> list[str]:
+    """Whether the stream that waits longest waits for more than that, at the median."""
+    waits_s = samples.get("kill expert", {}).get("last_token", [])
+    if not waits_s or statistics.median(waits_s) <= within_s:
+        return []
+    median_s = statistics.median(waits_s)
+    return [f"kill expert: the next token after {median_s:.2f} s, and not within {within_s:g} s"]
 
 
 def table(found: Sequence[Found]) -> str:
