@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.chaos.verdict import quantile
 from benchmarks.harness import RESULTS, Result, write_result
 from benchmarks.planted_bugs.__main__ import copied_tree
 from benchmarks.planted_bugs.bug import Bug
@@ -55,15 +55,8 @@ class Found(NamedTuple):
     without: list[str]
 
 
-def _bug(
-    name: str,
-    file: str,
-    old: str,
-    new: str,
-    arguments: Sequence[str],
-    within_s: float = math.inf,
-) -> Planted:
-    return Planted(Bug(name, file, old, new, ()), arguments, within_s)
+def _bug(name: str, file: str, old: str, new: str, arguments: Sequence[str]) -> Planted:
+    return Planted(Bug(name, file, old, new, ()), arguments)
 
 
 BUGS = (
@@ -87,8 +80,7 @@ BUGS = (
         "first_group + len(slices),",
         "piece.token_group,",
         _EXPERTS,
-        SURVIVED_S,
-    ),
+    )._replace(within_s=SURVIVED_S),
     _bug(
         "sampler state: draws begin anew on the rank that goes on",
         "actors/batching/sampler.py",
@@ -195,9 +187,8 @@ def _written(output: Path, within_s: float) -> list[str]:
 def late(samples: dict[str, dict[str, list[float]]], within_s: float) -> list[str]:
     """Whether the stream that waits longest waits for more than that, at the median."""
     waits_s = samples.get("kill expert", {}).get("last_token", [])
-    if not waits_s or statistics.median(waits_s) <= within_s:
+    if not waits_s or (median_s := quantile(waits_s, 0.5)) <= within_s:
         return []
-    median_s = statistics.median(waits_s)
     return [f"kill expert: the next token after {median_s:.2f} s, and not within {within_s:g} s"]
 
 

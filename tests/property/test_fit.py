@@ -77,6 +77,17 @@ def test_no_other_non_negative_coefficients_are_nearer(seed: int) -> None:
         assert loss(np.maximum(found + step, 0.0)) >= loss(found) * (1 - 1e-3)
 
 
+@some
+@given(seeds)
+def test_a_feature_that_only_rounding_would_keep_is_left_out(seed: int) -> None:
+    random_ = np.random.default_rng(seed)
+    features = random_.uniform(0.1, 1.0, (5, 3))
+    times = features[:, :2] @ [0.5, 0.2] * (1 + random_.uniform(-1e-14, 1e-14, 5))
+    found = fit_nonnegative(features, times).coefficients_F
+    assert found == pytest.approx([0.5, 0.2, 0.0])
+    assert found[2] == 0.0
+
+
 @pytest.mark.parametrize(
     "samples", [[], [(1.0, 0.0)], [(1.0, float("nan"))], [(-1.0, 2.0)], [(float("inf"), 2.0)]]
 )
