@@ -131,14 +131,14 @@ class _Placing:
     def _tell(self, names: Sequence[str], wanted: WantedPlacement) -> str:
         """What kept one of them from being told; the others have it, and have to end it then."""
         ranks = {one.ready.name: one for one in self._of(Group.EXPERT)}
+        lost = [name for name in names if name not in ranks]
         there = [name for name in names if name in ranks]
         telling = [(name, ranks[name].handle.call("place", wanted)) for name in there]
         wait([told for _, told in telling], ANSWER_S)
-        for name in names:
-            if name not in ranks:
-                return f"{name}: it is lost"
+        if lost:
+            return f"{lost[0]}: it is lost"
         try:
-            gather(telling, "be told of its experts", monotonic_s())
+            gather(telling, "hear of its experts", monotonic_s())
         except TandemError as error:
             return error.message
         return ""
@@ -150,7 +150,8 @@ class _Placing:
             self._introduce(wait_s=0.0)
             said = self.answers(wait_s=LOOK_S)
             is_used = any(each.placement.generation >= generation for each in said.values())
-            is_over = bool(said) and not any(e.under_way == generation for e in said.values())
+            is_heard = any(e.newest >= generation for e in said.values())  # a loop takes it later
+            is_over = is_heard and not any(e.under_way == generation for e in said.values())
             if is_used and (is_over or monotonic_s() > end_s):  # late ones do not go back
                 return wanted if _newest(said).placement == wanted else None
             for each in said.values():

@@ -20,13 +20,15 @@ ROUNDS_UNDER_WAY = 3
 
 
 class Expert:
-    """Has let go of what it was told some rounds later."""
+    """Takes what it was told once it has been asked, as a loop does, and has let go of it some
+    rounds later."""
 
     def __init__(self, name: str) -> None:
         placement = contiguous(4, 2, num_layers=1, moe_layers=[0])
         self.ready = RankReady(name=name, channel_address="", pid=id(self))
         self.said = PlacedExperts(placement=placement, newest=0)
         self.rounds = 0
+        self.told: list[int] = []
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -37,10 +39,14 @@ class Expert:
         pass
 
     def place(self, wanted: WantedPlacement) -> None:
-        generation = wanted.placement.generation
-        self.said = msgspec.structs.replace(self.said, newest=generation, under_way=generation)
+        self.told.append(wanted.placement.generation)
 
     def placed(self) -> PlacedExperts:
+        said = self.said
+        if self.told:
+            new = self.told.pop()
+            self.said = msgspec.structs.replace(said, newest=new, under_way=new)
+            return said
         if self.said.under_way is not None:
             self.rounds += 1
             if self.rounds > ROUNDS_UNDER_WAY:
@@ -66,6 +72,14 @@ class Lost(Expert):
         return answer
 
 
+class Silent(Expert):
+    """Never says that it has been told, though it was."""
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        answer = super().call(method, *arguments)
+        return Future() if method == "place" else answer
+
+
 @pytest.mark.parametrize(
     ("at", "reason"), [("place", "its process ended"), ("placed", "it is lost")]
 )
@@ -81,3 +95,14 @@ def test_a_rank_that_is_lost_before_it_is_told_is_named_once_the_others_have_let
     assert other.said.newest == 1
     assert other.said.under_way is None
     assert other.rounds > ROUNDS_UNDER_WAY
+
+
+def test_a_rank_that_does_not_say_that_it_was_told_is_named_where_the_move_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placing, "LOOK_S", 0.001)
+    monkeypatch.setattr(placing, "ANSWER_S", 0.05)
+    ranks = [Silent("expert-0"), Expert("expert-1")]
+    with pytest.raises(LaunchError, match=r"^1 expert ranks: expert-0 did not hear of its experts"):
+        place_experts(lambda: [Working(e.ready, e) for e in ranks], 1, TandemConfig())
+    assert all(e.said.newest == 1 and e.rounds > ROUNDS_UNDER_WAY for e in ranks)
