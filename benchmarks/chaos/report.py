@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from benchmarks.chaos import verdict
+from benchmarks.chaos.clients import WRONG
 from benchmarks.chaos.run import Run
 from benchmarks.harness import RESULTS, Result, write_result
 
@@ -43,7 +44,7 @@ class Report:
         filled = round(WIDTH * done / all_of_them)
         passed_s = time.monotonic() - run.began_s
         left_s = passed_s / done * (all_of_them - done)
-        wrong = sum(one.how != "same" for one in run.clients.outcomes) + len(run.wrong)
+        wrong = sum(one.how in WRONG for one in run.clients.outcomes) + len(run.wrong)
         bar = f"[{'#' * filled}{'.' * (WIDTH - filled)}] {done} of {all_of_them} faults"
         told = f"{len(run.clients.outcomes)} answers, {wrong} wrong, {left_s / 60:.0f} min left"
         line = f"{bar}, {told}, last: {run.done[-1].fault.label}"
