@@ -72,7 +72,9 @@ async def entered_by_each() -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory() as place:
         folder, texts = make_tiny_checkpoint(Path(place) / "model", vocab_size=420), Path(place)
         write_byte_level(texts)
-        config = prefill_config(model={"path": str(folder), "dtype": "float32"})
+        config = prefill_config(
+            model={"path": str(folder), "dtype": "float32"}, groups={"prefill_ranks": 1}
+        )
         with (
             PrefillThreads(folder, config) as prefill,
             ThreadGroup(folder, config, token=prefill.token) as group,

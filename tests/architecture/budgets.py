@@ -1,0 +1,190 @@
+"""Size and language of the code base against its budgets.
+
+    python -m tests.architecture.budgets            # the table
+    python -m tests.architecture.budgets --names    # every finding, one a line
+
+An issue that needs more lines raises the budget in the commit that needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.architecture.support import ROOT, tracked_files
+
+PRODUCT = (
+    "contracts",
+    "kernels",
+    "models",
+    "planner",
+    "actors",
+    "cluster",
+    "deploy",
+    "dashboards",
+)
+CODE = (*PRODUCT, "benchmarks", "training", "tests")
+
+# Words of identifiers, split at `_` and at capitals. docs/glossary.md has the term to use instead.
+BANNED_WORDS = frozenset(
+    """absence anybody appointment appointments ask asked asking asks attendance begun bring
+    bringing brings brought came everybody foresight foretell foretells foretold hear heard hearing
+    hears heart joint loan lonely loneliness mine neighbour neighbours nobody patience patient said
+    say saying says somebody sought tell telling tells told took unsaid went whereabouts who
+    whoever whom whose wont""".split()
+)
+
+# First words of a docstring that leave it a fragment.
+FRAGMENT_WORDS = frozenset(
+    """as at before both by for from has how in it its may nobody nothing of on per since so that
+    they those to until what when where whether which who whoever whose why with without""".split()
+)
+_PHRASES = re.compile(
+    r"\b(whoever|nobody|somebody|foretold|foretells?|lets? go of|goes? over to|went over"
+    r"|stands? in for|what becomes of|is told|are told|tells?|told|heard|hears?"
+    r"|is through with)\b",
+    re.IGNORECASE,
+)
+
+
+class Budget(NamedTuple):
+    """A measured figure and its upper bound."""
+
+    name: str
+    value: int
+    limit: int
+
+
+def budgets() -> list[Budget]:
+    """Every budget with its present value."""
+    return [
+        Budget("product: lines", _lines(PRODUCT), 68_200),
+        Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 9_000),
+        Budget("tests: lines", _lines(("tests",)), 55_000),
+        Budget("benchmarks: lines", _lines(("benchmarks",)), 26_400),
+        Budget("docs and README: words", _words(), 85_500),
+        Budget("class names with two definitions", len(repeated_classes()), 52),
+        Budget("identifiers with a banned word", len(banned_identifiers()), 1_600),
+        Budget("docstrings that start with a fragment", len(fragment_docstrings()), 1_330),
+        Budget("docstrings with a banned phrase", len(idiomatic_docstrings()), 360),
+    ]
+
+
+TOOLS = ("cluster/tools", "dashboards")
+
+
+def python_files(folders: tuple[str, ...]) -> list[Path]:
+    """Tracked Python files below any of `folders`."""
+    tops = tuple(f"{folder}/" for folder in folders)
+    return [
+        path
+        for path in tracked_files()
+        if path.suffix == ".py" and path.relative_to(ROOT).as_posix().startswith(tops)
+    ]
+
+
+def _lines(folders: tuple[str, ...]) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in python_files(folders))
+
+
+def _words() -> int:
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+
+
+def repeated_classes() -> list[str]:
+    """Public classes of the product that share a name with another one."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in python_files(PRODUCT):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(_place(path, node))
+    return [f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1]
+
+
+def banned_identifiers() -> list[str]:
+    """Defined names, in product, benchmarks and tests, that contain a word of BANNED_WORDS."""
+    return [
+        f"{_place(path, node)} {name}"
+        for path in python_files(CODE)
+        for node, name in _defined_names(ast.parse(path.read_text(encoding="utf-8")))
+        if BANNED_WORDS.intersection(_split(name))
+    ]
+
+
+def fragment_docstrings() -> list[str]:
+    """Docstrings of the product whose first word is in FRAGMENT_WORDS."""
+    return [
+        f"{place} {text.splitlines()[0]}"
+        for place, text in _docstrings()
+        if text.split()[0].lower().strip(",.:;") in FRAGMENT_WORDS
+    ]
+
+
+def idiomatic_docstrings() -> list[str]:
+    """Docstrings of the product that contain a phrase docs/glossary.md replaces."""
+    return [
+        f"{place} {found[0]}" for place, text in _docstrings() if (found := _PHRASES.search(text))
+    ]
+
+
+def _docstrings() -> Iterator[tuple[str, str]]:
+    documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+    for path in python_files(PRODUCT):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, documented) and (text := ast.get_docstring(node)):
+                yield _place(path, node), text
+
+
+def _defined_names(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node, node.name
+        elif isinstance(node, ast.arg):
+            yield node, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node, node.attr
+
+
+def _split(name: str) -> list[str]:
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
+
+
+def _place(path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(ROOT).as_posix()}:{getattr(node, 'lineno', 1)}"
+
+
+def table() -> str:
+    """The budgets as a table for people."""
+    rows = [f"{'budget':44}{'now':>10}{'limit':>10}"]
+    for budget in budgets():
+        over = "  over" if budget.value > budget.limit else ""
+        rows.append(f"{budget.name:44}{budget.value:10,}{budget.limit:10,}{over}")
+    files = ", ".join(f"{top} {len(python_files((top,)))}" for top in CODE)
+    return "\n".join([*rows, f"Python files: {files}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print the budgets and their present values.")
+    parser.add_argument("--names", action="store_true", help="list every finding")
+    if parser.parse_args().names:
+        for found in (
+            repeated_classes(),
+            banned_identifiers(),
+            fragment_docstrings(),
+            idiomatic_docstrings(),
+        ):
+            sys.stdout.write("\n".join(found) + "\n")
+    sys.stdout.write(table() + "\n")
+
+
+if __name__ == "__main__":
+    main()
