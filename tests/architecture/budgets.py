@@ -37,13 +37,13 @@ BANNED_WORDS = frozenset(
     bringing brings brought came everybody foresight foretell foretells foretold hear heard hearing
     hears heart joint loan lonely loneliness mine neighbour neighbours nobody patience patient said
     say saying says somebody sought tell telling tells told took unsaid went whereabouts who
-    whoever whom whose wont""".split()
+    whoever whom whose wont""".split()  # noqa: SIM905
 )
 
 # First words of a docstring that leave it a fragment.
 FRAGMENT_WORDS = frozenset(
     """as at before both by for from has how in it its may nobody nothing of on per since so that
-    they those to until what when where whether which who whoever whose why with without""".split()
+    they those to until what when where whether which who whoever whose why with without""".split()  # noqa: SIM905
 )
 _PHRASES = re.compile(
     r"\b(whoever|nobody|somebody|foretold|foretells?|lets? go of|goes? over to|went over"
